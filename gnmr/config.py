@@ -1,0 +1,442 @@
+"""The schema of `conf/`: one frozen dataclass per group, merged strictly.
+
+Hydra composes the YAML tree; this file says which keys exist, their types, and which values make sense. An unknown
+key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
+`__post_init__`, before anything is created on disk. Neither torch nor any other module of ours is imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gnmr.errors import UserError
+
+FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2", "bf16")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _require(condition: bool, key: str, value: object, right: str) -> None:
+    if not condition:
+        raise UserError(f"{key}={value}: {right}")
+
+
+def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(value in choices, key, value, f"must be one of {', '.join(choices)}")
+
+
+def _positive(key: str, value: float | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    _require(
+        value is not None and value > 0 and math.isfinite(value),
+        key,
+        value,
+        "must be a positive number" + (" or null" if optional else ""),
+    )
+
+
+def _share(key: str, value: float) -> None:
+    _require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class OutlierConfig:
+    """Function-preserving outlier channels (gnmr/models/outliers.py)."""
+
+    number: int = 0
+    """Channels per norm, per v/o pair and per up/down pair that are scaled; 0 switches it off."""
+    gain: float = 1.0
+    """Factor on the chosen channels; the weights that read them are divided by it."""
+
+    def __post_init__(self) -> None:
+        _require(self.number >= 0, "model.outlier_channels.number", self.number, "must be 0 or more")
+        _positive("model.outlier_channels.gain", self.gain)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture only; precision is `paths`'s and `training.dtype`'s."""
+
+    name: str = "llama"
+    """llama or gpt."""
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    """Width of the MLP."""
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention); null: as many as num_heads."""
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding (llama)."""
+    init_std: float = 0.02
+    """Standard deviation of the normal initialisation."""
+    outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("model.name", self.name, ("llama", "gpt"))
+        for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            _positive(f"model.{key}", getattr(self, key))
+        _require(
+            self.hidden_size % self.num_heads == 0,
+            "model.hidden_size",
+            self.hidden_size,
+            f"model.num_heads={self.num_heads} does not divide it",
+        )
+        _require(
+            self.name != "llama" or self.hidden_size // self.num_heads % 2 == 0,
+            "model.num_heads",
+            self.num_heads,
+            "the rotary embedding needs an even width per head",
+        )
+        if self.num_kv_heads is not None:
+            _require(self.name == "llama", "model.num_kv_heads", self.num_kv_heads, "only llama has grouped queries")
+            _require(
+                self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"must divide model.num_heads={self.num_heads}",
+            )
+        _positive("model.norm_eps", self.norm_eps)
+        _positive("model.rope_theta", self.rope_theta)
+        _positive("model.init_std", self.init_std)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpus, tokenizer and their cache."""
+
+    name: str = "stdlib"
+    """stdlib (this Python's own library sources), c4 (hub or local folder in its layout) or text (local files)."""
+    path: str | None = None
+    """File or folder for data=text; for data=c4 a local folder, or null to stream from the hub."""
+    text_column: str = "text"
+    """Column that holds the text in .jsonl, .json.gz and .parquet files."""
+    vocab_size: int = 4096
+    """Largest vocabulary of the byte-level BPE; a tiny corpus may give a smaller one."""
+    tokenizer: str | None = None
+    """A tokenizer.json to use instead of training one."""
+    tokenizer_bytes: int = 50_000_000
+    """Text that the tokenizer is trained on at the most, bytes of UTF-8."""
+    max_tokens: int | None = None
+    """Training tokens to prepare at the most; null: the whole corpus, for the hub what the run needs."""
+    cache_dir: str = "~/.cache/gnmr"
+    """Where tokenizers and token files are kept."""
+
+    def __post_init__(self) -> None:
+        _one_of("data.name", self.name, ("stdlib", "c4", "text"))
+        _require(self.name != "text" or self.path is not None, "data.path", self.path, "data=text needs a file or folder")
+        _require(
+            257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more"
+        )
+        _positive("data.tokenizer_bytes", self.tokenizer_bytes)
+        _positive("data.max_tokens", self.max_tokens, optional=True)
+
+
+@dataclass(frozen=True)
+class PathsConfig:
+    """The two execution paths of a unit (gnmr/paths)."""
+
+    name: str = "int4_int8"
+    """Name of this choice, part of the arm's name."""
+    low: str = "int4"
+    """Format of the low-cost path's saved activations."""
+    recovery: str | None = "int8"
+    """Format of the recovery path; null: a static run, units are monitored and never routed."""
+    targets: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+    """Last components or glob patterns of the linears to exchange, e.g. q_proj or layers.0.*_proj."""
+    site: str = "saved"
+    """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
+    rounding: str = "nearest"
+    """nearest (ties to even) or stochastic."""
+
+    def __post_init__(self) -> None:
+        _one_of("paths.low", self.low, FORMATS)
+        if self.recovery is not None:
+            _one_of("paths.recovery", self.recovery, FORMATS)
+        _require(len(self.targets) > 0, "paths.targets", self.targets, "needs at least one pattern")
+        _one_of("paths.site", self.site, ("saved", "forward"))
+        _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Algorithms 1 and 2 (gnmr/controller)."""
+
+    name: str = "gnmr"
+    """Name of this choice, part of the arm's name."""
+    alpha: float | None = 1.5
+    """Threshold of GNMR; null switches this signal off."""
+    beta: float | None = 1.3
+    """Threshold of dGNMR; null switches this signal off."""
+    alpha_init: float | None = None
+    """Threshold of GNMR during the first init_frac of the steps; null: alpha throughout (section 3, two stages)."""
+    beta_init: float | None = None
+    """Threshold of dGNMR during the first init_frac of the steps; null: beta throughout."""
+    init_frac: float = 0.025
+    """Length of the first stage as a share of training.steps; without effect unless an *_init is set."""
+    warmup_frac: float = 0.0
+    """High-fidelity warm-up: share of training.steps with every unit on the recovery path before control starts."""
+    delta: int = 5
+    """Window of dGNMR, steps."""
+    max_o: int = 4
+    """Most units on the recovery path at once, once control has started."""
+    t_lock: int = 1
+    """Steps for which a triggered unit stays a candidate."""
+    eps: float = 1e-8
+    """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
+
+    def __post_init__(self) -> None:
+        for key in ("alpha", "beta", "alpha_init", "beta_init"):
+            _positive(f"controller.{key}", getattr(self, key), optional=True)
+        for key in ("delta", "max_o", "t_lock", "eps"):
+            _positive(f"controller.{key}", getattr(self, key))
+        for key in ("alpha", "beta"):
+            _require(
+                getattr(self, key) is not None or getattr(self, f"{key}_init") is None,
+                f"controller.{key}_init",
+                getattr(self, f"{key}_init"),
+                f"needs controller.{key} too",
+            )
+        _share("controller.init_frac", self.init_frac)
+        _share("controller.warmup_frac", self.warmup_frac)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its schedule and clipping."""
+
+    lr: float = 1e-3
+    """Peak rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.1
+    """Linear warm-up, share of training.steps."""
+    min_lr_frac: float = 0.1
+    """Rate at the end of the cosine, share of the peak."""
+    clip_norm: float | None = None
+    """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
+
+    def __post_init__(self) -> None:
+        _positive("optim.lr", self.lr)
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "optim.betas",
+            self.betas,
+            "two numbers in [0, 1)",
+        )
+        _positive("optim.eps", self.eps)
+        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
+        _share("optim.warmup_frac", self.warmup_frac)
+        _share("optim.min_lr_frac", self.min_lr_frac)
+        _positive("optim.clip_norm", self.clip_norm, optional=True)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length, batch, precision of the weights, checkpoints."""
+
+    steps: int = 600
+    seq_len: int = 256
+    """Tokens in a block."""
+    batch_size: int = 8
+    """Blocks in a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches in a step; tokens a step = seq_len * batch_size * accumulation."""
+    seed: int = 0
+    """Initialisation, data order and stochastic rounding."""
+    dtype: str = "bfloat16"
+    """Weights, gradients and optimizer state: bfloat16 (the paper) or float32."""
+    device: str = "auto"
+    """auto (cuda where there is one, else cpu), cpu or cuda."""
+    threads: int | None = None
+    """CPU threads; null: as many as PyTorch chooses. Losses are equal to the last bit for equal thread counts."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_blocks: int = 64
+    """Validation blocks, the same in every arm."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    resume: str = "auto"
+    """auto: continue from the newest checkpoint of the run folder; never: refuse a folder that holds a run."""
+    max_nonfinite_streak: int = 10
+    """Skipped steps in a row (non-finite loss or gradient) after which the run ends FAILED."""
+    activation_checkpointing: bool = False
+    """Recompute each block's forward during backward."""
+    compile: bool = False
+    """torch.compile for each block; converted linears run outside the graphs."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "steps",
+            "seq_len",
+            "batch_size",
+            "accumulation",
+            "eval_every",
+            "eval_blocks",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "max_nonfinite_streak",
+        ):
+            _positive(f"training.{key}", getattr(self, key))
+        _positive("training.threads", self.threads, optional=True)
+        _require(self.seed >= 0, "training.seed", self.seed, "must be 0 or more")
+        _one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
+        _one_of("training.device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("training.resume", self.resume, ("auto", "never"))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.batch_size * self.accumulation
+
+
+@dataclass(frozen=True)
+class RecordsConfig:
+    """What is written and shown; nothing here changes the numbers of a run."""
+
+    ratios_every: int = 1
+    """Steps between rows of ratios.parquet."""
+    live: str = "auto"
+    """auto: a live view on a terminal, else plain lines; plain; off."""
+    plain_every: int = 20
+    """Steps between plain lines."""
+    wandb: str = "auto"
+    """auto: online where the user is logged in, else offline; online; offline; off."""
+    wandb_project: str = "gnmr"
+    wandb_every: int = 10
+    """Steps between the per-unit ratios sent to W&B (losses go every step)."""
+
+    def __post_init__(self) -> None:
+        for key in ("ratios_every", "plain_every", "wandb_every"):
+            _positive(f"records.{key}", getattr(self, key))
+        _one_of("records.live", self.live, ("auto", "plain", "off"))
+        _one_of("records.wandb", self.wandb, ("auto", "online", "offline", "off"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    experiment_name: str = "custom"
+    """First folder of the run's path."""
+    scale_name: str = "custom"
+    """Name of the scale; the report puts the paper's figures beside runs of the paper's scales."""
+    arm: str | None = None
+    """Name of the arm; null: from paths.name and controller.name."""
+    run_dir: str | None = None
+    """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    runs_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        if self.controller.warmup_frac > 0 and self.paths.recovery is None:
+            raise UserError(
+                f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
+            )
+
+    @property
+    def arm_name(self) -> str:
+        if self.arm is not None:
+            return self.arm
+        return self.paths.name if self.paths.recovery is None else f"{self.paths.name}-{self.controller.name}"
+
+
+
+# Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
+# stay out of the hash; the seed stands beside the hash in the folder's name.
+_OUTSIDE_THE_HASH = (
+    "run_dir",
+    "runs_dir",
+    "data.cache_dir",
+    "training.seed",
+    "training.resume",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "records.live",
+    "records.plain_every",
+    "records.wandb",
+    "records.wandb_project",
+    "records.wandb_every",
+)
+
+
+def schema() -> DictConfig:
+    """The empty schema for Hydra: typed (so an unknown key is refused) and writable.
+
+    OmegaConf makes frozen dataclasses read-only, which would forbid every override; the objects that `load` returns
+    are frozen all the same.
+    """
+    node = OmegaConf.structured(Config)
+
+    def unlock(config: DictConfig) -> None:
+        OmegaConf.set_readonly(config, None)
+        for key in config:
+            child = config._get_node(key)
+            if isinstance(child, DictConfig):
+                unlock(child)
+
+    unlock(node)
+    return node
+
+
+def load(composed: DictConfig | dict[str, Any]) -> Config:
+    """Strictly typed, frozen `Config` of a composed (or saved) tree.
+
+    Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
+    """
+    try:
+        # As plain containers: a key that `+` forced into a typed node would otherwise pass as the node's own.
+        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True, throw_on_missing=True)
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def one_line(error: Exception) -> str:
+    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
+    text = lines[0] if lines else type(error).__name__
+    return f"{text} (key {full_key})" if full_key and full_key not in text else text
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The flat keys that decide a run's numbers, the seed aside."""
+    return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits over `identity`: equal for two seeds of one arm, different for two arms."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:8]

@@ -1,0 +1,111 @@
+"""Names, types and meaning of everything a run writes, once.
+
+A run folder holds
+
+    config.yaml     the resolved config
+    header.json     versions, commit, machine, command, data fingerprint, units
+    steps.jsonl     one `STEP_FIELDS` row a step
+    eval.jsonl      one `EVAL_FIELDS` row an evaluation
+    events.jsonl    one `EVENT_FIELDS` row a promotion or release
+    ratios.arrows   `RATIO_FIELDS` rows as they are made (Arrow stream); becomes ratios.parquet when the run ends
+    ratios.parquet
+    summary.json    `SUMMARY_FIELDS`
+    order/          the saved permutations of the training blocks
+    checkpoints/    step-<number>/
+    DONE or FAILED  last; FAILED holds the reason in one line
+
+Steps count from 1. Files are the truth; the live view and W&B are views of them. JSON has no NaN or Inf: a non-finite
+number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` turns it back).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+STEP_FIELDS: dict[str, str] = {
+    "step": "number of the step, from 1",
+    "tokens": "training tokens seen, this step included",
+    "loss": "mean cross-entropy of the step's tokens, nats, FP32",
+    "lr": "learning rate of this step",
+    "grad_norm_pre_clip": "global gradient norm before clipping",
+    "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t)",
+    "num_active": "units on the recovery path during this step",
+    "num_gnmr_over": "units with GNMR > alpha in this step",
+    "num_delta_gnmr_over": "units with dGNMR > beta in this step",
+    "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
+    "micro-batch of the step",
+    "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
+    "skipped": "true where a non-finite loss or gradient kept the optimizer from stepping",
+    "nonfinite_total": "skipped steps so far (never resets)",
+    "nonfinite_streak": "skipped steps in a row (resets)",
+    "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
+    "step_time_s": "wall time of the step, s",
+}
+
+EVAL_FIELDS: dict[str, str] = {
+    "step": "evaluated after this step",
+    "tokens": "training tokens seen",
+    "val_loss": "mean cross-entropy over the fixed validation blocks on the 16-bit path, nats",
+    "val_ppl": "exp(val_loss)",
+}
+
+EVENT_FIELDS: dict[str, str] = {
+    "step": "step whose norms led to it; in force from the next step on (0: in force from the start)",
+    "unit": "the unit's id",
+    "event": "promote or release",
+    "cause": "promote: gnmr, delta_gnmr, nonfinite or warmup; release: lock (it ran out), max_o (riskier units took "
+    "the places) or warmup (it ended)",
+    "risk": "R of the unit at that step; null where it has none",
+}
+
+RATIO_SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int32()),
+        pa.field("unit", pa.dictionary(pa.int16(), pa.string())),
+        pa.field("norm", pa.float64()),
+        pa.field("gnmr", pa.float64()),
+        pa.field("delta_gnmr", pa.float64()),
+        pa.field("risk", pa.float64()),
+        pa.field("active", pa.bool_()),
+        pa.field("lock", pa.int32()),
+    ]
+)
+"""One row per observed unit and recorded step. norm, gnmr, delta_gnmr and risk belong to this step's gradient, active
+says whether the unit was on the recovery path during this step, lock is its lock after the step's decision."""
+
+SUMMARY_FIELDS: dict[str, str] = {
+    "status": "done, failed or interrupted",
+    "reason": "why it failed or stopped, else null",
+    "steps": "steps trained",
+    "tokens": "tokens trained on",
+    "final_val_loss": "val_loss of the last evaluation, null if none",
+    "final_val_ppl": "val_ppl of the last evaluation, null if none",
+    "promotion_frac": "active unit-steps over recoverable unit-steps",
+    "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps",
+    "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps",
+    "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps",
+    "saved_bytes_mean": "mean of saved_bytes over the steps",
+    "nonfinite_total": "steps skipped for a non-finite loss or gradient",
+    "wall_time_s": "sum of step_time_s, s",
+}
+
+
+@dataclass(frozen=True)
+class RatioRows:
+    """What the controller saw and did in one step, on the host; arrays over the U units, in unit order.
+
+    Rows with `observed` false are left out of the files: the unit had no gradient in this step.
+    """
+
+    step: int
+    units: list[str]
+    observed: np.ndarray  # (U,) bool
+    norm: np.ndarray  # (U,) float64, gradient norm before clipping
+    gnmr: np.ndarray  # (U,) float64
+    delta_gnmr: np.ndarray  # (U,) float64
+    risk: np.ndarray  # (U,) float64, inf for a non-finite norm
+    active: np.ndarray  # (U,) bool, in force during this step
+    lock: np.ndarray  # (U,) int64, after this step's decision
