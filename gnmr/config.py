@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from gnmr.errors import UserError
 
 FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2", "bf16")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def _require(condition: bool, key: str, value: object, right: str) -> None:
@@ -132,7 +131,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _one_of("data.name", self.name, ("stdlib", "c4", "text"))
-        _require(self.name != "text" or self.path is not None, "data.path", self.path, "data=text needs a file or folder")
+        _require(
+            self.name != "text" or self.path is not None, "data.path", self.path, "data=text needs a file or folder"
+        )
         _require(
             257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more"
         )
@@ -150,7 +151,7 @@ class PathsConfig:
     """Format of the low-cost path's saved activations."""
     recovery: str | None = "int8"
     """Format of the recovery path; null: a static run, units are monitored and never routed."""
-    targets: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Last components or glob patterns of the linears to exchange, e.g. q_proj or layers.0.*_proj."""
     site: str = "saved"
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
@@ -354,7 +355,6 @@ class Config:
         if self.arm is not None:
             return self.arm
         return self.paths.name if self.paths.recovery is None else f"{self.paths.name}-{self.controller.name}"
-
 
 
 # Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they

@@ -1,0 +1,20 @@
+"""The paper's controller. Imports torch and nothing else of ours, so that it runs in any training loop."""
+
+from gnmr.controller.controller import Controller, Decision, Event
+from gnmr.controller.policy import Choice, decide
+from gnmr.controller.signals import GnmrSignal, Signal
+from gnmr.controller.thresholds import Threshold, TwoStage
+from gnmr.controller.units import Unit
+
+__all__ = [
+    "Choice",
+    "Controller",
+    "Decision",
+    "Event",
+    "GnmrSignal",
+    "Signal",
+    "Threshold",
+    "TwoStage",
+    "Unit",
+    "decide",
+]

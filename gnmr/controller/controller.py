@@ -1,0 +1,235 @@
+"""The controller: observe -> decide -> apply, once a step, with one host synchronisation.
+
+    loss.backward()                 gradients of the whole step, unscaled, not yet clipped
+    decision = controller.step()    norms, signal, policy; units are switched for the next step
+    clip_grad_norm_(...); optimizer.step(); optimizer.zero_grad()
+
+Norms of step t exist only after its backward pass, so the set chosen from step t is in force in step t + 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnmr.controller.norms import UnitNorms
+from gnmr.controller.policy import Choice, decide
+from gnmr.controller.signals import Signal
+from gnmr.controller.units import Unit
+
+
+@dataclass(frozen=True)
+class Event:
+    """A unit was put on the recovery path or taken off it."""
+
+    step: int
+    """Step whose norms led to it; in force from the next step on. 0: in force from the start."""
+    unit: str
+    event: str
+    """promote or release."""
+    cause: str
+    """promote: the name of the signal's column that was highest over its threshold, nonfinite or warmup;
+    release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)."""
+    risk: float | None
+    """R of the unit at that step, None where it has none."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller saw in one step and what it chose from it; host arrays over the U units, in unit order."""
+
+    step: int
+    norm: np.ndarray
+    """(U,) float64, gradient norm."""
+    observed: np.ndarray
+    """(U,) bool, the unit had a gradient."""
+    columns: dict[str, np.ndarray]
+    """(U,) float64 each: the statistics behind the risk."""
+    risk: np.ndarray
+    """(U,) float64."""
+    candidate: np.ndarray
+    """(U,) bool, C_t."""
+    in_force: np.ndarray
+    """(U,) bool, units on the recovery path during this step."""
+    active: np.ndarray
+    """(U,) bool, A_t: units on the recovery path during the next step."""
+    lock: np.ndarray
+    """(U,) int64, locks after this step."""
+    rank: np.ndarray
+    """(U,) int64, place by risk among the candidates, 0 the riskiest."""
+    thresholds: tuple[float | None, ...]
+    """Threshold of each column in this step."""
+    events: list[Event]
+
+    def over(self, column: str) -> int:
+        """How many observed units exceed this column's threshold; a non-finite norm counts as over."""
+        threshold = self.thresholds[list(self.columns).index(column)]
+        if threshold is None:
+            return 0
+        values = self.columns[column]
+        return int((self.observed & ((values > threshold) | ~np.isfinite(values))).sum())
+
+
+class Controller:
+    """GNMR's controller over any units (paper, sections 2 and 3).
+
+    Args:
+        units: in a fixed order, the same on every rank; ids must differ.
+        signal: gives each unit's risk.
+        max_o: most units on the recovery path at once, once control has started. Above the number of recoverable
+            units it has no effect beyond them, and a warning says so.
+        t_lock: steps for which a triggered unit stays a candidate.
+        warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
+            the history builds up and nothing is decided.
+
+    Works with no file system, no configuration library and no process group. ValueError for values without sense.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], signal: Signal, max_o: int = 4, t_lock: int = 1, warmup_steps: int = 0
+    ) -> None:
+        if not units:
+            raise ValueError("no units: there is nothing to control")
+        names = [unit.name for unit in units]
+        if len(set(names)) < len(names):
+            raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
+        for name, value, least in (("max_o", max_o, 1), ("t_lock", t_lock, 1), ("warmup_steps", warmup_steps, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+        self.units = list(units)
+        self.names = names
+        self.signal = signal
+        self.max_o, self.t_lock, self.warmup_steps = max_o, t_lock, warmup_steps
+        self.t = 0
+        """Steps observed so far."""
+
+        num_recoverable = sum(unit.recoverable for unit in units)
+        if 0 < num_recoverable < max_o:
+            warnings.warn(f"max_o={max_o} is above the number of units, {num_recoverable}: it caps there", stacklevel=2)
+        self._norms = UnitNorms([unit.parameters for unit in units])
+        self._device = units[0].parameters[0].device
+        self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
+        self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
+        self._active = np.zeros(len(units), dtype=bool)
+        self._pending: list[Event] = []
+        if warmup_steps > 0:
+            self._pending = self._switch(self._recoverable.cpu().numpy(), step=0, causes=None, risk=None)
+        else:
+            for unit in units:
+                if unit.switch is not None:
+                    unit.switch(False)
+
+    @property
+    def active(self) -> list[str]:
+        """Units on the recovery path now, in unit order."""
+        return [name for name, active in zip(self.names, self._active, strict=True) if active]
+
+    def step(self, grad_scale: float = 1.0) -> Decision:
+        """Observes this step's gradients and routes the units for the next one. Waits for the device once.
+
+        Call it after the backward pass of the whole step (all micro-batches) and before clipping. Where gradients
+        still carry a loss scale, give it as `grad_scale`.
+        """
+        return self.apply(self.observe(grad_scale).cpu())
+
+    def observe(self, grad_scale: float = 1.0) -> Tensor:
+        """Norms, risk and choice of this step as one (rows, U) float64 tensor. Does not wait for the device.
+
+        For loops that want to bring other numbers to the host in the same transfer; hand the host copy to `apply`.
+        """
+        norm, observed = self._norms()
+        return self.observe_norms(norm / grad_scale, observed)
+
+    def observe_norms(self, norm: Tensor, observed: Tensor) -> Tensor:
+        """As `observe`, from given norms (U,) float64 and `observed` (U,) bool, for replay and for foreign norms."""
+        self.t += 1
+        risk, columns = self.signal.observe(norm, observed, self.t)
+        if self.t < self.warmup_steps:
+            nothing = torch.zeros_like(self._recoverable)
+            choice = Choice(nothing, self._recoverable, self._lock, torch.arange(len(self.units), device=self._device))
+        else:
+            choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock)
+        self._lock = choice.lock
+        rows = [norm, risk, *columns, observed, choice.candidate, choice.active, choice.lock, choice.rank]
+        return torch.stack([row.to(torch.float64) for row in rows])
+
+    def apply(self, packet: Tensor) -> Decision:
+        """Switches the units as `observe` chose; `packet` is its result, on the host."""
+        norm, risk, *columns, observed, candidate, active, lock, rank = packet.numpy()
+        in_force = self._active
+        decision = Decision(
+            step=self.t,
+            norm=norm,
+            observed=observed.astype(bool),
+            columns=dict(zip(self.signal.columns, columns, strict=True)),
+            risk=risk,
+            candidate=candidate.astype(bool),
+            in_force=in_force,
+            active=active.astype(bool),
+            lock=lock.astype(np.int64),
+            rank=rank.astype(np.int64),
+            thresholds=self.signal.thresholds(self.t),
+            events=self._pending,
+        )
+        self._pending = []
+        decision.events.extend(self._switch(decision.active, self.t, decision, risk))
+        return decision
+
+    def _switch(self, active: np.ndarray, step: int, causes: Decision | None, risk: np.ndarray | None) -> list[Event]:
+        """Moves the units that change and tells which and why."""
+        events = []
+        for index in np.flatnonzero(active != self._active):
+            unit, promoted = self.units[index], bool(active[index])
+            assert unit.switch is not None
+            unit.switch(promoted)
+            cause = self._cause(int(index), promoted, step, causes)
+            observed = risk is not None and (causes is None or bool(causes.observed[index]))
+            value = float(risk[index]) if risk is not None and observed else None
+            events.append(Event(step, unit.name, "promote" if promoted else "release", cause, value))
+        self._active = active
+        return events
+
+    def _cause(self, index: int, promoted: bool, step: int, decision: Decision | None) -> str:
+        if step < self.warmup_steps or decision is None:
+            return "warmup"
+        if not promoted:
+            if step == self.warmup_steps:
+                return "warmup"
+            return "max_o" if decision.candidate[index] else "lock"
+        if not np.isfinite(decision.norm[index]):
+            return "nonfinite"
+        ratios = {
+            name: values[index] / threshold
+            for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
+            if threshold is not None
+        }
+        return max(ratios, key=lambda name: ratios[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next decision depends on: step count, active set, locks and the signal's history."""
+        return {
+            "units": list(self.names),
+            "t": self.t,
+            "active": torch.from_numpy(self._active.copy()),
+            "lock": self._lock,
+            "signal": self.signal.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state and puts every unit on the path it had. ValueError if it belongs to other units."""
+        if list(state["units"]) != self.names:
+            raise ValueError("the controller's state belongs to other units than this model has")
+        self.signal.load_state_dict(state["signal"])
+        self.t = int(state["t"])
+        self._lock = state["lock"].to(self._device).clone()
+        self._active = state["active"].cpu().numpy().astype(bool)
+        self._pending = []
+        for unit, active in zip(self.units, self._active, strict=True):
+            if unit.switch is not None:
+                unit.switch(bool(active))

@@ -1,0 +1,51 @@
+"""Algorithm 2: which units run on the recovery path in the next step. A pure function of tensors.
+
+    C_t = {b : R[b,t] > 1} + {b : Lock_b > 0}                candidates
+    A_t = the max_o candidates with the largest R[b,t]
+    b in A_t:      Lock_b = t_lock if R[b,t] > 1 else max(Lock_b - 1, 0)
+    b not in A_t:  Lock_b = 0
+
+The lock keeps a unit a candidate for t_lock steps after it triggered; it never lifts the cap. An unobserved unit has no
+risk of its own: it can only be kept by its lock, and ranks below every observed unit. Equal risks (two non-finite norms
+too) are ranked by unit order, so that every rank of a distributed run picks the same set.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """What `decide` returns; tensors over the U units, in unit order unless said otherwise."""
+
+    candidate: Tensor
+    """(U,) bool, C_t."""
+    active: Tensor
+    """(U,) bool, A_t: in force during step t + 1."""
+    lock: Tensor
+    """(U,) int64, locks after the decision."""
+    rank: Tensor
+    """(U,) int64, place of each unit by risk, 0 the riskiest; units that are no candidates come last."""
+
+
+_UNOBSERVED, _NO_CANDIDATE = -1.0, -2.0  # below every risk, which is 0 or more
+
+
+def decide(risk: Tensor, observed: Tensor, recoverable: Tensor, lock: Tensor, max_o: int, t_lock: int) -> Choice:
+    """One step of Algorithm 2.
+
+    `risk` (U,) float64, Inf for a non-finite norm, never NaN; `observed` and `recoverable` (U,) bool; `lock` (U,)
+    int64. Does not wait for the device.
+    """
+    over = (risk > 1) & observed & recoverable
+    candidate = over | ((lock > 0) & recoverable)
+    key = torch.where(observed, risk, _UNOBSERVED)
+    key = torch.where(candidate, key, _NO_CANDIDATE)
+    order = torch.sort(key, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    active = candidate & (rank < max_o)
+    kept = torch.where(over, t_lock, (lock - 1).clamp(min=0))
+    return Choice(candidate, active, torch.where(active, kept, 0), rank)

@@ -1,0 +1,154 @@
+"""Number formats of few bits: which values exist, and how a number becomes the nearest of them.
+
+A format is a finite set of values, one for each code of `bits` bits. Encoding takes numbers that were already scaled so
+that the largest magnitude of a row equals `max`, and returns codes; decoding returns the values of codes.
+
+    int2 int3 int4 int8   code = integer + 2^(bits-1), symmetric: -max .. max with max = 2^(bits-1) - 1
+    e2m1 e3m2             sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
+    e4m3 e5m2             the two FP8 formats (OCP FP8; e4m3 is PyTorch's float8_e4m3fn)
+
+Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
+goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
+generator is theirs to save. Nothing here knows about rows, scales or packing (`scaling.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """Common to all formats of few bits. `max` is the largest finite value."""
+
+    name: str
+    bits: int
+    max: float
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Codes (uint8) of `scaled` (float32, magnitudes up to `max`; overwritten), any shape.
+
+        `noise`: uniform numbers in [0, 1) of the same shape for stochastic rounding, None for nearest. A NaN gets an
+        arbitrary code: rows that hold one are marked by their scale.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
+        raise NotImplementedError
+
+    def values(self) -> Tensor:
+        """The value of every code, (2^bits,) float32."""
+        return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
+
+
+@dataclass(frozen=True)
+class IntFormat(Format):
+    """Symmetric integers; the lowest code would be -max - 1 and is never produced."""
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None:
+            scaled.round_()
+        else:
+            scaled.add_(noise).floor_().clamp_(-self.max, self.max)
+        return scaled.add_(self.max + 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype).sub_(self.max + 1)
+
+
+@dataclass(frozen=True)
+class FloatFormat(Format):
+    """Sign, `exponent_bits`, `mantissa_bits`; subnormals as in IEEE 754; bias 2^(exponent_bits-1) - 1."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    native: torch.dtype | None = None
+    """PyTorch's own type with the same codes, whose casts are then used."""
+    _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def magnitudes(self) -> Tensor:
+        """Finite values from 0 to max, ascending, (n,) float32; the index of a value is its code without the sign."""
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        values: list[float] = []
+        for code in range(2 ** (self.bits - 1)):
+            exponent, mantissa = code >> self.mantissa_bits, code & (2**self.mantissa_bits - 1)
+            fraction = mantissa / 2**self.mantissa_bits
+            value = fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
+            if value > self.max:
+                break
+            values.append(value)
+        return torch.tensor(values)
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None and self.native is not None:
+            return scaled.clamp_(-self.max, self.max).to(self.native).view(torch.uint8)
+        sign = scaled.signbit().to(torch.uint8) << (self.bits - 1)
+        magnitude = scaled.abs_()
+        index = self._nearest(magnitude) if noise is None else self._stochastic(magnitude, noise)
+        return index.to(torch.uint8) | sign
+
+    def _nearest(self, magnitude: Tensor) -> Tensor:
+        """Index of the nearest magnitude, ties to the even index, (int32); from the bits of the float32 itself."""
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        dropped = 23 - self.mantissa_bits
+        bits = magnitude.clamp_(max=self.max).view(torch.int32)
+        # Half of the last kept place, less one unless that place is odd: adding it rounds to nearest, ties to even.
+        half = ((bits >> dropped) & 1).add_((1 << (dropped - 1)) - 1)
+        normal = half.add_(bits).bitwise_right_shift_(dropped).sub_((127 - bias) << self.mantissa_bits)
+        subnormal = (magnitude * 2.0 ** (bias - 1 + self.mantissa_bits)).round_().to(torch.int32)
+        return torch.where(magnitude < 2.0 ** (1 - bias), subnormal, normal)
+
+    def _stochastic(self, magnitude: Tensor, noise: Tensor) -> Tensor:
+        """Index of one of the two neighbours, the nearer one more probably."""
+        grid = self._table("magnitudes", magnitude.device)
+        below = (torch.bucketize(magnitude, grid, right=True, out_int32=True) - 1).clamp_(max=len(grid) - 1)
+        above = (below + 1).clamp_(max=len(grid) - 1)
+        low, high = grid[below], grid[above]
+        return torch.where(noise * (high - low) < magnitude - low, above, below)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.native is not None:
+            return codes.view(self.native).to(dtype)
+        table = self._table("values", codes.device).to(dtype)
+        return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+    def _table(self, name: str, device: torch.device) -> Tensor:
+        """Small constant tables, made once per device."""
+        key = f"{name}@{device}"
+        if key not in self._tables:
+            grid = self.magnitudes()
+            table = torch.cat([grid, -grid]) if name == "values" else grid
+            self._tables[key] = table.to(device)
+        return self._tables[key]
+
+
+@dataclass(frozen=True)
+class KeepFormat(Format):
+    """The tensor itself, in the 16 bits (or 32, in an FP32 run) that it has: nothing is encoded."""
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        IntFormat("int2", 2, 1.0),
+        IntFormat("int3", 3, 3.0),
+        IntFormat("int4", 4, 7.0),
+        IntFormat("int8", 8, 127.0),
+        FloatFormat("e2m1", 4, 6.0, 2, 1),
+        FloatFormat("e3m2", 6, 28.0, 3, 2),
+        FloatFormat("e4m3", 8, 448.0, 4, 3, torch.float8_e4m3fn),
+        FloatFormat("e5m2", 8, 57344.0, 5, 2, torch.float8_e5m2),
+        KeepFormat("bf16", 16, float("inf")),
+    )
+}
+
+
+def get_format(name: str) -> Format:
+    """The format of that name. ValueError names the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"format {name!r} is not known: use one of {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,164 @@
+"""A linear operator that keeps only a compressed copy of its input for backward.
+
+The forward pass and the input gradient (`dgrad`) are exact. Of the operands of the weight gradient (`wgrad`) the saved
+input is quantized, per token, in the format of the path in force; that is the paper's act-quant stress (5.1, E.1):
+
+    y  = x W^T + b              fprop: x as it is             (site "forward": Q(x))
+    dx = dy W                   dgrad: exact
+    dW = dy^T Q(x)              wgrad: from the compressed copy
+
+Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
+keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.scaling import compress, decompress
+
+
+class SharedState:
+    """What all converted operators of a model have in common.
+
+    - the compressed copies of the tensor that was read last, so that its other readers find them;
+    - the generator of stochastic rounding (None: round to nearest);
+    - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path).
+    """
+
+    def __init__(self, site: str, generator: torch.Generator | None) -> None:
+        self.quantize_forward = site == "forward"
+        self.generator = generator
+        self.exact = False
+        self._read: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._copies: dict[str, tuple[Tensor, ...]] = {}
+        self._reader = ""
+
+    def copy_of(self, x: Tensor, fmt: Format, reader: str) -> tuple[tuple[Tensor, ...], str]:
+        """(what `reader` keeps of `x` in `fmt`, the first operator that read this very tensor)."""
+        if self._read is None or self._read() is not x or self._version != x._version:
+            self._read, self._version, self._copies, self._reader = weakref.ref(x), x._version, {}, reader
+        if fmt.name not in self._copies:
+            if isinstance(fmt, KeepFormat):
+                # The tensor itself; held here it would outlive its step.
+                return (x.detach(),), self._reader
+            self._copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
+        return self._copies[fmt.name], self._reader
+
+    def forget(self) -> None:
+        """Lets go of the copies of the last tensor (each step's end)."""
+        self._read, self._copies = None, {}
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear whose saved input is `copy`. Differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fmt: Format, quantized: bool, *copy: Tensor
+    ) -> Tensor:
+        ctx.fmt, ctx.x_shape, ctx.x_dtype = fmt, x.shape, x.dtype
+        ctx.holds_copy = ctx.needs_input_grad[1]
+        ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
+        if quantized and not isinstance(fmt, KeepFormat):
+            x = decompress(copy[0], copy[1], fmt, x.shape[-1], x.dtype).view(x.shape)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        weight, *copy = ctx.saved_tensors
+        ctx.holds_copy = False  # freed when this returns
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = (grad_2d @ weight).view(ctx.x_shape) if need_x else None
+        grad_weight = None
+        if need_weight:
+            width = ctx.x_shape[-1]
+            if isinstance(ctx.fmt, KeepFormat):
+                x_2d = copy[0].reshape(-1, width)
+            else:
+                x_2d = decompress(copy[0], copy[1], ctx.fmt, width, ctx.x_dtype)
+            grad_weight = grad_2d.t() @ x_2d
+        grad_bias = grad_2d.sum(dim=0) if need_bias else None
+        return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
+class PathLinear(nn.Linear):
+    """`nn.Linear` with two paths; `gnmr.paths.convert` makes it of an existing linear, in place.
+
+    `recovering` says which path is in force and is all that a switch changes: nothing is reallocated.
+    """
+
+    unit_name: str
+    low: Format
+    recovery: Format | None
+    recovering: bool
+    shared: SharedState
+    read: tuple[int, str] | None
+    """(rows, first reader of the same tensor) of the last forward pass that kept something."""
+    _node: weakref.ref[Any] | None
+
+    def switch(self, recovering: bool) -> None:
+        """Puts the operator on the recovery (True) or low-cost path from its next forward pass on."""
+        assert self.recovery is not None or not recovering, f"{self.unit_name} has no recovery path"
+        self.recovering = recovering
+
+    @property
+    def format(self) -> Format:
+        """The format in force."""
+        return self.recovery if self.recovering and self.recovery is not None else self.low
+
+    # Switching would make torch.compile specialise every block on every combination of paths, and the copies are found
+    # by the identity of tensors: these operators run between the graphs.
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        shared, fmt = self.shared, self.format
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        keeps = torch.is_grad_enabled() and weight.requires_grad
+        quantizes = shared.quantize_forward and not isinstance(fmt, KeepFormat)
+        if shared.exact or not (keeps or quantizes):
+            return F.linear(input, weight, bias)
+        x = input
+        if torch.is_autocast_enabled(x.device.type):
+            # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        copy, first_reader = shared.copy_of(x if isinstance(fmt, KeepFormat) else input, fmt, self.unit_name)
+        output = _Linear.apply(x, weight, bias, fmt, quantizes, *copy)
+        self.read = (input.numel() // input.shape[-1], first_reader)
+        self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
+        return output
+
+    def kept(self) -> Iterator[Tensor]:
+        """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
+        node = self._node() if self._node is not None else None
+        if node is not None and node.holds_copy:
+            yield from node.saved_tensors[1:]
+
+    def extra_repr(self) -> str:
+        recovery = "none" if self.recovery is None else self.recovery.name
+        return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+@contextmanager
+def exact(shared: SharedState) -> Iterator[None]:
+    """Every operator is a plain linear inside; nests."""
+    before, shared.exact = shared.exact, True
+    try:
+        yield
+    finally:
+        shared.exact = before

@@ -1,0 +1,107 @@
+"""Rows of few bits: one scale a row (a token), codes packed into bytes.
+
+    scale = max|row| / format.max          stored in the input's own 16 bits (float32 for float16 and float32 inputs)
+    codes = format.encode(row / scale)     packed: two int4 in a byte, four int2, eight int3 in three bytes, ...
+
+What is kept of a row of D elements is ceil(D * bits / 8) bytes (each plane below rounded up) and its scale.
+
+Special rows:
+- all zero: comes back as zeros. The scale has a floor at the smallest normal float32, so nothing is divided by zero;
+  a row whose largest magnitude lies below format.max times that floor loses digits and finally becomes zero.
+- any NaN or Inf: the scale is NaN and the *whole* row comes back as NaN. A low path never turns a non-finite input into
+  a finite one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnmr.paths.formats import Format
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 rows keep a bfloat16 scale: it has float32's range, and encoding divides by the rounded scale."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """(packed (N, row_bytes) uint8, scale (N, 1)) of `rows` (N, D), any floating dtype.
+
+    Rounds to nearest without a `generator`, stochastically with one. Does not wait for the device.
+    """
+    # One float32 copy, worked on in place. (An explicit copy first: mixed-dtype arithmetic is slow on CPUs.)
+    scaled = rows.to(torch.float32, copy=True)
+    largest = torch.maximum(scaled.amax(dim=1, keepdim=True), -scaled.amin(dim=1, keepdim=True))
+    scale = (largest / fmt.max).clamp(min=_TINY).to(scale_dtype(rows.dtype))
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    noise = None if generator is None else torch.rand(scaled.shape, generator=generator, device=scaled.device)
+    codes = fmt.encode(scaled.div_(scale.float()), noise)
+    return pack(codes, fmt.bits), scale
+
+
+def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows (N, width) in `dtype` that `compress` made `packed` and `scale` of."""
+    return fmt.decode(unpack(packed, fmt.bits, width), dtype).mul_(scale.to(dtype))
+
+
+def row_bytes(width: int, bits: int) -> int:
+    """Bytes of a packed row of `width` codes, its scale not counted."""
+    return sum(-(-width * plane // 8) for plane in _planes(bits))
+
+
+def _planes(bits: int) -> tuple[int, ...]:
+    """Codes whose width does not divide 8 are stored as planes that do: 3 = 2 + 1 bits, 6 = 4 + 2 bits."""
+    return {3: (2, 1), 6: (4, 2)}.get(bits, (bits,))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """(N, D) codes (uint8, below 2^bits) -> (N, row_bytes) uint8."""
+    parts, low = [], 0
+    for plane in _planes(bits):
+        part = codes if plane == bits else (codes >> low) & (2**plane - 1)
+        parts.append(_pack_plane(part, plane))
+        low += plane
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _pack_plane(codes: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return codes
+    width = codes.shape[1]
+    columns = -(-width // per_byte)
+    # Byte j holds the codes j, j + columns, j + 2 columns, ...: contiguous slices, which vector units like.
+    packed = codes[:, :columns].clone()
+    for k in range(1, per_byte):
+        part = codes[:, k * columns : (k + 1) * columns]
+        packed[:, : part.shape[1]] |= part << (k * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """The inverse of `pack` for rows of `width` codes."""
+    codes: Tensor | None = None
+    start, low = 0, 0
+    for plane in _planes(bits):
+        size = -(-width * plane // 8)
+        part = _unpack_plane(packed[:, start : start + size], plane, width)
+        codes = part if codes is None else codes | (part << low)
+        start, low = start + size, low + plane
+    assert codes is not None
+    return codes
+
+
+def _unpack_plane(packed: Tensor, bits: int, width: int) -> Tensor:
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return packed
+    codes = packed.new_empty(packed.shape[0], width)
+    columns = packed.shape[1]
+    for k in range(per_byte):
+        part = codes[:, k * columns : (k + 1) * columns]
+        if part.shape[1]:
+            torch.bitwise_and(packed[:, : part.shape[1]] >> (k * bits), 2**bits - 1, out=part)
+    return codes
