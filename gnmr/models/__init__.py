@@ -1,0 +1,28 @@
+"""Architecture only: llama and gpt, and outlier channels. Nothing here knows of precision paths.
+
+model = models.build(config.model, vocab_size, seq_len)
+model.init_weights(torch.Generator().manual_seed(seed))
+add_outlier_channels(model, number, gain, generator)    # where asked for
+logits_BTV = model(tokens_BT)
+"""
+
+from gnmr.config import ModelConfig
+from gnmr.models.gpt import GPT
+from gnmr.models.layers import Decoder
+from gnmr.models.llama import Llama
+from gnmr.models.outliers import add_outlier_channels
+
+__all__ = ["GPT", "Decoder", "Llama", "add_outlier_channels", "build", "parameter_count"]
+
+
+def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
+    """The model of `config.name` on the current default device and dtype (`with torch.device("meta")` costs nothing).
+
+    Its weights mean nothing before `init_weights` or `load_state_dict`.
+    """
+    return {"llama": Llama, "gpt": GPT}[config.name](config, vocab_size, max_seq_len)
+
+
+def parameter_count(model: Decoder) -> int:
+    """All parameters, embeddings and head included; a tied head counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,1 @@
+"""The step, the loop, the optimizer and checkpoints."""

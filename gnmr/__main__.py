@@ -1,0 +1,5 @@
+import sys
+
+from gnmr.cli import main
+
+sys.exit(main())

@@ -1,0 +1,126 @@
+"""The command line: words in, exit code out. Nothing heavy is imported before a command needs it.
+
+Exit codes: 0 done; 1 a run FAILED or a defect of ours (with its traceback); 2 a mistake in what was asked for (one
+line); 130 and 143 after Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gnmr import __version__
+
+_HELP = """\
+gnmr: runtime stability control for low-precision language model training
+
+usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
+
+  train    train a model under the controller; with -m a sweep over arms and seeds
+           gnmr train experiment=act_quant_stress
+  report   tables and plots of finished (or running) runs
+           gnmr report runs/act_quant_stress
+  replay   run the controller over recorded norms, without training
+           gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
+  bench    measure what the controller and the paths cost on this machine
+           gnmr bench controller
+
+  --help, --version
+"""
+
+_COMMANDS = ("train", "report", "replay", "bench")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script and of `python -m gnmr`; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-sc", "--shell-completion"):
+        return _complete(words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"gnmr {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    if command not in _COMMANDS:
+        return _mistake(f"{command!r} is no command: use one of {', '.join(_COMMANDS)} (gnmr --help)")
+    return _guarded(command, rest)
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command == "train":
+        from gnmr.launch import train
+
+        train(words)
+        return 0
+    if command == "report":
+        from gnmr.report import main as report
+
+        return report(words)
+    if command == "replay":
+        from gnmr.replay import main as replay
+
+        return replay(words)
+    from gnmr.bench import main as bench
+
+    return bench(words)
+
+
+def _guarded(command: str, words: list[str]) -> int:
+    from gnmr.errors import RunFailed, UserError
+
+    try:
+        return _run(command, words)
+    except UserError as error:
+        return _mistake(str(error))
+    except RunFailed as error:
+        print(f"gnmr: run FAILED: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gnmr: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        line = _composition_error(error)
+        if line is None:
+            raise
+        return _mistake(line)
+
+
+def _composition_error(error: Exception) -> str | None:
+    """One line for an error of Hydra or OmegaConf while composing; None for anything else."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from gnmr.config import one_line
+
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    line = one_line(error)
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        line = f"{line.rstrip('.')}: {one_line(cause)}"
+    return line
+
+
+def _complete(words: list[str]) -> int:
+    """The shell asks `gnmr -sc query=...` with the whole line in COMP_LINE; Hydra completes what follows `train`."""
+    line = os.environ.get("COMP_LINE", "").split(" ")
+    if len(line) > 2 and line[1] == "train":
+        os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
+    elif any(word.startswith("query") for word in words):
+        print(" ".join(_COMMANDS))
+        return 0
+    return _guarded("train", words)
+
+
+def _mistake(line: str) -> int:
+    print(f"gnmr: {line}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""`gnmr train`: Hydra composes the config, then one run, or a sweep of runs.
+
+Hydra's own flags keep working. Three things are added: overrides and flags may stand in any order; a sweep composes
+from a snapshot of the YAML tree, so that editing it changes no later cell; mistakes end in one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gnmr import config as schema
+from gnmr.errors import UserError
+
+
+def conf_dir() -> Path:
+    """The YAML tree: the packaged copy in an installed wheel, else the checkout's `conf/`."""
+    package = Path(__file__).parent
+    return next(
+        (d for d in (package / "conf", package.parent / "conf") if (d / "config.yaml").exists()), package / "conf"
+    )
+
+
+def train(argv: list[str]) -> None:
+    """Runs `gnmr train` with these words. Raises what Hydra and the runs raise; `cli` turns it into exit codes."""
+    completing = any(word in ("-sc", "--shell-completion") for word in argv)
+    if not completing:
+        argv = overrides_first(argv)
+    sweeping = any(word in ("-m", "--multirun") for word in argv)
+    with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
+        _hydra(words, conf, "gnmr" if completing else "gnmr train")
+
+
+def overrides_first(argv: list[str]) -> list[str]:
+    """Hydra's parser takes the overrides in one piece only; flags and what belongs to them go behind, in order."""
+    is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in argv]
+    return [w for w, yes in zip(argv, is_override, strict=True) if yes] + [
+        w for w, yes in zip(argv, is_override, strict=True) if not yes
+    ]
+
+
+def _hydra(argv: list[str], conf: Path, program: str) -> None:
+    import hydra
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
+    before, sys.argv = sys.argv, [program, *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_cell)()
+    finally:
+        sys.argv = before
+
+
+def run_cell(composed: DictConfig) -> None:
+    """One composed config -> one run."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    settings = HydraConfig.get()
+    with open_dict(composed):
+        if (
+            settings.mode == RunMode.MULTIRUN
+            and "Joblib" in settings.launcher._target_
+            and composed.records.live == "auto"
+        ):
+            composed.records.live = "plain"  # several pictures would paint over each other
+    config = schema.load(composed)
+    if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
+        say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
+
+    from gnmr.training.run import run
+
+    run(config, say)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextmanager
+def _plain(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
+    yield conf_dir(), argv
+
+
+@contextmanager
+def _snapshot(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Copies of the YAML tree and of every --config-dir, which live as long as the sweep."""
+    with tempfile.TemporaryDirectory(prefix="gnmr-sweep-") as folder:
+        conf = Path(shutil.copytree(conf_dir(), Path(folder, "conf")))
+        words = list(argv)
+        for i, word in enumerate(words):
+            flag, _, value = word.partition("=")
+            if flag not in ("--config-dir", "-cd"):
+                continue
+            source = Path(value or (words[i + 1] if i + 1 < len(words) else ""))
+            if not source.is_dir():
+                raise UserError(f"{flag} {source}: there is no such folder")
+            copy = str(shutil.copytree(source, Path(folder, f"extra-{i}")))
+            words[i if value else i + 1] = f"{flag}={copy}" if value else copy
+        yield conf, words
+
+
+def compose(overrides: list[str]) -> schema.Config:
+    """The config of `gnmr train <overrides>` without running it (for `gnmr bench`, examples and tests)."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+
+    ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra_compose("config", overrides, return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        tree = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        OmegaConf.resolve(tree)
+        return schema.load(tree)

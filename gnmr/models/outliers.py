@@ -1,0 +1,84 @@
+"""Outlier channels that leave the model's function as it is.
+
+Large trained models have a few activation channels many times larger than the rest, which is what makes 4-bit
+activations hard; a model of a few million parameters trained for minutes has none. They can be put in by hand: where
+an activation enters a linear, multiply a channel by `gain` at its source and divide the column that reads it.
+
+    source                              read by
+    input_layernorm                     q_proj, k_proj, v_proj
+    post_attention_layernorm            gate_proj (llama), up_proj
+    final norm (llama)                  lm_head
+    v_proj                              o_proj: attention mixes positions, never channels
+    up_proj (llama)                     down_proj: SwiGLU is linear in up
+
+Left out for gpt: its final norm, because the tied head cannot be divided without changing the embedding; and its
+up/down pair, because GELU(gain * x) is not gain * GELU(x).
+
+The logits stay the same at initialisation (to rounding; to the last bit where `gain` is a power of two), the
+activations do not, nor do the gradients: training takes another course from the first step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.errors import UserError
+from gnmr.models.layers import Block, Decoder, SwiGLU
+from gnmr.models.llama import Llama
+
+
+@torch.no_grad()
+def add_outlier_channels(model: Decoder, number: int, gain: float, generator: torch.Generator | None = None) -> None:
+    """Scales `number` channels of every source above by `gain` > 0, in place; call it once, after `init_weights`.
+
+    The channels of each source are drawn by `generator` (None: the CPU's default one) in module order, so they depend
+    on its seed and the architecture alone. In FP32 the weights are exact to rounding; do it before a cast to BF16.
+    Raises `UserError`, with nothing changed, where `number` exceeds the narrowest source.
+    """
+    pairs = list(_pairs(model))
+    narrowest = min(_width(source) for source, _, _ in pairs)
+    if number > narrowest:
+        raise UserError(f"model.outlier_channels.number={number}: the narrowest activation has {narrowest} channels")
+    device = "cpu" if generator is None else generator.device
+    for source, readers, columns in pairs:
+        scale = torch.ones(_width(source), dtype=torch.float32, device=device)
+        scale[torch.randperm(len(scale), generator=generator, device=device)[:number]] = gain
+        for parameter in source.parameters():  # a norm's gain and bias, a linear's rows and bias
+            parameter.mul_(scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)))
+        for reader in readers:
+            reader.weight.div_(columns(scale).to(reader.weight.device))
+
+
+def _pairs(model: Decoder) -> Iterator[tuple[nn.Module, list[nn.Linear], Callable[[Tensor], Tensor]]]:
+    """(source, linears that read it, map from a scale per channel to one per column of the readers)."""
+    for block in model.layers:
+        assert isinstance(block, Block)
+        attn, mlp = block.self_attn, block.mlp
+        yield block.input_layernorm, [attn.q_proj, attn.k_proj, attn.v_proj], _same
+        yield attn.v_proj, [attn.o_proj], partial(_per_query_head, heads=attn.num_heads, kv_heads=attn.num_kv_heads)
+        if isinstance(mlp, SwiGLU):
+            yield block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], _same
+            yield mlp.up_proj, [mlp.down_proj], _same
+        else:
+            yield block.post_attention_layernorm, [mlp.up_proj], _same
+    if isinstance(model, Llama):
+        yield model.norm, [model.lm_head], _same
+
+
+def _width(source: nn.Module) -> int:
+    weight = source.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
+def _same(scale: Tensor) -> Tensor:
+    return scale
+
+
+def _per_query_head(scale: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """With grouped queries one channel of v feeds the same column of every query head of its group."""
+    return scale.view(kv_heads, -1).repeat_interleave(heads // kv_heads, dim=0).flatten()

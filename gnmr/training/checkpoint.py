@@ -1,0 +1,148 @@
+"""Checkpoints: written beside and renamed, verified when read.
+
+    checkpoints/step-00000100/     torch.distributed.checkpoint files and meta.json
+
+A folder with its final name is whole: everything is written and synced under another name first. `meta.json` holds the
+host's numbers (step, data position, counters), whose run it is, and the sha256 of every other file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from gnmr.controller import Controller
+from gnmr.errors import UserError
+from gnmr.paths import Plan
+
+_META = "meta.json"
+
+
+class Checkpointer:
+    """Saves and loads everything that the next step depends on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        owner: str,
+        keep: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        controller: Controller,
+        plan: Plan,
+    ) -> None:
+        self.folder, self.owner, self.keep = folder, owner, keep
+        self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
+
+    def _state(self) -> dict[str, Any]:
+        controller = self._controller.state_dict()
+        state: dict[str, Any] = {
+            "model": get_model_state_dict(self._model),
+            "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
+            # Names and the step count are the host's; they go to meta.json.
+            "controller": {k: v for k, v in controller.items() if k not in ("units", "t")},
+            "plan": self._plan.state_dict(),
+            "rng": {"cpu": torch.get_rng_state()},
+        }
+        if torch.cuda.is_available():
+            state["rng"]["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def save(self, step: int, host: dict[str, Any]) -> None:
+        """Writes the checkpoint of `step` and deletes all but the newest `keep`. Waits for the device."""
+        final = self.folder / f"step-{step:08d}"
+        beside = self.folder / f".writing-{final.name}"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        with _quiet():
+            dcp.save(self._state(), checkpoint_id=beside)
+        meta = {
+            "step": step,
+            "owner": self.owner,
+            "units": self._controller.names,
+            "host": host,
+            "files": {p.name: _sha256(p) for p in sorted(beside.iterdir())},
+        }
+        with (beside / _META).open("w") as file:
+            json.dump(meta, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(beside)
+        shutil.rmtree(final, ignore_errors=True)
+        beside.rename(final)
+        _sync_folder(self.folder)
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, ascending."""
+        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*") if p.is_dir())
+
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint; what a killed run left half-written is removed."""
+        for rest in self.folder.glob(".writing-*"):
+            shutil.rmtree(rest, ignore_errors=True)
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Restores everything and returns the host's numbers. UserError for a corrupt or foreign checkpoint."""
+        path = self.folder / f"step-{step:08d}"
+        remedy = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
+        try:
+            meta = json.loads((path / _META).read_text())
+            owner, units, files = meta["owner"], meta["units"], meta["files"]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
+        if owner != self.owner or units != self._controller.names:
+            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {remedy}")
+        for name, digest in files.items():
+            if not (path / name).exists() or _sha256(path / name) != digest:
+                raise UserError(f"checkpoint {path} is corrupt ({name} is missing or changed): {remedy}")
+        state = self._state()
+        with _quiet():
+            dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(self._model, state["model"])
+        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
+        self._plan.load_state_dict(state["plan"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        return meta["host"]
+
+
+class _quiet(warnings.catch_warnings):
+    """Without a process group torch.distributed.checkpoint warns that it takes this for a single process: it is."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

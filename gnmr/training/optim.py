@@ -1,0 +1,52 @@
+"""AdamW, its learning-rate schedule, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.config import OptimConfig
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Rate of step `step` (from 1): linear from 0 to the peak over the warm-up, then cosine to min_lr_frac of it."""
+    warmup = round(config.warmup_frac * steps)
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(steps - warmup, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * cosine)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
+
+    The fused kernel is the one that can leave weights and moments as they are on a flag that lives on the device,
+    which `skip_where` uses.
+    """
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    first, second = config.betas
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
+    )
+
+
+def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
+    """Makes the next `optimizer.step()` change nothing where `nonfinite` (a bool scalar on the device) is true.
+
+    The selection happens inside the fused kernel, on the device: nothing waits, and no NaN is multiplied away.
+    """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients so that their global norm is at most `max_norm`; `norm` is that norm now (scalar tensor)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

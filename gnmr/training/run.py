@@ -1,0 +1,416 @@
+"""One run from config to DONE: assembles the parts, then `loop`.
+
+Everything that can be wrong with what was asked for is found before the run folder is made or touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+import gnmr
+from gnmr import models
+from gnmr.attach import units_of
+from gnmr.config import Config, config_hash, identity, load, to_dict
+from gnmr.controller import Controller, Decision, GnmrSignal, Threshold, TwoStage
+from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
+from gnmr.errors import RunFailed, UserError
+from gnmr.paths import Plan, convert
+from gnmr.records.recorder import Recorder
+from gnmr.records.schema import RatioRows
+from gnmr.records.view import RunInfo
+from gnmr.training.checkpoint import Checkpointer
+from gnmr.training.optim import build_optimizer, learning_rate
+from gnmr.training.step import StepResult, TrainStep, evaluate
+
+
+@dataclass
+class Counters:
+    """Host state of a run besides the controller; saved in every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    nonfinite_total: int = 0
+    nonfinite_streak: int = 0
+
+
+@dataclass
+class Parts:
+    """A run, assembled; nothing of it has touched the run folder yet."""
+
+    config: Config
+    folder: Path
+    corpus: TokenCorpus
+    device: torch.device
+    model: nn.Module
+    plan: Plan
+    controller: Controller
+    optimizer: torch.optim.Optimizer
+
+
+def run(config: Config, say: Callable[[str], None]) -> Path:
+    """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
+
+    Raises `UserError` before anything is written, `RunFailed` (the folder is marked FAILED) where training cannot go
+    on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
+    """
+    folder = run_folder(config)
+    _check_folder(folder, config)
+    if (folder / "DONE").exists():
+        say(f"{folder} is done: skipped")
+        return folder
+    parts = assemble(config, folder, say)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        _train(parts, say)
+    return folder
+
+
+def run_folder(config: Config) -> Path:
+    """`run_dir`, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser()
+    name = f"{config.arm_name}-{config_hash(config)}-s{config.training.seed}"
+    return Path(config.runs_dir).expanduser() / config.experiment_name / name
+
+
+def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
+    """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
+    training = config.training
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
+    device = _device(training.device)
+    corpus = prepare(config.data, training.steps * training.tokens_per_step, say)
+    TrainBlocks(corpus.train, training.seq_len, training.seed, None)  # refuses a corpus shorter than a block
+    validation_blocks(corpus.val, training.seq_len, 1)
+
+    # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
+    generator = torch.Generator().manual_seed(training.seed)
+    model = models.build(config.model, corpus.vocab_size, training.seq_len)
+    model.init_weights(generator)
+    outliers = config.model.outlier_channels
+    if outliers.number > 0:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+    model.to(device=device, dtype=getattr(torch, training.dtype))
+    model.activation_checkpointing = training.activation_checkpointing
+    torch.manual_seed(training.seed)
+
+    paths = config.paths
+    try:
+        plan = convert(model, paths.low, paths.recovery, paths.targets, paths.site, paths.rounding, training.seed)
+    except ValueError as error:
+        raise UserError(f"paths: {error}") from error
+    if training.compile:
+        for layer in model.layers:
+            layer.compile()
+    controller = build_controller(config, plan)
+    optimizer = build_optimizer(model, config.optim)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer)
+
+
+def build_controller(config: Config, plan: Plan) -> Controller:
+    """The controller of `config` over the operators of `plan`; schedules in shares of the steps become steps."""
+    c, steps = config.controller, config.training.steps
+    units = units_of(plan)
+
+    def threshold(main: float | None, init: float | None) -> Threshold | None:
+        return main if main is None or init is None else TwoStage(init, main, round(c.init_frac * steps))
+
+    signal_ = GnmrSignal(
+        len(units),
+        threshold(c.alpha, c.alpha_init),
+        threshold(c.beta, c.beta_init),
+        c.delta,
+        c.eps,
+        units[0].parameters[0].device,
+    )
+    return Controller(units, signal_, c.max_o, c.t_lock, round(c.warmup_frac * steps))
+
+
+def _train(parts: Parts, say: Callable[[str], None]) -> None:
+    config, folder, training = parts.config, parts.folder, parts.config.training
+    blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, folder)
+    validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
+    checkpointer = Checkpointer(
+        folder / "checkpoints",
+        f"{config_hash(config)}-s{training.seed}",
+        training.keep_checkpoints,
+        parts.model,
+        parts.optimizer,
+        parts.controller,
+        parts.plan,
+    )
+    counters = Counters()
+    newest = checkpointer.newest()
+    if newest is not None:
+        host = checkpointer.load(newest)
+        counters = Counters(**host["counters"])
+        blocks.load_state_dict(host["blocks"])
+        say(f"continuing after step {newest} of {folder}")
+    started_before = (folder / "steps.jsonl").exists()
+
+    info = RunInfo(
+        name=f"{config.experiment_name}/{folder.name}",
+        folder=folder,
+        arm=config.arm_name,
+        device=str(parts.device),
+        total_steps=training.steps,
+        num_units=len(parts.controller.units),
+        max_o=config.controller.max_o,
+        num_parameters=sum(p.numel() for p in parts.model.parameters()),
+        tokens_per_step=training.tokens_per_step,
+        start_step=counters.step,
+    )
+    with Recorder(info, config.records, counters.step if newest is not None or started_before else None) as recorder:
+        if newest is None:
+            recorder.say(str(parts.plan))
+        tree = to_dict(config)
+        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts), f"{config.experiment_name}")
+        status, reason = "failed", cast("str | None", "a defect; see the traceback")
+        try:
+            with _signals() as stop:
+                status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
+        except RunFailed as error:
+            reason = str(error)
+            raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            reason = f"disk full at step {counters.step} while writing below {folder}"
+            raise RunFailed(reason) from error
+        except torch.OutOfMemoryError as error:
+            reason = f"out of device memory at step {counters.step + 1}: use a smaller training.batch_size"
+            raise RunFailed(reason) from error
+        finally:
+            recorder.finish(status, reason)
+    if status == "interrupted":
+        say(f"{reason}; the same command continues it")
+        raise SystemExit(128 + stop[0])
+
+
+def loop(
+    parts: Parts,
+    blocks: TrainBlocks,
+    validation: torch.Tensor,
+    counters: Counters,
+    checkpointer: Checkpointer,
+    recorder: Recorder,
+    stop: list[int],
+) -> tuple[str, str | None]:
+    """Steps until the end or until `stop` holds a signal; returns ("done", None) or ("interrupted", why)."""
+    config, training = parts.config, parts.config.training
+    take_step = TrainStep(
+        parts.model,
+        parts.plan,
+        parts.controller,
+        parts.optimizer,
+        config.optim.clip_norm,
+        measure_saved=not training.activation_checkpointing,
+    )
+
+    def save() -> None:
+        checkpointer.save(counters.step, {"counters": asdict(counters), "blocks": blocks.state_dict()})
+
+    streak_began, streak_unit = counters.step + 1 - counters.nonfinite_streak, "a step before the resumption"
+    while counters.step < training.steps:
+        began = time.perf_counter()
+        step = counters.step + 1
+        lr = learning_rate(step, training.steps, config.optim)
+        micro_batches = [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+        result = take_step(micro_batches, lr)
+
+        counters.step = step
+        counters.tokens += training.tokens_per_step
+        counters.nonfinite_total += result.skipped
+        counters.nonfinite_streak = counters.nonfinite_streak + 1 if result.skipped else 0
+        if counters.nonfinite_streak == 1:
+            streak_began, streak_unit = step, str(result.nonfinite_unit)
+        recorder.step(
+            step_row(result, counters, lr, time.perf_counter() - began),
+            ratio_rows(result.decision, parts.controller.names),
+        )
+        recorder.events([asdict(event) for event in result.decision.events])
+        if counters.nonfinite_streak >= training.max_nonfinite_streak:
+            raise RunFailed(
+                f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; "
+                f"it began at step {streak_began} in {streak_unit}; weights are those of step {streak_began - 1}"
+            )
+        last = step == training.steps
+        if last or step % training.eval_every == 0:
+            val_loss = evaluate(parts.model, parts.plan, validation, training.batch_size)
+            row = {"step": step, "tokens": counters.tokens, "val_loss": val_loss}
+            recorder.eval({**row, "val_ppl": torch.tensor(val_loss, dtype=torch.float64).exp().item()})
+        if stop or last or step % training.checkpoint_every == 0:
+            save()
+        if stop and not last:
+            return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
+    return "done", None
+
+
+def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) -> dict[str, Any]:
+    """A row of `records.schema.STEP_FIELDS`."""
+    decision = result.decision
+    return {
+        "step": counters.step,
+        "tokens": counters.tokens,
+        "loss": result.loss,
+        "lr": lr,
+        "grad_norm_pre_clip": result.grad_norm,
+        "num_candidates": int(decision.candidate.sum()),
+        "num_active": int(decision.in_force.sum()),
+        "num_gnmr_over": decision.over("gnmr"),
+        "num_delta_gnmr_over": decision.over("delta_gnmr"),
+        "saved_bytes": result.saved_bytes,
+        "saved_bytes_predicted": result.saved_bytes_predicted,
+        "skipped": result.skipped,
+        "nonfinite_total": counters.nonfinite_total,
+        "nonfinite_streak": counters.nonfinite_streak,
+        "nonfinite_unit": result.nonfinite_unit,
+        "step_time_s": seconds,
+    }
+
+
+def ratio_rows(decision: Decision, units: list[str]) -> RatioRows:
+    """The decision as rows of `records.schema.RATIO_SCHEMA`."""
+    return RatioRows(
+        step=decision.step,
+        units=units,
+        observed=decision.observed,
+        norm=decision.norm,
+        gnmr=decision.columns["gnmr"],
+        delta_gnmr=decision.columns["delta_gnmr"],
+        risk=decision.risk,
+        active=decision.in_force,
+        lock=decision.lock,
+    )
+
+
+def header(parts: Parts) -> dict[str, Any]:
+    """header.json: what a number needs beside it to be believed."""
+    config, corpus = parts.config, parts.corpus
+    return {
+        "gnmr": gnmr.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "command": shlex.join(["gnmr", *sys.argv[1:]]),
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu",
+        },
+        "data": {
+            "name": config.data.name,
+            "fingerprint": corpus.fingerprint,
+            "train_tokens": len(corpus.train),
+            "val_tokens": len(corpus.val),
+            "vocab_size": corpus.vocab_size,
+        },
+        "units": parts.controller.names,
+        "recoverable": parts.plan.recovery is not None,
+        "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "arm": config.arm_name,
+        "experiment": config.experiment_name,
+        "scale": config.scale_name,
+        "seed": config.training.seed,
+    }
+
+
+def _check_folder(folder: Path, config: Config) -> None:
+    """UserError if the run folder holds another run, or any run where resuming is off."""
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        if folder.exists() and any(p.name != ".lock" for p in folder.iterdir()) and not (folder / "order").exists():
+            raise UserError(f"run_dir={folder}: the folder holds something that is no run; choose an empty one")
+        return
+    try:
+        earlier = load(OmegaConf.load(saved))  # type: ignore[arg-type]
+    except Exception as error:
+        raise UserError(f"{saved} cannot be read as a run's config ({error}); choose another run_dir") from error
+    ours, theirs = identity(config), identity(earlier)
+    seed = "training.seed"
+    ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
+    for key in ours:
+        if ours[key] != theirs.get(key):
+            raise UserError(
+                f"{folder} holds a run of another config: {key} is {theirs.get(key)} there and {ours[key]} here; "
+                "choose another run_dir"
+            )
+    if config.training.resume == "never":
+        raise UserError(
+            f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
+        )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the lock dies with its holder."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is being written by another process") from error
+        yield
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one of either kind acts as usual."""
+    received: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        for each, old in before.items():
+            signal.signal(each, old)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that the package is imported from, with -dirty if it is changed; None if installed."""
+    root = Path(gnmr.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
