@@ -1,9 +1,10 @@
-"""Reading a run folder back; tolerant of a run that was killed while it wrote."""
+"""Reading a run folder back; tolerant of a run that is still going or was killed while it wrote."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,29 @@ def decode(value: Any) -> Any:
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
+def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row of a .jsonl file and the offset of the byte after it; none if the file is missing.
+
+    Stops at the first line that is not whole: the last one, if a kill cut it short.
+    """
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError:  # JSONDecodeError, or UnicodeDecodeError of a torn character
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield {key: decode(value) for key, value in row.items()}, end
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Rows of a .jsonl file; none if it is missing. A last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        rows.append({key: decode(value) for key, value in row.items()})
-    return rows
+    return [row for row, _ in iter_jsonl(path)]
 
 
 def read_ratios(folder: Path) -> pa.Table:
@@ -46,14 +58,25 @@ def read_ratios(folder: Path) -> pa.Table:
 
 def read_stream(path: Path) -> pa.Table:
     """All whole batches of an Arrow stream file; a batch that a kill cut short is left out."""
-    batches = []
+    return pa.Table.from_batches([batch for batch, _ in iter_stream(path)], schema=RATIO_SCHEMA)
+
+
+def iter_stream(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Each whole batch of an Arrow stream file and the offset of the byte after it; none if the file is missing.
+
+    The file is read, not mapped: a resumed run may cut it while a report still holds its rows.
+    """
+    if not path.exists():
+        return
     try:
-        with path.open("rb") as file, pa.ipc.open_stream(file) as stream:
+        with pa.OSFile(str(path), "rb") as file, pa.ipc.open_stream(file) as stream:
             for batch in stream:
-                batches.append(batch)
-    except (pa.ArrowInvalid, OSError, EOFError):
-        pass
-    return pa.Table.from_batches(batches, schema=RATIO_SCHEMA) if batches else RATIO_SCHEMA.empty_table()
+                yield batch, file.tell()
+    except pa.ArrowInvalid:
+        return
+    except OSError as error:
+        if error.errno is not None:  # Arrow's own complaint about a short message has none
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

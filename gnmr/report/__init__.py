@@ -1,0 +1,90 @@
+"""`gnmr report RUN...`: recorded runs as tables and plots. Reads run folders, never the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from gnmr.errors import UserError
+from gnmr.report.arms import Comparison, compare
+from gnmr.report.layout import Table
+from gnmr.report.runs import Run, find_runs, load
+from gnmr.report.tables import run_table, tables
+
+
+def main(argv: list[str]) -> int:
+    """`gnmr report` without its first word. Raises `UserError` for a path that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="gnmr report",
+        description="Tables and plots of recorded runs: arms side by side with their spread over seeds, the paper's "
+        "figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, or any folder above run folders")
+    add("--out", metavar="DIR", type=Path, help="folder for report.md and the PNGs (default: report/ in RUN's folder)")
+    add("--no-plots", dest="plots", action="store_false", help="tables only")
+    arguments = parser.parse_args(argv)
+    report(arguments.runs, arguments.out, Console(), plots=arguments.plots)
+    return 0
+
+
+def report(paths: list[Path], out: Path | None, console: Console, plots: bool = True) -> None:
+    """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG.
+
+    `out` None: report/ in the path, or in the common parent of several. Raises `UserError` for a path that is missing
+    or holds no run, and for an `out` that cannot be written.
+    """
+    runs, unreadable = _load(find_runs(paths))
+    out = out if out is not None else _common(paths) / "report"
+    comparisons = compare(runs)
+    found = tables(comparisons)
+    for table in found:
+        table.print(console)
+    for line in unreadable:
+        console.print(Text(line))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        images = _plots(comparisons, out) if plots else []
+        written = out / "report.md"
+        written.write_text(_markdown([*found, run_table(runs)], unreadable, images), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the report ({error.strerror or error})") from error
+    console.print(Text(f"Report: {written}"), soft_wrap=True)
+    if images:
+        console.print(Text("Plots:"))
+        for image in images:
+            console.print(Text(f"  {image}"), soft_wrap=True)
+
+
+def _load(folders: list[Path]) -> tuple[list[Run], list[str]]:
+    runs, unreadable = [], []
+    for folder in folders:
+        try:
+            runs.append(load(folder))
+        except UserError as error:
+            unreadable.append(f"Left out: {error}")
+    if not runs:
+        raise UserError("; ".join(unreadable))
+    return runs, unreadable
+
+
+def _common(paths: list[Path]) -> Path:
+    """The path itself as it was given, or the parent of all."""
+    return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
+
+
+def _plots(comparisons: list[Comparison], out: Path) -> list[Path]:
+    from gnmr.report.plots import draw  # matplotlib takes a second to import
+
+    return draw(comparisons, out)
+
+
+def _markdown(found: list[Table], unreadable: list[str], images: list[Path]) -> str:
+    parts = ["# Report\n", *[table.markdown() for table in found], *[f"{line}\n" for line in unreadable]]
+    if images:
+        parts.append("### Plots\n\n" + "\n\n".join(f"![{image.stem}]({image.name})" for image in images) + "\n")
+    return "\n".join(parts)

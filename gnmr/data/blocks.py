@@ -1,0 +1,121 @@
+"""Token files as blocks of seq_len + 1 tokens, in an order that can be saved, stopped and continued.
+
+Block i holds tokens[i * seq_len : (i + 1) * seq_len + 1]; its last token is the next block's first, so that every
+token but the first is a target exactly once an epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gnmr.errors import UserError
+
+
+class TrainBlocks:
+    """Training blocks in random order, each once an epoch.
+
+    tokens: (n,) unsigned integers, in memory or memory-mapped. `folder` is the run folder, where the order of each
+    epoch is saved as order/epoch-<k>.npy; None keeps it in memory. Raises `UserError` if there is not one block.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, folder: Path | None) -> None:
+        self.num_blocks = _num_blocks(tokens, seq_len, "training")
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._seed = seed
+        self._folder = None if folder is None else Path(folder) / "order"
+        self._epoch = 0
+        self._position = 0
+        self._order: np.ndarray | None = None
+
+    def next(self, n: int) -> torch.Tensor:
+        """The next n blocks, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
+
+        Inputs are [:, :-1], targets [:, 1:].
+        """
+        chosen: list[int] = []
+        while len(chosen) < n:
+            if self._order is None:
+                self._order = self._epoch_order()
+            stop = min(self._position + n - len(chosen), self.num_blocks)
+            chosen += self._order[self._position : stop].tolist()
+            self._position = stop
+            if stop == self.num_blocks:
+                self._epoch, self._position, self._order = self._epoch + 1, 0, None
+        return _gather(self._tokens, chosen, self._seq_len)
+
+    def state_dict(self) -> dict[str, int]:
+        """{"epoch", "position"}: the epoch of the next block and its place in that epoch's order."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues where `state_dict` was taken; raises `UserError` for a position that this corpus has not."""
+        epoch, position = state["epoch"], state["position"]
+        if epoch < 0 or not 0 <= position < self.num_blocks:
+            raise UserError(
+                f"checkpoint at block {position} of epoch {epoch}, but an epoch has {self.num_blocks} blocks: "
+                "the run folder belongs to other data"
+            )
+        self._epoch, self._position, self._order = epoch, position, None
+
+    def _epoch_order(self) -> np.ndarray:
+        """(num_blocks,) uint32 or int64: the saved permutation of this epoch, or a new one, saved.
+
+        What was saved counts on resume, so a NumPy with another generator cannot change a run that has begun.
+        """
+        if self._folder is None:
+            return self._draw()
+        file = self._folder / f"epoch-{self._epoch}.npy"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_name(f".{file.name}.{os.getpid()}")
+            with beside.open("wb") as stream:
+                np.save(stream, self._draw())
+            beside.replace(file)
+        return self._load(file)
+
+    def _draw(self) -> np.ndarray:
+        order = np.random.default_rng([self._seed, self._epoch]).permutation(self.num_blocks)
+        return order.astype(np.uint32) if self.num_blocks <= 2**32 else order
+
+    def _load(self, file: Path) -> np.ndarray:
+        try:
+            order = np.load(file, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{file}: damaged ({error}); remove it to have the same order drawn again") from error
+        if order.shape != (self.num_blocks,):
+            raise UserError(
+                f"{file}: orders {order.size} blocks, the corpus has {self.num_blocks}: the run folder belongs to "
+                "other data; restore its data.* and training.seq_len or use another run_dir"
+            )
+        return order
+
+
+def validation_blocks(tokens: np.ndarray, seq_len: int, n: int) -> torch.Tensor:
+    """(min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
+
+    Raises `UserError` if there is not one block.
+    """
+    available = _num_blocks(tokens, seq_len, "validation")
+    count = min(n, available)
+    return _gather(tokens, (number * available // count for number in range(count)), seq_len)
+
+
+def _num_blocks(tokens: np.ndarray, seq_len: int, split: str) -> int:
+    available = (len(tokens) - 1) // seq_len
+    if available < 1:
+        raise UserError(
+            f"training.seq_len={seq_len}: the corpus has {len(tokens)} {split} tokens, a block needs {seq_len + 1}; "
+            "use more text or a smaller training.seq_len"
+        )
+    return available
+
+
+def _gather(tokens: np.ndarray, blocks: Iterable[int], seq_len: int) -> torch.Tensor:
+    rows = [tokens[block * seq_len : (block + 1) * seq_len + 1] for block in blocks]
+    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(rows), seq_len + 1))

@@ -1,0 +1,167 @@
+"""Token files on disk: a folder is complete or absent, and verified when it is opened.
+
+    <cache_dir>/<corpus>-<key>/
+        tokenizer.json
+        train.bin, val.bin    token ids, raw little-endian uint16, or uint32 for vocabularies above 65,536
+        meta.json             vocabulary, end token, dtype, and size and checksum of each file
+
+A folder is built under a hidden name beside its place and renamed. A killed build leaves the hidden folder alone
+(swept a day later); of two builds at once the second finds the first one's folder in place and uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnmr.errors import UserError
+
+TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
+HASHED_WHOLE = 2**30  # bytes; of larger files the size and both ends are compared, so that a warm start stays fast
+HASHED_ENDS = 16 * 2**20  # bytes
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
+
+
+@dataclass(frozen=True)
+class TokenCorpus:
+    """A tokenized corpus, memory-mapped."""
+
+    train: np.ndarray
+    """Token ids (n,), uint16 or uint32, read-only; documents in order, the end token after each."""
+    val: np.ndarray
+    """As `train`, from documents that are not in it."""
+    vocab_size: int
+    end_token: int
+    fingerprint: str
+    """sha256 over tokenizer and token files: equal fingerprints, equal data."""
+    tokenizer_path: Path
+    folder: Path
+
+
+class Corrupt(Exception):
+    """Why a folder cannot be used."""
+
+
+def open_folder(folder: Path) -> TokenCorpus:
+    """The verified corpus in `folder`; raises `FileNotFoundError` if there is no folder, `Corrupt` if it is damaged."""
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    try:
+        meta = json.loads((folder / META).read_text())
+        for name in (TOKENIZER, TRAIN, VAL):
+            _verify(folder / name, meta["files"][name])
+        if meta["fingerprint"] != _fingerprint(meta):
+            raise Corrupt(f"{META} does not match its fingerprint")
+        return TokenCorpus(
+            train=np.memmap(folder / TRAIN, dtype=meta["dtype"], mode="r"),
+            val=np.memmap(folder / VAL, dtype=meta["dtype"], mode="r"),
+            vocab_size=meta["vocab_size"],
+            end_token=meta["end_token"],
+            fingerprint=meta["fingerprint"],
+            tokenizer_path=folder / TOKENIZER,
+            folder=folder,
+        )
+    except FileNotFoundError as error:
+        raise Corrupt(f"{Path(error.filename).name} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(f"{META} cannot be used: {error}") from error
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill; it becomes `folder` when the block ends well, and is gone when it does not.
+
+    Raises `UserError` if the place cannot be written.
+    """
+    temporary = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        new = temporary / "new"
+        new.mkdir()  # mkdtemp's own permissions would lock out other users of a shared cache
+        yield new
+        _publish(new, folder)
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir={folder.parent}: cannot be written ({error.strerror or error}); "
+            "set data.cache_dir or GNMR_CACHE to a folder with room"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
+    """Writes meta.json over the files in `folder`; the last act of a build."""
+    meta: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "end_token": end_token,
+        "dtype": dtype.str,
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+            for name in (TOKENIZER, TRAIN, VAL)
+        },
+    }
+    (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")
+
+
+def _publish(new: Path, folder: Path) -> None:
+    """Moves `new` to `folder`, unless a sound one is there: another process was first, its files are as good."""
+    try:
+        open_folder(folder)
+        return
+    except FileNotFoundError:
+        pass
+    except Corrupt:
+        with suppress(FileNotFoundError):
+            folder.rename(new.with_name("old"))
+    try:
+        new.rename(folder)
+    except OSError:  # between the two looks another process was first after all
+        if not folder.is_dir():
+            raise
+
+
+def _verify(file: Path, expected: dict[str, Any]) -> None:
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise Corrupt(f"{file.name} has {size} bytes instead of {expected['bytes']}")
+    if _digest(file) != expected["sha256"]:
+        raise Corrupt(f"{file.name} does not match its checksum")
+
+
+def _digest(file: Path) -> str:
+    """sha256 of the file, or of its two ends above `HASHED_WHOLE`."""
+    with file.open("rb") as stream:
+        if file.stat().st_size <= HASHED_WHOLE:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        ends = hashlib.sha256(stream.read(HASHED_ENDS))
+        stream.seek(-HASHED_ENDS, os.SEEK_END)
+        ends.update(stream.read())
+        return ends.hexdigest()
+
+
+def _fingerprint(meta: dict[str, Any]) -> str:
+    content = {key: value for key, value in meta.items() if key != "fingerprint"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed builds of this corpus left behind."""
+    for left in folder.parent.glob(f".{folder.name}-*"):
+        with suppress(OSError):  # another process may finish or sweep at the same time
+            newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+            if time.time() - newest > ABANDONED_AFTER:
+                shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,277 @@
+"""Corpora as documents: which there are, where they are read from, and which of them are for validation.
+
+A corpus is opened without reading its text (the standard library excepted, whose contents are its identity), so a
+warm token cache costs a few `stat` calls. `datasets` is imported when rows must be read, not before.
+
+The split never depends on the order in which anything runs:
+- stdlib: a file is for validation if the hash of its relative path says so (5 %).
+- files with "validation" (or valid, val) in their name or folder are the validation split. Beside files named train,
+  all other files (test, dev) are left out.
+- without such files every 20th document is for validation. Fewer than 20 documents give the last 5 % of their text;
+  it is cut before tokenization, so that the tokenizer never sees it either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from glob import escape
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from gnmr.config import DataConfig
+from gnmr.errors import UserError
+
+TRAIN, VALIDATION = "train", "validation"
+HUB_NAME, HUB_CONFIG = "allenai/c4", "en"
+HUB_TIMEOUT = 10.0  # seconds until an unreachable hub is given up
+ONE_IN = 20  # documents of which one is for validation
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",
+    ".parquet": "parquet",
+}
+_SUPPORTED = (".txt", *_BUILDERS)
+Rows = Iterable[dict[str, Any]]
+_IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
+_IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that can be read any number of times, a split at a time."""
+
+    where: str
+    """The key and value that chose it, as messages name it."""
+    summary: str
+    """What is read, for the progress line."""
+    identity: str
+    """Changes with anything that changes the documents."""
+    documents: Callable[[str], Iterator[str]]
+    """Split ("train" or "validation") -> its documents, none blank. Raises `UserError` for what cannot be read."""
+    streamed: bool = False
+    """From the hub: of no known length, so a limit is needed."""
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """The corpus that `config` names; raises `UserError` if there is none."""
+    if config.name == "stdlib":
+        return _stdlib()
+    return _hub(config.text_column) if config.path is None else _local(config)
+
+
+# ---- the standard library ----
+
+
+def _stdlib() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(_library_files(root))
+    if not names:
+        raise UserError(f"data=stdlib: {root} holds no .py files; use data=text data.path=FOLDER")
+    seen = hashlib.sha256()
+    for name in names:
+        seen.update(f"{name}\0".encode())
+        seen.update(hashlib.sha256((root / name).read_bytes()).digest())
+
+    def documents(split: str) -> Iterator[str]:
+        return _not_blank(_read_text(root / name) for name in names if _library_split(name) == split)
+
+    return Corpus("data=stdlib", f"{len(names)} files of {root}", seen.hexdigest(), documents)
+
+
+def _library_files(root: Path) -> Iterator[str]:
+    """Relative posix paths. A walk with pruning: site-packages may be larger than the library by far."""
+    for folder, children, files in os.walk(root):
+        children[:] = [child for child in children if child not in _NOT_LIBRARY]
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix == ".py" and path.is_file():
+                yield path.relative_to(root).as_posix()
+
+
+def _library_split(name: str) -> str:
+    return VALIDATION if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0 else TRAIN
+
+
+# ---- C4 from the hub ----
+
+
+def _hub(column: str) -> Corpus:
+    def documents(split: str) -> Iterator[str]:
+        def stream() -> Rows:
+            _reach_hub()
+            return _datasets().load_dataset(HUB_NAME, HUB_CONFIG, split=split, streaming=True)
+
+        return _not_blank(_column(stream, column, f"{HUB_NAME} on the hub", _hub_failure))
+
+    return Corpus("data=c4", f"{HUB_NAME} {HUB_CONFIG}, streamed", f"{HUB_NAME}/{HUB_CONFIG}/{column}", documents, True)
+
+
+def _reach_hub() -> None:
+    """One request without retries: the library itself tries for half a minute, a line of noise each time."""
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(HUB_NAME, timeout=HUB_TIMEOUT, expand=["sha"])
+
+
+def _hub_failure(reason: str) -> str:
+    return (
+        f"data=c4: {HUB_NAME} cannot be read from the hub ({reason}); check the network, HF_ENDPOINT and the proxy, "
+        f"or download its {HUB_CONFIG}/*.json.gz and pass data.path=FOLDER"
+    )
+
+
+# ---- local files ----
+
+
+def _local(config: DataConfig) -> Corpus:
+    assert config.path is not None
+    where, path = f"data.path={config.path}", Path(config.path).expanduser()
+    if config.name == "c4" and (path / HUB_CONFIG).is_dir():
+        path = path / HUB_CONFIG  # a clone of the hub's repository holds other configurations beside en
+    files = _local_files(path, where)
+    splits = _split_files(files, where)
+    train, validation = splits[TRAIN], splits[VALIDATION]
+    left_out = sorted(name for name in files if name not in train and name not in validation)
+
+    def read(names: list[str]) -> Iterator[str]:
+        return chain.from_iterable(_file_documents(files[name], config.text_column) for name in names)
+
+    def documents(split: str) -> Iterator[str]:
+        if validation:
+            return read(splits[split])
+        return (text for place, text in every_twentieth(read(train)) if place == split)
+
+    seen = hashlib.sha256(config.text_column.encode())
+    for name, file in files.items():
+        state = file.stat()
+        seen.update(f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}".encode())
+    summary = f"training files: {len(train)}, " + (
+        f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
+    )
+    if left_out:
+        summary += f"; left out beside files named train: {', '.join(left_out[:5])}{' ...' * (len(left_out) > 5)}"
+    return Corpus(where, summary, seen.hexdigest(), documents)
+
+
+def _local_files(path: Path, where: str) -> dict[str, Path]:
+    """Relative posix path -> file, sorted; hidden files and what has another format are passed over in a folder."""
+    if path.is_file():
+        if _extension(path) is None:
+            raise UserError(f"{where}: cannot read this kind of file; supported are {', '.join(_SUPPORTED)}")
+        return {path.name: path}
+    if not path.is_dir():
+        raise UserError(f"{where}: no such file or folder")
+    found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file() and _extension(file)}
+    visible = {name: found[name] for name in sorted(found) if not name.startswith(".") and "/." not in name}
+    if not visible:
+        raise UserError(f"{where}: the folder holds none of the supported files ({', '.join(_SUPPORTED)})")
+    return visible
+
+
+def _extension(file: Path) -> str | None:
+    return next((extension for extension in _SUPPORTED if file.name.lower().endswith(extension)), None)
+
+
+def _split_files(names: Iterable[str], where: str) -> dict[str, list[str]]:
+    """{"train": names, "validation": names}; no validation names: the documents are split instead of the files."""
+    names = list(names)
+    if len(names) == 1:
+        return {TRAIN: names, VALIDATION: []}  # a file alone is the corpus, whatever its name says
+    validation = [name for name in names if _IS_VALIDATION.search(name)]
+    rest = [name for name in names if name not in validation]
+    train = [name for name in rest if _IS_TRAIN.search(name)] or rest
+    if not train:
+        raise UserError(f"{where}: every file is named as validation; name the training files train*")
+    return {TRAIN: train, VALIDATION: validation}
+
+
+def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(split, document): every 20th for validation; of fewer than 20 documents the last 5 % of their characters."""
+    documents = iter(documents)
+    head = list(islice(documents, ONE_IN))
+    if len(head) == ONE_IN:
+        for number, text in enumerate(chain(head, documents), start=1):
+            yield (VALIDATION if number % ONE_IN == 0 else TRAIN), text
+        return
+    left = sum(map(len, head)) * (ONE_IN - 1) // ONE_IN
+    for text in head:
+        cut = min(left, len(text))
+        left -= cut
+        if cut > 0:
+            yield TRAIN, text[:cut]
+        if cut < len(text):
+            yield VALIDATION, text[cut:]
+
+
+def _file_documents(file: Path, column: str) -> Iterator[str]:
+    extension = _extension(file)
+    if extension == ".txt":
+        return _not_blank(iter([_read_text(file)]))
+    assert extension is not None
+    return _not_blank(_rows(file, _BUILDERS[extension], column))
+
+
+def _rows(file: Path, builder: str, column: str) -> Iterator[str]:
+    """One stream a file, so that a failure can name the file."""
+
+    def failure(reason: str) -> str:
+        return f"{file}: cannot be read as {_extension(file)} ({reason})"
+
+    # The library leaves a lock file in its cache for every file it opens, even a streamed one.
+    with tempfile.TemporaryDirectory() as scratch:
+        options = {"data_files": [escape(str(file))], "split": TRAIN, "streaming": True, "cache_dir": scratch}
+        yield from _column(lambda: _datasets().load_dataset(builder, **options), column, str(file), failure)
+
+
+# ---- rows and text ----
+
+
+def _datasets() -> Any:
+    """The library, imported late (1.5 s) and quiet: our own lines say what goes on and what went wrong."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    return datasets
+
+
+def _column(open_rows: Callable[[], Rows], column: str, where: str, failure: Callable[[str], str]) -> Iterator[str]:
+    """The text of one column, nulls left out. Any error of the library becomes one `UserError` line by `failure`."""
+    try:
+        for row in open_rows():
+            if column not in row:
+                raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {', '.join(row)}")
+            text = row[column]
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"{where}: column {column!r} holds {type(text).__name__}; data.text_column needs text")
+            if text is not None:
+                yield text
+    except UserError:
+        raise
+    except StopIteration:  # the library's answer to a file without rows
+        return
+    except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(failure(f"{type(error).__name__}: {reason}")) from error
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _not_blank(documents: Iterator[str]) -> Iterator[str]:
+    return (text for text in documents if text and not text.isspace())

@@ -1,0 +1,169 @@
+"""A corpus as token files: prepared once, memory-mapped ever after.
+
+The key of the cache folder covers everything that decides its content: the documents, the tokenizer and the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gnmr.config import DataConfig
+from gnmr.data import cache, corpora
+from gnmr.data import tokenizer as bpe
+from gnmr.data.cache import TokenCorpus
+from gnmr.data.corpora import Corpus
+from gnmr.data.progress import Progress
+from gnmr.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CACHE_VERSION = 1  # raise it with every change of documents, splits or tokenization
+LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
+PIECE = 1_000_000  # characters encoded as one string at the most; longer documents are encoded in pieces
+BATCH = 2_000_000  # characters that are encoded in one call, about a second on one core
+
+
+def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
+    """The tokens of the corpus, from the cache or built now.
+
+    `needed_tokens`: training tokens that the run reads; it limits a corpus from the hub unless `max_tokens` does.
+    `say` receives progress lines, some of them from another thread. Raises `UserError` in one line.
+    """
+    if config.name == "stdlib" and config.path is not None:
+        say(f"data.path={config.path} has no effect: data=stdlib reads this Python's library; data=text reads a path")
+    corpus = corpora.open_corpus(config)
+    tokenizer_file = _read_tokenizer(config)
+    limit = config.max_tokens
+    if limit is None and corpus.streamed:
+        limit = needed_tokens + needed_tokens // 100 + 1  # + 1: the last block's last target
+    cache_dir = Path(config.cache_dir).expanduser()
+    folder = cache_dir / f"{config.name}-{_key(config, corpus, tokenizer_file, limit)}"
+    try:
+        return cache.open_folder(folder)
+    except FileNotFoundError:
+        pass
+    except cache.Corrupt as reason:
+        say(f"token cache is corrupt ({reason}); rebuilding {folder}")
+    with cache.building(folder) as new, Progress(say) as progress:
+        _build(new, config, corpus, tokenizer_file, limit, progress)
+    return cache.open_folder(folder)
+
+
+def _key(config: DataConfig, corpus: Corpus, tokenizer_file: bytes | None, limit: int | None) -> str:
+    """16 hex digits."""
+    if tokenizer_file is not None:
+        vocabulary: object = hashlib.sha256(tokenizer_file).hexdigest()
+    else:
+        vocabulary = [config.vocab_size, config.tokenizer_bytes]
+    content = [CACHE_VERSION, config.name, corpus.identity, vocabulary, limit]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _read_tokenizer(config: DataConfig) -> bytes | None:
+    if config.tokenizer is None:
+        return None
+    try:
+        return Path(config.tokenizer).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"data.tokenizer={config.tokenizer}: cannot be read ({error.strerror}); give a tokenizer.json or null"
+        ) from error
+
+
+def _build(
+    folder: Path,
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer_file: bytes | None,
+    limit: int | None,
+    progress: Progress,
+) -> None:
+    # Rust threads and a later fork (data loaders, W&B) would otherwise print a warning a process.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    progress.begin(f"preparing {corpus.where}: {corpus.summary}")
+    if tokenizer_file is None:
+        progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at the most")
+        tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
+        tokenizer.save(str(folder / cache.TOKENIZER))
+    else:
+        tokenizer = bpe.load(tokenizer_file, f"data.tokenizer={config.tokenizer}")
+        (folder / cache.TOKENIZER).write_bytes(tokenizer_file)
+    vocab_size, end = bpe.vocab_size(tokenizer), bpe.end_token(tokenizer)
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+    counts = {}
+    for split, name, most in (
+        (corpora.TRAIN, cache.TRAIN, limit),
+        (corpora.VALIDATION, cache.VAL, None if limit is None else LIMITED_VAL_TOKENS),
+    ):
+        progress.begin(f"tokenizing {split} documents")
+        counts[split] = 0
+        with (folder / name).open("wb") as file:
+            for ids in _encode(corpus.documents(split), tokenizer, end):
+                tokens = np.asarray(ids if most is None else ids[: most - counts[split]], dtype=dtype)
+                file.write(tokens.tobytes())
+                counts[split] += len(tokens)
+                progress(f"tokenizing {split} documents: {counts[split]:,} tokens")
+                if counts[split] == most:
+                    break
+        if counts[split] == 0:
+            raise UserError(f"{corpus.where}: holds no {split} text")
+    cache.seal(folder, vocab_size, end, dtype)
+    progress.begin(
+        f"{counts[corpora.TRAIN]:,} training tokens, {counts[corpora.VALIDATION]:,} validation tokens, "
+        f"vocabulary {vocab_size:,}"
+    )
+
+
+def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
+    """Training documents, `most` bytes of UTF-8 together at the most."""
+    left = most
+    for text in corpus.documents(corpora.TRAIN):
+        raw = text.encode("utf-8", errors="replace")
+        yield text if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
+        left -= len(raw)
+        if left <= 0:
+            return
+        progress(f"training the tokenizer: {(most - left) / 1e6:.1f} MB read")
+
+
+def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int) -> Iterator[list[int]]:
+    """Token ids, some documents at a time, the end token after each document."""
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for piece, is_last in _pieces(documents):
+        batch.append((piece, is_last))
+        size += len(piece)
+        if size >= BATCH:
+            yield _encode_batch(batch, tokenizer, end)
+            batch, size = [], 0
+    yield _encode_batch(batch, tokenizer, end)
+
+
+def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int) -> list[int]:
+    encodings = tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
+    ids: list[int] = []
+    for encoding, (_, is_last) in zip(encodings, batch, strict=True):
+        ids += encoding.ids
+        if is_last:
+            ids.append(end)
+    return ids
+
+
+def _pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """(text, ends its document): a book in one file would otherwise be encoded as one string of any size."""
+    for text in documents:
+        start = 0
+        while len(text) - start > PIECE:
+            stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+            yield text[start:stop], False
+            start = stop
+        yield text[start:], True

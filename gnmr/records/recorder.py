@@ -1,0 +1,97 @@
+"""One object for the training loop: what it is given goes to the files first, then to the views."""
+
+from __future__ import annotations
+
+import secrets
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.schema import RatioRows
+from gnmr.records.view import RunInfo, View
+from gnmr.records.wandb_sink import WandbSink, recovery_totals
+from gnmr.records.writer import RunWriter
+
+if TYPE_CHECKING:
+    from gnmr.config import RecordsConfig
+
+
+class Recorder:
+    """Files, live view and W&B of one run. Any write may raise `RunFailed`; then call `finish("failed", ...)`.
+
+    As a context manager it closes files and view on the way out, should a defect of ours keep `finish` from being
+    called.
+    """
+
+    def __init__(self, info: RunInfo, settings: RecordsConfig, resume_step: int | None) -> None:
+        """resume_step: as in `RunWriter`; raises its `UserError` and `RunFailed`."""
+        self._info = info
+        self._settings = settings
+        self._header = (read_json(info.folder / "header.json") if resume_step is not None else None) or {}
+        self._writer = RunWriter(info.folder, resume_step)
+        self._view = View(settings.live, settings.plain_every)
+        self._wandb = WandbSink(self._view.say, settings.wandb_every)
+
+    def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any], group: str) -> None:
+        """Writes the header and opens the views.
+
+        config_yaml and config: the resolved config as text and as a tree. header: see `schema`; `run_id`, under which
+        W&B knows the run, is added and kept over resumptions. group: runs that belong together in W&B.
+        """
+        info, settings = self._info, self._settings
+        run_id = self._header.get("run_id") or secrets.token_hex(4)
+        self._writer.write_header(config_yaml, header | {"run_id": run_id})
+        earlier = read_jsonl(info.folder / "events.jsonl")
+        self._wandb.start(
+            run_id=run_id,
+            name=info.name,
+            group=group,
+            project=settings.wandb_project,
+            folder=info.folder,
+            config=config,
+            mode=settings.wandb,
+            recovered=recovery_totals(earlier, info.start_step),
+        )
+        self._view.events(earlier)
+        self._view.start(info)
+
+    def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
+        """A row of `STEP_FIELDS`; ratios: None for a run without units."""
+        self._writer.step(row)
+        if ratios is not None and row["step"] % self._settings.ratios_every == 0:
+            self._writer.ratios(ratios)
+        self._wandb.step(row, ratios)
+        self._view.step(row, ratios)
+
+    def eval(self, row: dict[str, Any]) -> None:
+        """A row of `EVAL_FIELDS`."""
+        self._writer.eval(row)
+        self._wandb.eval(row)
+        self._view.eval(row)
+
+    def events(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of `EVENT_FIELDS`."""
+        self._writer.events(rows)
+        self._view.events(rows)
+
+    def say(self, text: str) -> None:
+        """One line to whoever watches."""
+        self._view.say(text)
+
+    def finish(self, status: str, reason: str | None = None) -> dict[str, Any]:
+        """Ends the run and returns its summary; status and errors as in `RunWriter.finish`. W&B comes after DONE."""
+        info = self._info
+        summary = self._writer.finish(status, reason, info.num_units, info.max_o)
+        where = self._wandb.where()
+        self._wandb.finish(summary, read_jsonl(info.folder / "events.jsonl"))
+        self._view.stop(summary, [f"next: gnmr report {info.folder}", *([where] if where else [])])
+        return summary
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        self._view.stop()

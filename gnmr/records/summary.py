@@ -1,0 +1,52 @@
+"""summary.json: the figures of a run, computed from the files that it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gnmr.records.reader import iter_jsonl, read_jsonl
+from gnmr.records.schema import SUMMARY_FIELDS
+
+
+def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reason: str | None) -> dict[str, Any]:
+    """`SUMMARY_FIELDS` of a run folder.
+
+    num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
+    nothing (no step trained, no units) is null. Reads steps.jsonl row by row.
+    """
+    steps = promoted = at_max_o = gnmr_over = delta_gnmr_over = saved_bytes = 0
+    wall_time_s = 0.0
+    last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
+    for last, _ in iter_jsonl(folder / "steps.jsonl"):
+        steps += 1
+        promoted += last["num_active"]
+        at_max_o += last["num_active"] >= max_o
+        gnmr_over += last["num_gnmr_over"]
+        delta_gnmr_over += last["num_delta_gnmr_over"]
+        saved_bytes += last["saved_bytes"]
+        wall_time_s += last["step_time_s"]
+    evals = read_jsonl(folder / "eval.jsonl")
+    final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
+    unit_steps = steps * num_recoverable
+    summary = {
+        "status": status,
+        "reason": reason,
+        "steps": steps,
+        "tokens": last["tokens"],
+        "final_val_loss": final["val_loss"],
+        "final_val_ppl": final["val_ppl"],
+        "promotion_frac": _share(promoted, unit_steps),
+        "hit_max_o_frac": _share(at_max_o, steps),
+        "gnmr_over_frac": _share(gnmr_over, unit_steps),
+        "delta_gnmr_over_frac": _share(delta_gnmr_over, unit_steps),
+        "saved_bytes_mean": _share(saved_bytes, steps),
+        "nonfinite_total": last["nonfinite_total"],
+        "wall_time_s": wall_time_s,
+    }
+    assert summary.keys() == SUMMARY_FIELDS.keys()
+    return summary
+
+
+def _share(part: float, whole: int) -> float | None:
+    return part / whole if whole else None

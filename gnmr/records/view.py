@@ -1,0 +1,275 @@
+"""The live view of a run: a terminal picture, or plain lines where there is no terminal. A view, never the truth."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gnmr.records.schema import RatioRows
+
+_REFRESHES_PER_SECOND = 4
+_UNITS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the views say about a run before its first step."""
+
+    name: str
+    """Name of the run, e.g. its folder's."""
+    folder: Path
+    arm: str
+    device: str
+    total_steps: int
+    num_units: int
+    """Units that the controller watches; 0 for a run without."""
+    max_o: int
+    """Most units on the recovery path at once."""
+    num_parameters: int
+    tokens_per_step: int
+    start_step: int = 0
+    """Last step of the checkpoint that the run continues from."""
+
+
+class View:
+    """Shows one run. `step` and `eval` only keep references; the picture is drawn four times a second at the most."""
+
+    def __init__(self, mode: str = "auto", plain_every: int = 20, console: Console | None = None) -> None:
+        """mode: auto (a picture on a terminal, else plain lines), plain, or off (only what `say` is given).
+        plain_every: steps between plain lines. console: where to; standard output by default.
+        """
+        self._console = console or Console()
+        if mode == "auto":
+            mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
+        self._mode = mode
+        self._plain_every = plain_every
+        self._info: RunInfo | None = None
+        self._live: Live | None = None
+        self._row: dict[str, Any] = {}
+        self._ratios: RatioRows | None = None
+        self._eval: dict[str, Any] = {}
+        self._promotions_total = 0
+        self._first: tuple[int, float] | None = None  # first step seen, and when it ended
+
+    def start(self, info: RunInfo) -> None:
+        self._info = info
+        if self._mode == "plain":
+            self.say(_opening(info))
+        if self._mode == "picture":
+            self._live = Live(
+                get_renderable=self._picture,
+                console=self._console,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+            )
+            self._live.start()
+
+    def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
+        """A row of `STEP_FIELDS`; ratios: None for a run without units."""
+        self._row, self._ratios = row, ratios
+        if self._first is None:
+            self._first = row["step"], time.monotonic()
+        if self._mode == "plain" and self._info is not None:
+            step = row["step"]
+            if step % self._plain_every == 0 or step == self._info.total_steps:
+                self.say(self._step_line(row))
+
+    def eval(self, row: dict[str, Any]) -> None:
+        """A row of `EVAL_FIELDS`."""
+        self._eval = row
+        if self._mode == "plain" and self._info is not None:
+            self.say(
+                f"step {row['step']}/{self._info.total_steps}  "
+                f"val_loss {row['val_loss']:.4f}  val_ppl {row['val_ppl']:.2f}"
+            )
+
+    def events(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of `EVENT_FIELDS`; of a resumed run also the earlier ones."""
+        self._promotions_total += sum(row["event"] == "promote" for row in rows)
+
+    def say(self, text: str) -> None:
+        """One line, above the picture; shown in every mode."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self, summary: dict[str, Any] | None = None, where: list[str] | None = None) -> None:
+        """Ends the picture and shows the summary (`SUMMARY_FIELDS`) and where to look next; may be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if summary is not None and self._mode != "off":
+            self._console.print(_summary_table(summary))
+        for line in (where or []) if self._mode != "off" else []:
+            self.say(line)
+
+    def _seconds_left(self) -> float:
+        """By the mean pace since the first step, which itself (warm-up of the machine) does not count; else nan."""
+        if self._info is None or self._first is None or self._row["step"] == self._first[0]:
+            return math.nan
+        pace = (time.monotonic() - self._first[1]) / (self._row["step"] - self._first[0])
+        return pace * (self._info.total_steps - self._row["step"])
+
+    def _step_line(self, row: dict[str, Any]) -> str:
+        assert self._info is not None
+        parts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        if self._eval:
+            parts.append(f"ppl {self._eval['val_ppl']:.2f}")
+        if self._info.num_units:
+            parts.append(f"recovery {row['num_active']}/{self._info.num_units}")
+        if row["nonfinite_total"]:
+            parts.append(f"skipped {row['nonfinite_total']}")
+        return "  ".join([*parts, f"left {_duration(self._seconds_left())}"])
+
+    def _picture(self) -> RenderableType:
+        info, row, ratios = self._info, self._row, self._ratios  # the drawing thread's own references
+        assert info is not None
+        step = row.get("step", info.start_step)
+        progress = Table.grid(expand=True, padding=(0, 1))
+        progress.add_column(ratio=1)
+        progress.add_column(justify="right", no_wrap=True)
+        progress.add_row(
+            ProgressBar(total=info.total_steps, completed=step),
+            f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left",
+        )
+        about = f"  {_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
+        parts: list[RenderableType] = [
+            Text.assemble((info.name, "bold"), (about, "dim"), overflow="ellipsis", no_wrap=True),
+            progress,
+        ]
+        if row:
+            parts.append(self._figures(info, row))
+        if ratios is not None and ratios.observed.any():
+            parts.append(_unit_table(ratios))
+        return Group(*parts)
+
+    def _figures(self, info: RunInfo, row: dict[str, Any]) -> Table:
+        ppl = f"{self._eval['val_ppl']:.2f} (step {self._eval['step']})" if self._eval else "–"
+        pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
+        active, skipped = row["num_active"], row["nonfinite_total"]
+        cells: list[tuple[str, str, str]] = [  # label, figure, style; three to a line
+            ("loss", f"{row['loss']:.4f}", "bold"),
+            ("val ppl", ppl, "bold"),
+            ("tokens", _si(row["tokens"]), ""),
+            ("lr", f"{row['lr']:.2e}", ""),
+            ("grad norm", f"{row['grad_norm_pre_clip']:.3g}", ""),
+            ("tokens/s", _si(pace), ""),
+            ("saved", _bytes(row["saved_bytes"]), ""),
+            ("predicted", _bytes(row["saved_bytes_predicted"]), ""),
+            ("skipped", str(skipped), "bold red" if skipped else ""),
+        ]
+        if info.num_units:
+            cells += [
+                ("active", f"{active}/{info.num_units}, max {info.max_o}", "bold cyan" if active else ""),
+                ("candidates", str(row["num_candidates"]), ""),
+                ("promotions", str(self._promotions_total), ""),
+            ]
+        grid = Table.grid(expand=True, padding=(0, 1))
+        for _ in range(3):
+            grid.add_column(style="dim", no_wrap=True)
+            grid.add_column(ratio=1, no_wrap=True)
+        for i in range(0, len(cells), 3):
+            line: list[RenderableType] = []
+            for label, figure, style in cells[i : i + 3]:
+                line += [label, Text(figure, style)]
+            grid.add_row(*line)
+        return grid
+
+
+def _unit_table(ratios: RatioRows) -> Table:
+    """The riskiest observed units, riskiest first."""
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("riskiest units (● in recovery)", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name, width in (("norm", 8), ("GNMR", 7), ("dGNMR", 7), ("risk", 7), ("lock", 4)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    risk = np.where(ratios.observed, np.nan_to_num(ratios.risk, nan=-1.0, posinf=np.inf), -np.inf)
+    for i in np.argsort(-risk, kind="stable")[: min(_UNITS_SHOWN, int(ratios.observed.sum()))]:
+        active = bool(ratios.active[i])
+        table.add_row(
+            Text(f"{'●' if active else ' '} {ratios.units[i]}"),
+            f"{ratios.norm[i]:.2e}",
+            _ratio(ratios.gnmr[i]),
+            _ratio(ratios.delta_gnmr[i]),
+            _ratio(ratios.risk[i]),
+            str(int(ratios.lock[i]) or ""),
+            style="bold cyan" if active else "",
+        )
+    return table
+
+
+def _summary_table(summary: dict[str, Any]) -> Table:
+    saved = summary["saved_bytes_mean"]
+    figures = [
+        ("status", summary["status"]),
+        ("reason", summary["reason"]),
+        ("steps", f"{summary['steps']:,}"),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
+        ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
+        ("unit-steps on the recovery path", _or_none(summary["promotion_frac"], "{:.2%}")),
+        ("steps at max_o", _or_none(summary["hit_max_o_frac"], "{:.2%}")),
+        ("unit-steps with GNMR > alpha", _or_none(summary["gnmr_over_frac"], "{:.2%}")),
+        ("unit-steps with dGNMR > beta", _or_none(summary["delta_gnmr_over_frac"], "{:.2%}")),
+        ("kept for backward, mean", None if saved is None else _bytes(saved)),
+        ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
+        ("time in steps", _duration(summary["wall_time_s"])),
+    ]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, figure in figures:
+        if figure is not None:
+            table.add_row(label, Text(figure))
+    return table
+
+
+def _opening(info: RunInfo) -> str:
+    resumed = f" from step {info.start_step + 1}" if info.start_step else ""
+    return (
+        f"{info.name}: {info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens, "
+        f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}, records in {info.folder}"
+    )
+
+
+def _or_none(value: float | None, pattern: str) -> str | None:
+    return None if value is None else pattern.format(value)
+
+
+def _ratio(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def _duration(seconds: float) -> str:
+    """75 -> 1:15, 3675 -> 1:01:15, nan -> -:--."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _si(number: float) -> str:
+    """1234567 -> 1.23 M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {letter}"
+    return f"{number:.0f}"
+
+
+def _bytes(number: float) -> str:
+    """1572864 -> 1.5 MiB."""
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"

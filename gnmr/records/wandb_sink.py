@@ -1,0 +1,199 @@
+"""Weights & Biases as a view of a run. Whatever fails there is said once and never stops or changes the run."""
+
+from __future__ import annotations
+
+import math
+import netrc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from gnmr.records.schema import EVENT_FIELDS, RatioRows
+
+STEP_METRICS = {
+    "tokens": "train/tokens",
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm_pre_clip": "train/grad_norm_pre_clip",
+    "skipped": "train/skipped",
+    "nonfinite_total": "train/nonfinite_total",
+    "nonfinite_streak": "train/nonfinite_streak",
+    "step_time_s": "train/step_time_s",
+    "num_candidates": "recovery/num_candidates",
+    "num_active": "recovery/num_active",
+    "num_gnmr_over": "recovery/num_gnmr_over",
+    "num_delta_gnmr_over": "recovery/num_delta_gnmr_over",
+    "saved_bytes": "memory/saved_bytes",
+    "saved_bytes_predicted": "memory/saved_bytes_predicted",
+}
+EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
+
+# W&B slows down beyond some thousands of metrics a run; with more units than this only the totals are sent.
+MAX_UNITS = 1000
+
+_QUIET = {
+    "silent": True,
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+
+
+class WandbSink:
+    """Sends a run to W&B: losses every step, per-unit ratios every `wandb_every` steps, the events at the end.
+
+    A resumed run goes on under its id. W&B ignores steps that it has already seen, so the steps between the checkpoint
+    and the kill keep the numbers that they were sent with first; they are the same.
+    """
+
+    def __init__(self, say: Callable[[str], None], wandb_every: int = 10) -> None:
+        """say: gets the one line when W&B fails. wandb_every: steps between the per-unit ratios."""
+        self._say = say
+        self._wandb_every = wandb_every
+        self._run: Any = None
+        self._recovered: Counter[str] = Counter()
+        self._units: list[str] = []
+        self._active_total = np.zeros(0, np.int64)
+
+    def start(
+        self,
+        run_id: str,
+        name: str,
+        group: str,
+        project: str,
+        folder: Path,
+        config: dict[str, Any],
+        mode: str,
+        recovered: Counter[str] | None = None,
+    ) -> None:
+        """Opens the W&B run; its files go to folder/wandb.
+
+        mode: auto (WANDB_MODE, else online where an API key is configured, else offline; never a prompt), online, offline or off.
+        recovered: steps that each unit spent on the recovery path so far (a resumed run).
+        """
+        if mode == "off":
+            return
+        self._recovered = recovered or Counter()
+        with self._tolerant("start"):
+            wandb = _wandb()
+            if mode == "auto":
+                mode = os.environ.get("WANDB_MODE") or ("online" if _has_key(wandb) else "offline")
+            if mode == "online" and not _has_key(wandb):  # W&B would ask for one
+                raise RuntimeError("no API key is configured (wandb login)")
+            known = wandb.Settings.model_fields  # the x_ names come and go with versions
+            self._run = wandb.init(
+                id=run_id,
+                name=name,
+                group=group,
+                project=project,
+                dir=folder,
+                config=config,
+                mode=mode,
+                resume="allow" if mode == "online" else None,  # without effect offline: the id alone joins the parts
+                reinit="create_new",
+                settings=wandb.Settings(**{key: value for key, value in _QUIET.items() if key in known}),
+            )
+
+    def step(self, row: dict[str, Any], ratios: RatioRows | None = None) -> None:
+        """A row of `STEP_FIELDS`; ratios: None for a run without units. To be called for every step."""
+        if self._run is None:
+            return
+        with self._tolerant("log"):
+            metrics = {name: row[key] for key, name in STEP_METRICS.items()}
+            if ratios is not None:
+                self._count(ratios)
+                if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:
+                    metrics |= self._unit_metrics(ratios)
+            self._run.log(metrics, step=row["step"])
+
+    def eval(self, row: dict[str, Any]) -> None:
+        """A row of `EVAL_FIELDS`."""
+        if self._run is None:
+            return
+        with self._tolerant("log"):
+            self._run.log({name: row[key] for key, name in EVAL_METRICS.items()}, step=row["step"])
+
+    def finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        """summary: `SUMMARY_FIELDS`; events: rows of `EVENT_FIELDS`, logged as a table (events.jsonl has them all)."""
+        if self._run is None:
+            return
+        with self._tolerant("finish"):
+            wandb = _wandb()
+            rows = [[row[key] for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]
+            if rows:
+                self._run.log({"events": wandb.Table(columns=list(EVENT_FIELDS), data=rows)}, step=self._run.step)
+            self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
+            self._run.finish(exit_code=0 if summary["status"] == "done" else 1)
+
+    def where(self) -> str | None:
+        """Where the run is to be seen: its address, or the command that uploads it; None without W&B."""
+        if self._run is None:
+            return None
+        if self._run.offline:
+            return f"W&B: wandb sync {Path(self._run.dir).parent}"
+        return f"W&B: {self._run.url}"
+
+    def _count(self, ratios: RatioRows) -> None:
+        if ratios.units != self._units:
+            self._units = list(ratios.units)
+            self._active_total = np.array([self._recovered[unit] for unit in self._units], np.int64)
+        self._active_total += ratios.active
+
+    def _unit_metrics(self, ratios: RatioRows) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for i, unit in enumerate(ratios.units):
+            metrics[f"recovery_total/{unit}"] = int(self._active_total[i])
+            if ratios.observed[i]:
+                metrics[f"ratio/{unit}"] = float(ratios.gnmr[i])
+                metrics[f"delta_ratio/{unit}"] = float(ratios.delta_gnmr[i])
+                metrics[f"risk/{unit}"] = float(ratios.risk[i])
+        return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+    @contextmanager
+    def _tolerant(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            line = " ".join(str(error).split()) or "no message"
+            self._say(f"W&B is off from here, {doing} failed ({type(error).__name__}: {line}); the run goes on")
+
+
+def recovery_totals(events: list[dict[str, Any]], last_step: int) -> Counter[str]:
+    """Steps that each unit spent on the recovery path up to and with `last_step`, by the `EVENT_FIELDS` rows so far."""
+    totals: Counter[str] = Counter()
+    for row in events:
+        sign = 1 if row["event"] == "promote" else -1
+        totals[row["unit"]] += sign * (last_step - row["step"])  # in force, or no longer, from the next step on
+    return totals
+
+
+def _wandb() -> Any:
+    """The module, imported when it is needed (0.8 s)."""
+    import wandb
+
+    return wandb
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether credentials are configured: environment, W&B's settings files or netrc. Asks and prints nothing."""
+    settings = wandb.setup().settings
+    if settings.api_key or settings.identity_token_file:
+        return True
+    candidates = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    path = next((path for path in map(os.path.expanduser, candidates) if os.path.exists(path)), None)
+    try:
+        login = netrc.netrc(path).authenticators(urlsplit(settings.base_url).netloc) if path else None
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return login is not None and bool(login[2])

@@ -1,0 +1,37 @@
+"""Long series to a few hundred points, so that 20,000 steps stay legible."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+
+
+def bin_width(last_step: int, bins: int) -> int:
+    """Steps in a bin for at most that many bins over steps 1..last_step."""
+    return max(1, math.ceil(last_step / bins))
+
+
+def binned(
+    steps: np.ndarray, values: np.ndarray, width: int, how: Literal["mean", "max"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bins of `width` steps from step 1: centres (B,) and values (B, ...) along the first axis.
+
+    NaNs are passed over; a bin with nothing in it is NaN. An inf is a value: it is the maximum and the mean of its bin.
+    """
+    shape = values.shape[1:]
+    if len(steps) == 0:
+        return np.zeros(0), np.zeros((0, *shape))
+    place = (steps.astype(np.int64) - 1) // width
+    number = int(place.max()) + 1
+    known = ~np.isnan(values)
+    total = np.full((number, *shape), -np.inf if how == "max" else 0.0)
+    if how == "max":
+        np.maximum.at(total, place, np.where(known, values, -np.inf))
+    else:
+        np.add.at(total, place, np.where(known, values, 0.0))
+    seen = np.zeros((number, *shape))
+    np.add.at(seen, place, known)
+    centres = np.arange(number) * width + (width + 1) / 2
+    return centres, np.where(seen > 0, total / np.maximum(seen, 1) if how == "mean" else total, np.nan)

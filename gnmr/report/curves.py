@@ -1,0 +1,159 @@
+"""Curves of all arms of a comparison: losses, saved bytes, mean GNMR (the paper's figure 3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gnmr.report.arms import Arm, Comparison
+from gnmr.report.binning import bin_width, binned
+from gnmr.report.layout import count
+from gnmr.report.runs import Ratios, Run
+from gnmr.report.style import FAINT, INK, Series, head, new_figure, of_steps, step_axis
+
+Curves = dict[Path, Series]
+"""By run folder: steps and values."""
+
+
+def losses(comparison: Comparison, colours: dict[str, str]) -> Figure:
+    """Training loss, validation loss, and the latter minus the 16-bit arm's of the same seed where there is one."""
+    gaps = {arm.label: _gaps(comparison, arm) for arm in comparison.arms}
+    paired = any(gaps.values())
+    figure, (train, val, *rest) = new_figure(13 if paired else 9.5, 4.2, columns=3 if paired else 2)
+    width = bin_width(_last_step(comparison), 120)
+    for arm in comparison.arms:
+        binned_loss = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
+        _seeds_and_mean(train, arm, _capped(binned_loss), colours)
+        evals = {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
+        _seeds_and_mean(val, arm, _capped(evals), colours, marker="o")
+        for axes in rest:
+            _seeds_and_mean(axes, arm, gaps[arm.label], colours, marker="o")
+    train.set_title(f"Training loss{of_steps('mean', width)}")
+    val.set_title("Validation loss")
+    val.legend(loc="upper right")
+    for axes in (train, val):
+        axes.set_ylabel("cross-entropy [nats per token]")
+    for axes in rest:
+        axes.set_title("Validation loss minus the 16-bit arm's, same seed")
+        axes.set_ylabel("difference [nats per token]")
+        axes.axhline(0.0, color=FAINT, lw=1.0, zorder=1)
+    for axes in (train, val, *rest):
+        _steps_of(axes, comparison)
+    head(figure, f"Loss: {comparison.name}{_early(comparison)}")
+    return figure
+
+
+def saved_bytes(comparison: Comparison, colours: dict[str, str]) -> Figure:
+    """Bytes kept for backward, measured (wide line) and by the memory model (thin dashes on it), one seed an arm."""
+    figure, (axes,) = new_figure(8.5, 4.2)
+    width = bin_width(_last_step(comparison), 200)
+    dashes: Any = {"color": INK, "lw": 1.0, "ls": (0, (3, 2))}
+    for arm in comparison.arms:
+        rows = arm.first.steps
+        steps, measured = binned(rows["step"], rows["saved_bytes"] / 2**20, width, "mean")
+        _, predicted = binned(rows["step"], rows["saved_bytes_predicted"] / 2**20, width, "mean")
+        axes.plot(steps, measured, color=colours[arm.label], lw=4.5, alpha=0.55, label=arm.label, solid_capstyle="butt")
+        axes.plot(steps, predicted, **dashes)
+    axes.plot([], [], label="predicted (memory model)", **dashes)
+    axes.set_title(f"measured and predicted{of_steps('mean', width)}")
+    axes.set_ylabel("saved activations [MiB]")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _steps_of(axes, comparison)
+    head(figure, f"Bytes kept for backward by the converted linears: {comparison.name}")
+    return figure
+
+
+def mean_gnmr(comparison: Comparison, means: Curves, colours: dict[str, str]) -> Figure:
+    """GNMR averaged over the operators, `mean_of_units` of each run: the paper's figure 3."""
+    figure, (axes,) = new_figure(8.5, 4.2)
+    width = bin_width(_last_step(comparison), 150)
+    for arm in comparison.arms:
+        curves = {r.folder: binned(*means[r.folder], width, "mean") for r in arm.runs if r.folder in means}
+        _seeds_and_mean(axes, arm, curves, colours)
+    axes.axhline(1.0, color=FAINT, lw=0.8, zorder=1)
+    axes.set_title(f"seeds thin, their mean bold{of_steps('mean', width)}")
+    axes.set_ylabel("mean GNMR over operators")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _steps_of(axes, comparison)
+    head(figure, f"Mean GNMR (as the paper's figure 3): {comparison.name}{_early(comparison)}")
+    return figure
+
+
+def mean_of_units(ratios: Ratios) -> Series:
+    """GNMR of each recorded step averaged over the units that have a finite one."""
+    known = np.isfinite(ratios.gnmr_SU)
+    total = np.where(known, ratios.gnmr_SU, 0.0).sum(axis=1)
+    return ratios.steps, np.where(known.any(axis=1), total / np.maximum(known.sum(axis=1), 1), np.nan)
+
+
+def _seeds_and_mean(axes: Axes, arm: Arm, curves: Curves, colours: dict[str, str], marker: str | None = None) -> None:
+    """Thin lines for the seeds, a bold one for the mean of the done ones; a cross ends a run that is not done.
+
+    The mean is drawn at the steps that every done seed has, so that no seed drops out of it half-way.
+    """
+    colour = colours[arm.label]
+    done: list[dict[float, float]] = []
+    for run in arm.runs:
+        steps, values = curves.get(run.folder, (np.zeros(0), np.zeros(0)))
+        if len(steps) == 0:
+            continue
+        axes.plot(steps, values, color=colour, lw=0.7, alpha=0.5)
+        known = np.flatnonzero(np.isfinite(values))
+        if run.status == "done":
+            done.append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
+        elif len(known):
+            axes.plot(steps[known[-1]], values[known[-1]], color=colour, marker="x", ms=6, mew=1.6)
+    shared = sorted(set.intersection(*map(set, done))) if done else []
+    mean = [np.mean([values[step] for values in done]) for step in shared]
+    axes.plot(shared, mean, color=colour, lw=2.0, marker=marker, ms=4, label=_legend(arm))
+
+
+def _capped(curves: Curves) -> Curves:
+    """A diverged run drawn no higher than a little above where it began, so that it does not flatten the others."""
+    first = {key: values[np.isfinite(values)][:1] for key, (_, values) in curves.items()}
+    return {
+        key: (steps, np.minimum(values, 1.03 * first[key]) if len(first[key]) else values)
+        for key, (steps, values) in curves.items()
+    }
+
+
+def _gaps(comparison: Comparison, arm: Arm) -> Curves:
+    """Validation loss minus the reference's of the same seed, at the evaluations that both have."""
+    reference = comparison.reference(arm)
+    if reference is None or reference is arm:
+        return {}
+    theirs = {run.seed: _val_losses(run) for run in reference.runs}
+    found = {}
+    for run in arm.runs:
+        mine, other = _val_losses(run), theirs.get(run.seed, {})
+        if steps := sorted(mine.keys() & other.keys()):
+            found[run.folder] = (np.array(steps), np.array([mine[step] - other[step] for step in steps]))
+    return found
+
+
+def _val_losses(run: Run) -> dict[float, float]:
+    return dict(zip(run.evals["step"].tolist(), run.evals["val_loss"].tolist(), strict=True))
+
+
+def _steps_of(axes: Axes, comparison: Comparison) -> None:
+    tokens = comparison.kind.tokens_per_step
+    step_axis(axes, count(tokens) if tokens else "")
+    axes.set_xlim(left=0)
+
+
+def _early(comparison: Comparison) -> str:
+    return "; × ends a run that is not done" if any(run.status != "done" for run in comparison.runs) else ""
+
+
+def _legend(arm: Arm) -> str:
+    done, number = len(arm.done), len(arm.runs)
+    return f"{arm.label} ({number} seed{'s' if number > 1 else ''}" + (f", {done} done)" if done < number else ")")
+
+
+def _last_step(comparison: Comparison) -> int:
+    return max(run.last_step for run in comparison.runs)

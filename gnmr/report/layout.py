@@ -1,0 +1,104 @@
+"""A table and its numbers as text, once, for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gnmr.report.arms import Stat
+
+NOTHING = "-"
+
+
+@dataclass
+class Table:
+    """Cells as text; the first column is the rows' name, a heading may be of two lines. Notes stand below, a line each."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def without_empty(self, optional: Iterable[str]) -> Table:
+        """The table without those of the optional columns in which no row has anything."""
+        keep = [
+            place
+            for place, column in enumerate(self.columns)
+            if column not in set(optional) or any(row[place] != NOTHING for row in self.rows)
+        ]
+        rows = [[row[place] for place in keep] for row in self.rows]
+        return Table(self.title, [self.columns[place] for place in keep], rows, self.notes)
+
+    def print(self, console: Console) -> None:
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for place, column in enumerate(self.columns):
+            # On a narrow terminal headings are wrapped; cells never are, and nothing is cut off.
+            least = max(len(text) for text in [*column.split(), *[row[place] for row in self.rows]])
+            table.add_column(Text(column), justify="right" if place else "left", min_width=least)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        console.print(Text(self.title, style="bold"))
+        console.print(table, crop=False)
+        for note in self.notes:
+            console.print(Text(note))
+        console.print()
+
+    def markdown(self) -> str:
+        lines = [f"### {self.title}", "", _row(self.columns), _row(["---", *["---:"] * (len(self.columns) - 1)])]
+        lines += [_row(row) for row in self.rows]
+        if self.notes:
+            lines += ["", *[f"- {note}" for note in self.notes]]
+        return "\n".join(lines) + "\n"
+
+
+def _row(values: Iterable[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
+
+
+def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "") -> str:
+    """Mean ± sample standard deviation, the latter - where there is none."""
+    if value is None:
+        return NOTHING
+    spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
+    return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
+
+
+def percent(share: float | None) -> str:
+    """Three decimals below one percent, as the paper's table 3 has them, else one."""
+    if share is None:
+        return NOTHING
+    return f"{100 * share:.{3 if 0 < share < 0.01 else 1}f} %"
+
+
+def size(number: float | None) -> str:
+    """Bytes in binary units."""
+    if number is None or not math.isfinite(number):
+        return NOTHING
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    return f"{number:.3g} {units[0]}" if number < 1000 else f"{number:.0f} {units[0]}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def count(number: float | None) -> str:
+    """1_300_000_000 -> 1.3B; 2048 -> 2,048."""
+    if number is None:
+        return NOTHING
+    for limit, suffix in ((1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:,.0f}"

@@ -1,0 +1,65 @@
+"""The report's plots as PNG: which there are, of which runs, under which names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from gnmr.report.arms import Comparison
+from gnmr.report.curves import Curves, losses, mean_gnmr, mean_of_units, saved_bytes
+from gnmr.report.runs import Run
+from gnmr.report.style import COLOURS, STYLE, foot
+from gnmr.report.unit_plots import gnmr_traces, risk_map
+
+
+def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
+    """Draws everything that the records of these runs hold into `out`; the files, in order."""
+    stems = [_slug(f"{comparison.kind.experiment}-{comparison.kind.scale}") for comparison in comparisons]
+    arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
+    labels = dict.fromkeys(arm.label for arm in arms)
+    colours = {label: COLOURS[place % len(COLOURS)] for place, label in enumerate(labels)}
+    images = []
+    with matplotlib.rc_context(STYLE):
+        for place, comparison in enumerate(comparisons):
+            stem = stems[place]
+            if stems.count(stem) > 1:
+                stem = f"{stem}-{stems[: place + 1].count(stem)}"
+            for name, figure, runs in _figures(comparison, colours):
+                foot(figure, _origin(runs))
+                images.append(out / f"{stem}-{name}.png")
+                figure.savefig(images[-1])
+    return images
+
+
+def _figures(comparison: Comparison, colours: dict[str, str]) -> Iterable[tuple[str, Figure, list[Run]]]:
+    """Name, figure and the runs in it. An arm has the same colour in all of them."""
+    if any(run.last_step for run in comparison.runs):
+        yield "loss", losses(comparison, colours), comparison.runs
+        yield "saved-bytes", saved_bytes(comparison, colours), [arm.first for arm in comparison.arms]
+    means: Curves = {}
+    for arm in comparison.arms:
+        for run in arm.runs:
+            ratios = run.ratios()  # one run's at a time: a long run's matrices are large
+            if len(ratios.steps) == 0:
+                continue
+            means[run.folder] = mean_of_units(ratios)
+            if run is arm.first:
+                yield f"gnmr-{_slug(arm.label)}", gnmr_traces(arm, run, ratios), [run]
+            if run is arm.first and arm.routed:
+                yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios), [run]
+    if means:
+        yield "mean-gnmr", mean_gnmr(comparison, means, colours), [r for r in comparison.runs if r.folder in means]
+
+
+def _origin(runs: list[Run]) -> str:
+    seeds = sorted({run.seed for run in runs})
+    commits = sorted({run.commit for run in runs})
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} · commit {', '.join(commits)}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=]+", "-", text).strip("-")

@@ -1,0 +1,60 @@
+"""Colours, axes and headings that all plots share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, which stay apart for colour-blind readers."""
+INK, FAINT, BAND = "#222222", "#8A8A8A", "#D9D9D9"
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#ECECEC",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "savefig.dpi": 130,
+}
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values."""
+
+
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, share: bool = False
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).flat)
+
+
+def head(figure: Figure, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+
+
+def foot(figure: Figure, text: str) -> None:
+    """Where the numbers come from."""
+    figure.supxlabel(text, x=0.995, ha="right", fontsize=7, color=FAINT)
+
+
+def step_axis(axes: Axes, tokens_per_step: str = "") -> None:
+    axes.set_xlabel("step" + (f" ({tokens_per_step} tokens each)" if tokens_per_step else ""))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+
+
+def of_steps(how: str, width: int) -> str:
+    """What a binned axis says of its bins; nothing where a bin is one step."""
+    return f", {how} of {width} steps" if width > 1 else ""

@@ -1,0 +1,129 @@
+"""Plots of one run's units: GNMR of single operators (the paper's figure 2), risk of all."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from gnmr.report.arms import Arm
+from gnmr.report.binning import bin_width, binned
+from gnmr.report.runs import Ratios, Run
+from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, new_figure, of_steps, step_axis
+
+_LEAST, _MOST = 1 / 3, 3.0
+"""Ends of the risk map's colours; 1 is the middle."""
+
+
+def gnmr_traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
+    """GNMR of the four operators with the highest peaks, each before the band of all: the paper's figure 2."""
+    figure, grid = new_figure(10, 6.0, rows=2, columns=2, share=True)
+    gnmr = np.where(np.isfinite(ratios.gnmr_SU), ratios.gnmr_SU, np.nan)
+    width = bin_width(int(ratios.steps[-1]), 300)
+    steps, highest = binned(ratios.steps, gnmr, width, "max")
+    lowest_all, median_all, highest_all = _band(highest)
+    peaks = np.nan_to_num(gnmr, nan=-np.inf).max(axis=0)
+    for axes, unit in zip(grid, np.argsort(-peaks, kind="stable"), strict=False):
+        axes.fill_between(steps, lowest_all, highest_all, color=BAND, lw=0, label="all operators")
+        axes.plot(steps, median_all, color=FAINT, lw=0.8, label="their median")
+        axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this operator")
+        if run.settings.get("controller.alpha") is not None:
+            axes.plot(*_alpha_line(run), color=COLOURS[1], lw=1.3, ls="--", label="α")
+        if arm.routed:
+            _rug(axes, ratios.steps[ratios.active_SU[:, unit]])
+        axes.set_title(ratios.units[unit])
+        step_axis(axes)
+        axes.label_outer()
+    for axes in grid[len(ratios.units) :]:
+        axes.set_visible(False)
+    for axes in grid[::2]:
+        axes.set_ylabel(f"GNMR{of_steps('highest', width)}")
+    _ratio_axis(grid[0])
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=5)
+    head(figure, f"GNMR of the operators with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
+    return figure
+
+
+def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
+    """Risk of every unit by step; black strips mark the steps in which a unit was on the recovery path."""
+    number = len(ratios.units)
+    figure = Figure(figsize=(11, 1.9 + number * float(np.clip(9.0 / number, 0.085, 0.19))), layout="constrained")
+    axes, side = figure.subplots(1, 2, width_ratios=(12, 1), sharey=True)
+    width = bin_width(int(ratios.steps[-1]), 600)
+    _, risk = binned(ratios.steps, ratios.risk_SU, width, "max")
+    _, active = binned(ratios.steps, ratios.active_SU.astype(float), width, "mean")
+    extent = (0.5, len(risk) * width + 0.5, number - 0.5, -0.5)
+    image = axes.imshow(
+        np.clip(risk, _LEAST, _MOST).T,  # inf, a non-finite norm, has the last colour
+        norm=LogNorm(_LEAST, _MOST),
+        cmap=matplotlib.colormaps["RdBu_r"].with_extremes(bad="#E4E4E4"),
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.imshow(_strips(active.T), extent=extent, aspect="auto", interpolation="nearest")
+    axes.grid(False)
+    step_axis(axes)
+    axes.set_title(f"candidates are red{of_steps('highest risk', width)}; black: on the recovery path")
+    every = max(1, round(number / 60))
+    axes.set_yticks(range(0, number, every), ratios.units[::every], fontsize=6.5)
+    side.barh(range(number), 100 * ratios.active_SU.mean(axis=0), color=INK, height=0.7)
+    side.set_xlabel("on recovery\npath [% of steps]", fontsize=8)
+    side.tick_params(left=False, labelleft=False)
+    side.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
+    bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label="risk R")
+    bar.ax.minorticks_off()
+    bar.set_ticks([_LEAST, 0.5, 1, 2, _MOST], labels=["⅓", "½", "1", "2", "3"])
+    head(figure, f"Risk of every unit: {_of_run(arm, run)}")
+    return figure
+
+
+def _band(values_BU: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lowest, median and highest over the units, per bin; NaN where a bin has nothing."""
+    found = np.full((3, len(values_BU)), np.nan)
+    known = ~np.isnan(values_BU).all(axis=1)
+    found[:, known] = np.nanpercentile(values_BU[known], (0, 50, 100), axis=1)
+    return found[0], found[1], found[2]
+
+
+def _alpha_line(run: Run) -> tuple[list[float], list[float]]:
+    """alpha over the steps; two stages where alpha_init is set."""
+    get = run.settings.get
+    alpha, first, last = float(get("controller.alpha", 0)), get("controller.alpha_init"), run.planned_steps
+    end = float(last or run.last_step)
+    if first is None:
+        return [1.0, end], [alpha, alpha]
+    change = float(get("controller.init_frac", 0)) * end
+    return [1.0, change, change, end], [float(first), float(first), alpha, alpha]
+
+
+def _rug(axes: Axes, steps: np.ndarray) -> None:
+    """A tick at the foot of the axes for each step on the recovery path."""
+    height = np.full(len(steps), 0.03)
+    where = axes.get_xaxis_transform()
+    axes.plot(steps, height, "|", color=INK, ms=7, mew=0.6, transform=where, label="on the recovery path")
+
+
+def _ratio_axis(axes: Axes) -> None:
+    """Logarithmic, with 0.5, 1, 2 and not powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _strips(active_UB: np.ndarray) -> np.ndarray:
+    """An image (5 U, B, 4): the middle fifth of a unit's row black, as opaque as its share of the bin's steps."""
+    units, bins = active_UB.shape
+    share = np.nan_to_num(active_UB)
+    image = np.zeros((5 * units, bins, 4))
+    image[2::5, :, 3] = np.where(share > 0, 0.35 + 0.65 * share, 0)
+    return image
+
+
+def _of_run(arm: Arm, run: Run) -> str:
+    text = f"{arm.label}, {run.experiment}, scale {run.scale}, seed {run.seed}"
+    return text if run.status == "done" else f"{text} ({run.status})"

@@ -1,0 +1,75 @@
+"""Rows as the training loop would hand them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gnmr.records.schema import RatioRows
+
+UNITS = [f"layers.{i}.mlp.down_proj" for i in range(4)]
+
+
+@pytest.fixture
+def step_row() -> Callable[..., dict[str, Any]]:
+    def make(step: int, **changes: Any) -> dict[str, Any]:
+        row = {
+            "step": step,
+            "tokens": step * 2048,
+            "loss": 10.0 / (step + 0.1),
+            "lr": 1e-3 / 3,
+            "grad_norm_pre_clip": 0.1 + step,
+            "num_candidates": 3,
+            "num_active": 2,
+            "num_gnmr_over": 1,
+            "num_delta_gnmr_over": 0,
+            "saved_bytes": 1_000_000 + step,
+            "saved_bytes_predicted": 1_000_000,
+            "skipped": False,
+            "nonfinite_total": 0,
+            "nonfinite_streak": 0,
+            "nonfinite_unit": None,
+            "step_time_s": 0.25,
+        }
+        assert row.keys() >= changes.keys()
+        return row | changes
+
+    return make
+
+
+@pytest.fixture
+def eval_row() -> Callable[[int], dict[str, Any]]:
+    return lambda step: {"step": step, "tokens": step * 2048, "val_loss": 2.0 + 1 / step, "val_ppl": 8.0 + 1 / step}
+
+
+@pytest.fixture
+def event_row() -> Callable[..., dict[str, Any]]:
+    def make(step: int, unit: str = UNITS[0], event: str = "promote", cause: str = "gnmr") -> dict[str, Any]:
+        return {"step": step, "unit": unit, "event": event, "cause": cause, "risk": 3.5 if event == "promote" else None}
+
+    return make
+
+
+@pytest.fixture
+def ratio_rows() -> Callable[..., RatioRows]:
+    """Different numbers in every step; the second unit is active."""
+
+    def make(step: int, units: list[str] = UNITS, **changes: Any) -> RatioRows:
+        numbers = np.random.default_rng(step).lognormal(size=(3, len(units)))
+        fields = {
+            "step": step,
+            "units": units,
+            "observed": np.ones(len(units), bool),
+            "norm": numbers[0],
+            "gnmr": numbers[1],
+            "delta_gnmr": numbers[2],
+            "risk": numbers[1] + numbers[2],
+            "active": np.arange(len(units)) == 1,
+            "lock": np.arange(len(units)),
+        }
+        return RatioRows(**(fields | changes))
+
+    return make

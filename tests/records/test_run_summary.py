@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnmr.records.schema import SUMMARY_FIELDS
+from gnmr.records.summary import summarize
+from gnmr.records.writer import RunWriter
+
+Make = Callable[..., Any]
+
+
+def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None:
+    writer = RunWriter(tmp_path, None)
+    active, gnmr_over, delta_over, saved = (0, 1, 2, 3), (0, 2, 4, 1), (1, 1, 0, 0), (100, 200, 300, 500)
+    for i in range(4):
+        writer.step(
+            step_row(
+                i + 1,
+                num_active=active[i],
+                num_gnmr_over=gnmr_over[i],
+                num_delta_gnmr_over=delta_over[i],
+                saved_bytes=saved[i],
+                nonfinite_total=i // 2,
+            )
+        )
+    writer.eval(eval_row(2))
+    writer.eval(eval_row(4))
+    writer.close()
+    assert summarize(tmp_path, num_recoverable=5, max_o=2, status="interrupted", reason="Ctrl-C") == {
+        "status": "interrupted",
+        "reason": "Ctrl-C",
+        "steps": 4,
+        "tokens": 8192,
+        "final_val_loss": 2.25,
+        "final_val_ppl": 8.25,
+        "promotion_frac": 6 / 20,
+        "hit_max_o_frac": 2 / 4,
+        "gnmr_over_frac": 7 / 20,
+        "delta_gnmr_over_frac": 2 / 20,
+        "saved_bytes_mean": 275.0,
+        "nonfinite_total": 1,
+        "wall_time_s": 1.0,
+    }
+
+
+def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
+    RunWriter(tmp_path, None).close()
+    summary = summarize(tmp_path, 28, 4, "failed", "at once")
+    assert list(summary) == list(SUMMARY_FIELDS)
+    assert summary["steps"] == summary["tokens"] == summary["nonfinite_total"] == 0
+    fractions = {key for key in summary if key.endswith("_frac")} | {"final_val_loss", "saved_bytes_mean"}
+    assert all(summary[key] is None for key in fractions)
+
+
+@pytest.mark.parametrize("units", [0, 28])
+def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row: Make, units: int) -> None:
+    writer = RunWriter(tmp_path, None)
+    writer.step(step_row(1, num_active=0, num_gnmr_over=0, num_delta_gnmr_over=0))
+    summary = writer.finish("done", None, units, 4)
+    assert summary["promotion_frac"] == (None if units == 0 else 0.0)

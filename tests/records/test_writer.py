@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from gnmr.errors import RunFailed, UserError
+from gnmr.records import writer as writer_module
+from gnmr.records.files import JsonLines
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.schema import STEP_FIELDS
+from gnmr.records.writer import RunWriter
+
+Make = Callable[..., Any]
+FILES = ("steps.jsonl", "eval.jsonl", "events.jsonl")
+
+
+def run_to(folder: Path, first: int, last: int, resume_step: int | None, makers: tuple[Make, ...]) -> RunWriter:
+    """Steps first to last with a row of everything in each."""
+    step_row, eval_row, event_row, ratio_rows = makers
+    writer = RunWriter(folder, resume_step)
+    for step in range(first, last + 1):
+        writer.step(step_row(step))
+        writer.eval(eval_row(step))
+        writer.events([event_row(step), event_row(step, event="release", cause="lock")])
+        writer.ratios(ratio_rows(step))
+    return writer
+
+
+@pytest.fixture
+def makers(step_row: Make, eval_row: Make, event_row: Make, ratio_rows: Make) -> tuple[Make, ...]:
+    return step_row, eval_row, event_row, ratio_rows
+
+
+def test_rows_round_trip_with_all_digits_and_non_finite_numbers(tmp_path: Path, step_row: Make) -> None:
+    rows = [
+        step_row(1, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0.q_proj"),
+        step_row(2, loss=0.1 + 0.2, lr=-math.inf),
+    ]
+    writer = RunWriter(tmp_path, None)
+    for row in rows:
+        writer.step(row)
+    # Readable while the run goes on: nothing waits in a buffer.
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "steps.jsonl").open()]
+    assert (strict[0]["loss"], strict[0]["grad_norm_pre_clip"], strict[1]["lr"]) == ("nan", "inf", "-inf")
+    first, second = read_jsonl(tmp_path / "steps.jsonl")
+    assert math.isnan(first.pop("loss")) and math.isnan(rows[0].pop("loss"))
+    assert [first, second] == rows
+    assert list(second) == list(STEP_FIELDS)
+
+
+@pytest.mark.parametrize("spoil", [lambda row: row.pop("lr"), lambda row: row.update(los=1.0)])
+def test_a_row_with_other_keys_is_our_own_bug(tmp_path: Path, step_row: Make, spoil: Make) -> None:
+    row = step_row(1)
+    spoil(row)
+    with pytest.raises(AssertionError, match=r"steps\.jsonl: keys"):
+        RunWriter(tmp_path, None).step(row)
+
+
+def test_header_is_written_and_replaced(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, None)
+    writer.write_header("a: 1\n", {"units": ["a"], "nested": {"x": [math.inf]}})
+    writer.write_header("a: 2\n", {"units": ["a", "b"], "nested": {"x": [math.nan]}})
+    assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
+    assert read_json(tmp_path / "header.json") == {"units": ["a", "b"], "nested": {"x": ["nan"]}}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, step_row: Make) -> None:
+    RunWriter(tmp_path, None).step(step_row(1))
+    with pytest.raises(UserError, match="already holds the records of a run"):
+        RunWriter(tmp_path, None)
+    assert len(read_jsonl(tmp_path / "steps.jsonl")) == 1
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path, makers: tuple[Make, ...], torn: bool) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_to(whole, 1, 9, None, makers).finish("done", None, 4, 2)
+    run_to(resumed, 1, 7, None, makers).close()  # killed after step 7; the checkpoint is of step 5
+    (resumed / "FAILED").write_text("something\n")
+    if torn:
+        for name in (*FILES, "ratios.arrows"):
+            data = (resumed / name).read_bytes()
+            (resumed / name).write_bytes(data[:-37])
+        assert [row["step"] for row in read_jsonl(resumed / "steps.jsonl")] == [1, 2, 3, 4, 5, 6]
+        assert read_ratios(resumed)["step"].to_pylist()[-1] == 6
+    writer = run_to(resumed, 6, 9, 5, makers)
+    assert not (resumed / "FAILED").exists()
+    assert read_ratios(resumed).equals(read_ratios(whole))  # the stream still, with two dictionaries
+    writer.finish("done", None, 4, 2)
+    for name in (*FILES, "summary.json"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    assert read_ratios(resumed).equals(read_ratios(whole))
+
+
+def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Path, event_row: Make) -> None:
+    writer = RunWriter(tmp_path, None)
+    writer.events([event_row(0, cause="warmup")])
+    writer.events([event_row(3)])
+    writer.close()
+    RunWriter(tmp_path, 2).close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "events.jsonl")] == [0]
+    RunWriter(tmp_path, 0).close()  # no checkpoint yet: all is written again
+    assert read_jsonl(tmp_path / "events.jsonl") == []
+
+
+def test_resume_of_a_finished_run_takes_its_rows_from_parquet(tmp_path: Path, makers: tuple[Make, ...]) -> None:
+    run_to(tmp_path, 1, 6, None, makers).finish("done", None, 4, 2)
+    before = read_ratios(tmp_path)
+    assert not (tmp_path / "ratios.arrows").exists()
+    writer = run_to(tmp_path, 5, 6, 4, makers)
+    assert not any((tmp_path / name).exists() for name in ("DONE", "summary.json", "ratios.parquet"))
+    assert read_ratios(tmp_path).equals(before)
+    writer.close()
+    run_to(tmp_path, 3, 6, 2, makers).finish("done", None, 4, 2)  # cuts inside the batch that came from Parquet
+    assert read_ratios(tmp_path).equals(before)
+
+
+@pytest.mark.parametrize(("status", "stream_stays"), [("done", False), ("failed", True), ("interrupted", True)])
+def test_ends(tmp_path: Path, makers: tuple[Make, ...], status: str, stream_stays: bool) -> None:
+    summary = run_to(tmp_path, 1, 3, None, makers).finish(status, "two\nlines" if status == "failed" else None, 4, 2)
+    assert read_json(tmp_path / "summary.json") == summary and summary["status"] == status
+    assert (tmp_path / "ratios.arrows").exists() == stream_stays
+    assert pq.read_table(tmp_path / "ratios.parquet").num_rows == 12
+    assert (tmp_path / "DONE").exists() == (status == "done")
+    assert (tmp_path / "FAILED").exists() == (status == "failed")
+    if status == "failed":
+        assert (tmp_path / "FAILED").read_text() == "two lines\n"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not {name for name in left if name.endswith(".tmp") or name == ".reserve"}
+
+
+def test_the_marker_is_written_last(tmp_path: Path, makers: tuple[Make, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = run_to(tmp_path, 1, 3, None, makers)
+
+    def refuse(path: Path, tree: dict[str, Any]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer_module, "replace_json", refuse)
+    with pytest.raises(RunFailed, match=r"cannot write summary\.json in .*: Input/output error"):
+        writer.finish("done", None, 4, 2)
+    assert not (tmp_path / "DONE").exists()
+    assert (tmp_path / "ratios.parquet").exists()
+    writer.finish("failed", "no summary", 4, 2)  # must not raise: it is what a caller does about the error
+    assert (tmp_path / "FAILED").read_text() == "no summary\n"
+
+
+def test_a_run_without_units_writes_no_ratios(tmp_path: Path, step_row: Make) -> None:
+    writer = RunWriter(tmp_path, None)
+    writer.step(step_row(1))
+    writer.finish("done", None, 0, 4)
+    assert not list(tmp_path.glob("ratios.*"))
+    assert read_ratios(tmp_path).num_rows == 0
+
+
+def test_dev_full_is_a_failed_run_in_one_line(tmp_path: Path, step_row: Make) -> None:
+    writer = RunWriter(tmp_path, None)
+    writer.step(step_row(1))
+    writer._lines["steps.jsonl"].close()
+    writer._lines["steps.jsonl"] = JsonLines(Path("/dev/full"), STEP_FIELDS)
+    assert (tmp_path / ".reserve").stat().st_size == 256 * 1024
+    with pytest.raises(RunFailed, match=r"^disk full while writing steps\.jsonl in .*$"):
+        writer.step(step_row(2))
+    assert not (tmp_path / ".reserve").exists()
+    writer.finish("failed", "disk full", 4, 2)
+    assert (tmp_path / "FAILED").exists() and len(read_jsonl(tmp_path / "steps.jsonl")) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {error}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("what", ["steps", "ratios"])
+def test_full_disk_leaves_readable_records_and_a_marker(
+    small_disk: Path, step_row: Make, ratio_rows: Make, what: str
+) -> None:
+    folder = small_disk / "run"
+    writer = RunWriter(folder, None)
+    units = [f"layers.{i}.mlp.down_proj" for i in range(500)]
+    last = 0
+    with pytest.raises(RunFailed, match="disk full while writing") as failure:
+        for last in range(1, 100_000):
+            writer.step(step_row(last))
+            if what == "ratios":
+                writer.ratios(ratio_rows(last, units))
+    writer.finish("failed", str(failure.value), 500, 4)
+    assert (folder / "FAILED").read_text().startswith("disk full while writing")
+    summary = read_json(folder / "summary.json")
+    steps = read_jsonl(folder / "steps.jsonl")
+    assert summary is not None and summary["steps"] == len(steps)
+    assert last - 1 <= len(steps) <= last
+    if what == "ratios":
+        assert read_ratios(folder)["step"].to_pylist() == [s for s in range(1, last) for _ in units]
+    # More space, and the run goes on from its checkpoint.
+    subprocess.run(["mount", "-o", "remount,size=3m", str(small_disk)], check=True)
+    resumed = RunWriter(folder, last - 3)
+    for step in (last - 2, last - 1):
+        resumed.step(step_row(step))
+        resumed.ratios(ratio_rows(step, units))
+    resumed.finish("done", None, 500, 4)
+    assert [row["step"] for row in read_jsonl(folder / "steps.jsonl")] == list(range(1, last))
+    assert read_ratios(folder)["step"].to_pylist()[-1] == last - 1
+
+
+def test_disk_that_fills_before_the_end(small_disk: Path, makers: tuple[Make, ...]) -> None:
+    folder = small_disk / "run"
+    writer = run_to(folder, 1, 20, None, makers)
+    with pytest.raises(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(1 << 12))
+    with pytest.raises(RunFailed, match=r"disk full while writing ratios\.parquet"):
+        writer.finish("done", None, 4, 2)
+    writer.finish("failed", "disk full", 4, 2)
+    assert (folder / "FAILED").exists() and not (folder / "DONE").exists()
+    assert read_ratios(folder).num_rows == 80
