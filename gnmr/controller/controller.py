@@ -45,6 +45,7 @@ class Decision:
     """What the controller saw in one step and what it chose from it; host arrays over the U units, in unit order."""
 
     step: int
+    units: list[str]
     norm: np.ndarray
     """(U,) float64, gradient norm."""
     observed: np.ndarray
@@ -66,6 +67,11 @@ class Decision:
     thresholds: tuple[float | None, ...]
     """Threshold of each column in this step."""
     events: list[Event]
+
+    def by_risk(self, chosen: np.ndarray) -> list[str]:
+        """Ids of the `chosen` units ((U,) bool), largest risk first."""
+        places = np.flatnonzero(chosen)
+        return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
 
     def over(self, column: str) -> int:
         """How many observed units exceed this column's threshold; a non-finite norm counts as over."""
@@ -165,6 +171,7 @@ class Controller:
         in_force = self._active
         decision = Decision(
             step=self.t,
+            units=self.names,
             norm=norm,
             observed=observed.astype(bool),
             columns=dict(zip(self.signal.columns, columns, strict=True)),

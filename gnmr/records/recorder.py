@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Recorder:
     """Files, live view and W&B of one run. Any write may raise `RunFailed`; then call `finish("failed", ...)`.
 
-    As a context manager it closes files and view on the way out, should a defect of ours keep `finish` from being
+    As a context manager it closes files, W&B and view on the way out, should a defect of ours keep `finish` from being
     called.
     """
 
@@ -94,4 +94,5 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writer.close()
+        self._wandb.close()
         self._view.stop()

@@ -3,16 +3,19 @@
 A run folder holds
 
     config.yaml     the resolved config
-    header.json     versions, commit, machine, command, data fingerprint, units
+    header.json     versions, commit, machine, command, data fingerprint, units, run_id (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     events.jsonl    one `EVENT_FIELDS` row a promotion or release
-    ratios.arrows   `RATIO_FIELDS` rows as they are made (Arrow stream); becomes ratios.parquet when the run ends
+    ratios.arrows   `RATIO_SCHEMA` rows as they are made (Arrow stream); becomes ratios.parquet when the run ends and
+                    is deleted when it is DONE
     ratios.parquet
     summary.json    `SUMMARY_FIELDS`
     order/          the saved permutations of the training blocks
     checkpoints/    step-<number>/
+    wandb/          W&B's own files
     DONE or FAILED  last; FAILED holds the reason in one line
+    .reserve        while it runs: space given up when the disk is full, so that summary.json and FAILED fit
 
 Steps count from 1. Files are the truth; the live view and W&B are views of them. JSON has no NaN or Inf: a non-finite
 number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` turns it back).
@@ -91,6 +94,7 @@ SUMMARY_FIELDS: dict[str, str] = {
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
 }
+"""A share or mean over nothing (no steps, no units) is null."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 # W&B slows down beyond some thousands of metrics a run; with more units than this only the totals are sent.
 MAX_UNITS = 1000
 
-_QUIET = {
+_SETTINGS = {
+    "init_timeout": 30.0,  # s; the run waits for it
     "silent": True,
     "console": "off",
     "disable_code": True,
@@ -78,31 +79,28 @@ class WandbSink:
     ) -> None:
         """Opens the W&B run; its files go to folder/wandb.
 
-        mode: auto (WANDB_MODE, else online where an API key is configured, else offline; never a prompt), online, offline or off.
+        mode: online, offline, off, or auto: what WANDB_MODE says, else online where an API key is configured and W&B
+        can be reached, else offline. Never asks for a key.
         recovered: steps that each unit spent on the recovery path so far (a resumed run).
         """
         if mode == "off":
             return
         self._recovered = recovered or Counter()
+        arguments = {"id": run_id, "name": name, "group": group, "project": project, "dir": folder, "config": config}
         with self._tolerant("start"):
             wandb = _wandb()
-            if mode == "auto":
-                mode = os.environ.get("WANDB_MODE") or ("online" if _has_key(wandb) else "offline")
-            if mode == "online" and not _has_key(wandb):  # W&B would ask for one
-                raise RuntimeError("no API key is configured (wandb login)")
-            known = wandb.Settings.model_fields  # the x_ names come and go with versions
-            self._run = wandb.init(
-                id=run_id,
-                name=name,
-                group=group,
-                project=project,
-                dir=folder,
-                config=config,
-                mode=mode,
-                resume="allow" if mode == "online" else None,  # without effect offline: the id alone joins the parts
-                reinit="create_new",
-                settings=wandb.Settings(**{key: value for key, value in _QUIET.items() if key in known}),
-            )
+            has_key = _has_key(wandb)
+            wanted = mode if mode != "auto" else os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+            if wanted == "online" and not has_key:  # W&B would ask for one
+                raise RuntimeError("no API key is configured, see wandb login")
+            try:
+                self._run = _open(wandb, wanted, arguments)
+            except Exception as error:
+                if mode != "auto" or wanted != "online":
+                    raise
+                self._say(f"W&B cannot be reached, its files are kept to be uploaded later ({_one_line(error)})")
+                wandb.teardown()  # it still holds the run's id
+                self._run = _open(wandb, "offline", arguments)
 
     def step(self, row: dict[str, Any], ratios: RatioRows | None = None) -> None:
         """A row of `STEP_FIELDS`; ratios: None for a run without units. To be called for every step."""
@@ -134,6 +132,14 @@ class WandbSink:
                 self._run.log({"events": wandb.Table(columns=list(EVENT_FIELDS), data=rows)}, step=self._run.step)
             self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
             self._run.finish(exit_code=0 if summary["status"] == "done" else 1)
+            self._run = None
+
+    def close(self) -> None:
+        """Lets the run go without an end of ours (W&B calls it failed); harmless after `finish`."""
+        if self._run is not None:
+            with self._tolerant("finish"):
+                self._run.finish(exit_code=1)
+            self._run = None
 
     def where(self) -> str | None:
         """Where the run is to be seen: its address, or the command that uploads it; None without W&B."""
@@ -165,8 +171,7 @@ class WandbSink:
             yield
         except Exception as error:
             self._run = None
-            line = " ".join(str(error).split()) or "no message"
-            self._say(f"W&B is off from here, {doing} failed ({type(error).__name__}: {line}); the run goes on")
+            self._say(f"W&B is off from here, its {doing} failed ({_one_line(error)}); the run goes on")
 
 
 def recovery_totals(events: list[dict[str, Any]], last_step: int) -> Counter[str]:
@@ -183,6 +188,21 @@ def _wandb() -> Any:
     import wandb
 
     return wandb
+
+
+def _open(wandb: Any, mode: str, arguments: dict[str, Any]) -> Any:
+    known = wandb.Settings.model_fields  # the x_ names come and go with versions
+    return wandb.init(
+        **arguments,
+        mode=mode,
+        resume="allow" if mode == "online" else None,  # offline it has no effect: the id joins the parts of a run
+        reinit="create_new",
+        settings=wandb.Settings(**{key: value for key, value in _SETTINGS.items() if key in known}),
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _has_key(wandb: Any) -> bool:

@@ -26,9 +26,8 @@ from torch import nn
 
 import gnmr
 from gnmr import models
-from gnmr.attach import units_of
 from gnmr.config import Config, config_hash, identity, load, to_dict
-from gnmr.controller import Controller, Decision, GnmrSignal, Threshold, TwoStage
+from gnmr.controller import Controller, Decision
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.paths import Plan, convert
@@ -38,6 +37,7 @@ from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.optim import build_optimizer, learning_rate
 from gnmr.training.step import StepResult, TrainStep, evaluate
+from gnmr.wiring import controller_of
 
 
 @dataclass
@@ -119,28 +119,9 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if training.compile:
         for layer in model.layers:
             layer.compile()
-    controller = build_controller(config, plan)
+    controller = controller_of(config.controller, plan, training.steps)
     optimizer = build_optimizer(model, config.optim)
     return Parts(config, folder, corpus, device, model, plan, controller, optimizer)
-
-
-def build_controller(config: Config, plan: Plan) -> Controller:
-    """The controller of `config` over the operators of `plan`; schedules in shares of the steps become steps."""
-    c, steps = config.controller, config.training.steps
-    units = units_of(plan)
-
-    def threshold(main: float | None, init: float | None) -> Threshold | None:
-        return main if main is None or init is None else TwoStage(init, main, round(c.init_frac * steps))
-
-    signal_ = GnmrSignal(
-        len(units),
-        threshold(c.alpha, c.alpha_init),
-        threshold(c.beta, c.beta_init),
-        c.delta,
-        c.eps,
-        units[0].parameters[0].device,
-    )
-    return Controller(units, signal_, c.max_o, c.t_lock, round(c.warmup_frac * steps))
 
 
 def _train(parts: Parts, say: Callable[[str], None]) -> None:
@@ -243,7 +224,7 @@ def loop(
             streak_began, streak_unit = step, str(result.nonfinite_unit)
         recorder.step(
             step_row(result, counters, lr, time.perf_counter() - began),
-            ratio_rows(result.decision, parts.controller.names),
+            ratio_rows(result.decision),
         )
         recorder.events([asdict(event) for event in result.decision.events])
         if counters.nonfinite_streak >= training.max_nonfinite_streak:
@@ -286,11 +267,11 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
     }
 
 
-def ratio_rows(decision: Decision, units: list[str]) -> RatioRows:
+def ratio_rows(decision: Decision) -> RatioRows:
     """The decision as rows of `records.schema.RATIO_SCHEMA`."""
     return RatioRows(
         step=decision.step,
-        units=units,
+        units=decision.units,
         observed=decision.observed,
         norm=decision.norm,
         gnmr=decision.columns["gnmr"],

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from gnmr.records import ratios as ratios_module
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
@@ -36,7 +37,7 @@ def test_rows_round_trip_and_unobserved_units_are_left_out(tmp_path: Path, ratio
     seen = rows.observed
     for name in ("norm", "gnmr", "delta_gnmr", "risk", "active", "lock"):
         np.testing.assert_array_equal(table[name].to_numpy()[:3], getattr(rows, name)[seen])
-    assert table.null_count == 0 if hasattr(table, "null_count") else True
+    assert sum(column.null_count for column in table.columns) == 0  # NaN is a number here, nothing is missing
 
 
 def test_every_cut_of_the_bytes_leaves_the_whole_batches_before_it(tmp_path: Path, ratio_rows: MakeRatios) -> None:
@@ -67,7 +68,9 @@ def test_a_changed_unit_list_replaces_the_dictionary(tmp_path: Path, ratio_rows:
     assert pq.read_table(tmp_path / "ratios.parquet")["unit"].to_pylist() == ["a", "b", "b", "c", "a"]
 
 
-def test_parquet_equals_the_stream_and_back(tmp_path: Path, ratio_rows: MakeRatios, monkeypatch) -> None:
+def test_parquet_equals_the_stream_and_back(
+    tmp_path: Path, ratio_rows: MakeRatios, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ratios_module, "_ROWS_PER_GROUP", 10)  # several row groups
     path, parquet, back = tmp_path / "ratios.arrows", tmp_path / "ratios.parquet", tmp_path / "back.arrows"
     stream = RatioStream(path)

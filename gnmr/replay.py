@@ -1,0 +1,222 @@
+"""`gnmr replay FILE [key=value ...]`: the controller over recorded norms, without training.
+
+FILE is a run folder, or a CSV or Parquet file with the columns step (from 1), unit and norm (`nan` and `inf` allowed).
+A missing row is a unit that was not observed in that step. Ties are ranked in the order of the run's units, in a file
+in the order of the units' first rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from gnmr.config import ControllerConfig, load, one_line
+from gnmr.controller import Decision, Unit
+from gnmr.errors import UserError
+from gnmr.records.reader import read_json, read_ratios
+from gnmr.wiring import build_controller
+
+_HELP = """\
+usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
+
+  FILE     a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed;
+           a missing row is a unit that was not observed in that step)
+  keys     alpha beta max_o t_lock delta alpha_init beta_init init_frac warmup_frac eps, as in conf/controller;
+           default: the run's own values, for a file those of conf/controller/gnmr.yaml
+  out      one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t
+           (in force in step t + 1), largest risk first
+
+  gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
+"""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Recorded norms of T steps and U units."""
+
+    units: list[str]
+    norm: np.ndarray  # (T, U) float64
+    observed: np.ndarray  # (T, U) bool
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code. UserError for a file or a value without sense."""
+    if not argv or "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0 if argv else 2
+    path, words = Path(argv[0]), argv[1:]
+    defaults, schedule_steps = ControllerConfig(), None
+    if (path / "config.yaml").exists():
+        config = load(OmegaConf.load(path / "config.yaml"))  # type: ignore[arg-type]
+        defaults, schedule_steps = config.controller, config.training.steps
+    settings, out = parse(words, defaults)
+    norms = read_norms(path)
+
+    decisions = replay(norms, settings, schedule_steps or len(norms.norm))
+    tally = Tally(len(norms.units), settings.max_o)
+    with _lines(out) as write:
+        for decision in _shown(decisions, len(norms.norm)):
+            tally.add(decision)
+            line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
+            write({"step": decision.step, **line})
+    for name, value in tally.summary().items():
+        print(f"{name:33}{value}")
+    if out is not None:
+        print(f"{'decisions':33}{out}")
+    return 0
+
+
+def parse(words: list[str], defaults: ControllerConfig) -> tuple[ControllerConfig, Path | None]:
+    """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller; and `out`."""
+    known = {field.name for field in fields(ControllerConfig)} - {"name"}
+    changes: dict[str, Any] = {}
+    out = None
+    for word in words:
+        key, sign, text = word.partition("=")
+        if key == "out" and text:
+            out = Path(text)
+        elif not sign or key not in known:
+            raise UserError(f"replay: {word!r} is not understood; use {', '.join(sorted(known))} or out, as key=value")
+        else:
+            changes[key] = text
+    try:
+        values = OmegaConf.from_dotlist([f"{key}={text}" for key, text in changes.items()])
+        tree = load(OmegaConf.create({"controller": OmegaConf.merge(_plain(defaults), values)}))
+    except OmegaConfBaseException as error:
+        raise UserError(f"replay: {one_line(error)}") from error
+    if out is not None and not out.parent.exists():
+        raise UserError(f"out={out}: the folder {out.parent} does not exist")
+    return replace(tree.controller, name=defaults.name), out
+
+
+def _plain(settings: ControllerConfig) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}
+
+
+def read_norms(path: Path) -> Norms:
+    """Norms of a run folder or a file. UserError names what is missing or wrong."""
+    order: list[str] | None = None
+    if path.is_dir():
+        table = read_ratios(path)
+        order = (read_json(path / "header.json") or {}).get("units")
+        if table.num_rows == 0:
+            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
+    elif not path.exists():
+        raise UserError(f"{path}: there is no such file or run folder")
+    else:
+        table = _read_file(path)
+    missing = [name for name in ("step", "unit", "norm") if name not in table.column_names]
+    if missing:
+        raise UserError(f"{path}: column {missing[0]!r} is missing; needed are step, unit, norm")
+    try:
+        step = table["step"].cast(pa.int64()).to_numpy()
+        norm = table["norm"].cast(pa.float64()).fill_null(np.nan).to_numpy()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+        raise UserError(f"{path}: step must hold whole numbers and norm numbers ({error})") from error
+    codes, units = _codes(table["unit"].cast(pa.string()).to_pylist(), order)
+    if len(step) == 0 or step.min() < 1:
+        raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
+    if (norm < 0).any():
+        raise UserError(f"{path}: a norm is negative (step {step[np.argmax(norm < 0)]})")
+    dense = np.zeros((int(step.max()), len(units)))
+    observed = np.zeros(dense.shape, dtype=bool)
+    dense[step - 1, codes], observed[step - 1, codes] = norm, True
+    if observed.sum() < len(step):
+        raise UserError(f"{path}: a step and unit stand in two rows")
+    return Norms(units, dense, observed)
+
+
+def _read_file(path: Path) -> pa.Table:
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_table(path)
+        options = pyarrow.csv.ConvertOptions(
+            column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()}, null_values=[""]
+        )
+        return pyarrow.csv.read_csv(path, convert_options=options)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: cannot be read as CSV or Parquet ({str(error).splitlines()[0]})") from error
+
+
+def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[str]]:
+    place = {name: i for i, name in enumerate(order or [])}
+    codes = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
+    return codes, list(place)
+
+
+def replay(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Iterator[Decision]:
+    """The decision of every step, in order; shares of the steps refer to `schedule_steps`."""
+
+    def ignore(_recovering: bool) -> None:
+        """There is no operator to switch."""
+
+    nothing = nn.Parameter(torch.empty(0))
+    controller = build_controller(settings, [Unit(name, (nothing,), ignore) for name in norms.units], schedule_steps)
+    for norm, observed in zip(torch.from_numpy(norms.norm), torch.from_numpy(norms.observed), strict=True):
+        yield controller.apply(controller.observe_norms(norm, observed))
+
+
+class Tally:
+    """What a replay amounts to."""
+
+    def __init__(self, num_units: int, max_o: int) -> None:
+        self.num_units, self.max_o = num_units, max_o
+        self.steps = self.promoted = self.full = self.gnmr_over = self.delta_gnmr_over = 0
+        self.ever = np.zeros(num_units, dtype=bool)
+
+    def add(self, decision: Decision) -> None:
+        self.steps += 1
+        self.promoted += int(decision.in_force.sum())
+        self.full += int(decision.in_force.sum()) >= self.max_o
+        self.gnmr_over += decision.over("gnmr")
+        self.delta_gnmr_over += decision.over("delta_gnmr")
+        self.ever |= decision.in_force
+
+    def summary(self) -> dict[str, str]:
+        """Shares as in summary.json, for printing."""
+        unit_steps = self.steps * self.num_units
+        return {
+            "steps": f"{self.steps}",
+            "units": f"{self.num_units}",
+            "promotion_frac": f"{self.promoted / unit_steps:.6f}",
+            "hit_max_o_frac": f"{self.full / self.steps:.6f}",
+            "gnmr_over_frac": f"{self.gnmr_over / unit_steps:.6f}",
+            "delta_gnmr_over_frac": f"{self.delta_gnmr_over / unit_steps:.6f}",
+            "units ever on the recovery path": f"{self.ever.sum()}",
+        }
+
+
+@contextmanager
+def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Writes one JSON object a line, beside and renamed at the end; nothing without `out`."""
+    if out is None:
+        yield lambda _row: None
+        return
+    beside = out.with_name(f".{out.name}.writing")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            yield lambda row: print(json.dumps(row), file=file)
+        beside.replace(out)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _shown(decisions: Iterator[Decision], total: int) -> Iterator[Decision]:
+    """With a progress bar on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(decisions, "replaying", total=total, console=Console(stderr=True), transient=True)

@@ -1,0 +1,39 @@
+"""A configuration whose caches lie in the test's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_corpora import DOCUMENTS, write_rows
+
+from gnmr.config import DataConfig
+
+
+@pytest.fixture(autouse=True)
+def home_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test touches the user's caches; one that wants the hub starts a process of its own."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def config(cache_dir: Path) -> Callable[..., DataConfig]:
+    """`DataConfig` with its cache in `cache_dir` and a small vocabulary."""
+
+    def make(**changes: Any) -> DataConfig:
+        return DataConfig(**({"name": "text", "vocab_size": 300, "cache_dir": str(cache_dir)} | changes))
+
+    return make
+
+
+@pytest.fixture
+def corpus_file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "corpus.jsonl", DOCUMENTS)

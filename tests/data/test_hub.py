@@ -1,0 +1,136 @@
+"""C4 from the hub: the real client libraries against no hub and against one on localhost."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+import pytest
+from small_corpora import DOCUMENTS, build, write_rows
+
+from gnmr.config import DataConfig
+from gnmr.data.cache import open_folder
+
+COMMIT = "0" * 39 + "1"
+CLIENT = """
+import sys
+from gnmr.config import DataConfig
+from gnmr.data import prepare
+from gnmr.errors import UserError
+try:
+    config = DataConfig(name="c4", vocab_size=300, cache_dir=sys.argv[1])
+    print(prepare(config, int(sys.argv[2]), lambda line: None).folder)
+except UserError as error:
+    print(error)
+"""
+
+
+def run_client(cache_dir: Path, needed_tokens: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    inherited.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run(
+        [sys.executable, "-c", CLIENT, str(cache_dir), str(needed_tokens)],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_no_hub_is_one_line_that_says_what_to_do(environment: dict[str, str], tmp_path: Path) -> None:
+    begun = time.monotonic()
+    result = run_client(tmp_path / "cache", 1000, **environment)
+    assert time.monotonic() - begun < 15, "the hub was tried again and again"
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.fullmatch(
+        r"data=c4: allenai/c4 cannot be read from the hub \(.*\); check the network, HF_ENDPOINT and the proxy, "
+        r"or download its en/\*\.json\.gz and pass data\.path=FOLDER\n",
+        result.stdout,
+    )
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as streaming one dataset asks for."""
+
+    root: Path
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path)
+        if (match := re.fullmatch(r"/datasets/allenai/c4/resolve/\w+/(.*)", path)) and (self.root / match[1]).is_file():
+            self.send_file(self.root / match[1])
+        elif match := re.fullmatch(rf"/api/datasets/allenai/c4/tree/{COMMIT}/?(.*)", path):
+            self.send_json([self.entry(item) for item in sorted((self.root / match[1]).iterdir())])
+        elif re.fullmatch(r"/api/datasets/allenai/c4(/revision/\w+)?", path):
+            self.send_json({"id": "allenai/c4", "sha": COMMIT, "tags": [], "siblings": []})
+        else:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def entry(self, item: Path) -> dict[str, object]:
+        kind = "directory" if item.is_dir() else "file"
+        name = item.relative_to(self.root).as_posix()
+        return {"type": kind, "path": name, "size": item.stat().st_size, "oid": "e" * 40}
+
+    def send_json(self, content: object) -> None:
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, file: Path) -> None:
+        content, headers = file.read_bytes(), {"ETag": '"e"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            self.answer(206, content[first : last + 1], headers)
+        else:
+            self.answer(200, content, headers)
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """(address, folder with the repository's files)"""
+    root = tmp_path / "hub"
+    write_rows(root / "en" / "c4-train.00000-of-00001.json.gz", DOCUMENTS[:35])
+    write_rows(root / "en" / "c4-validation.00000-of-00001.json.gz", DOCUMENTS[35:])
+    splits = "".join(f"  - split: {s}\n    path: en/c4-{s}.*.json.gz\n" for s in ("train", "validation"))
+    (root / "README.md").write_text(f"---\nconfigs:\n- config_name: en\n  data_files:\n{splits}---\n")
+    handler = type("OurHub", (Hub,), {"root": root})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", root
+        server.shutdown()
+
+
+def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    address, folder = hub
+    local, _ = build(config(name="c4", path=str(folder)))
+    needed = 100
+    result = run_client(tmp_path / "streamed", needed, HF_ENDPOINT=address)
+    assert result.stderr == ""
+    streamed = open_folder(Path(result.stdout.strip()))
+    assert streamed.tokenizer_path.read_bytes() == local.tokenizer_path.read_bytes()
+    assert needed < len(streamed.train) < needed * 1.1, "more was streamed than the run needs"
+    assert np.array_equal(streamed.train, local.train[: len(streamed.train)])
+    assert np.array_equal(streamed.val, local.val)

@@ -1,0 +1,195 @@
+"""Tokenizer and token files: what is in them, and that the cache is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_corpora import DOCUMENTS, build, texts, write_rows
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gnmr.config import DataConfig
+from gnmr.data import progress, tokens
+from gnmr.errors import UserError
+
+Make = Callable[..., DataConfig]
+TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
+VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
+
+
+def test_documents_come_back_from_the_tokens(config: Make, corpus_file: Path, cache_dir: Path) -> None:
+    corpus, said = build(config(path=str(corpus_file)))
+    assert texts(corpus, "train") == TRAIN
+    assert texts(corpus, "val") == VALIDATION
+    assert (corpus.vocab_size, corpus.end_token) == (300, 0)
+    assert isinstance(corpus.train, np.memmap) and corpus.train.dtype == np.uint16 and corpus.train.ndim == 1
+    assert corpus.train.max() < 300
+    assert corpus.folder.parent == cache_dir and corpus.folder.name.startswith("text-")
+    assert any("training the tokenizer" in line for line in said)
+    assert f"{len(corpus.train):,} training tokens, {len(corpus.val):,} validation tokens" in said[-1]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_long_documents_are_encoded_in_pieces(
+    piece: int, config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PIECE", piece)
+    monkeypatch.setattr(tokens, "BATCH", 3 * piece)
+    corpus, _ = build(config(path=str(corpus_file)))
+    assert texts(corpus, "train") == TRAIN
+
+
+def test_the_tokenizer_sees_training_documents_alone(config: Make, tmp_path: Path) -> None:
+    documents = ["common words here"] * 40
+    documents[18], documents[19] = "learnable " * 50, "forbidden " * 50
+    corpus, _ = build(config(path=str(write_rows(tmp_path / "a.jsonl", documents)), vocab_size=400))
+    vocabulary = Tokenizer.from_file(str(corpus.tokenizer_path)).get_vocab()
+    assert "Ġlearnable" in vocabulary and "Ġforbidden" not in vocabulary
+
+
+def test_the_tokenizer_sees_so_many_bytes(config: Make, tmp_path: Path) -> None:
+    documents = ["ä " + "early " * 20, "later " * 20] * 20
+    file = str(write_rows(tmp_path / "a.jsonl", documents))
+    for limit, learned in ((2 + 1 + 120, False), (2 + 1 + 120 + 30, True)):
+        corpus, _ = build(config(path=file, vocab_size=400, tokenizer_bytes=limit))
+        vocabulary = Tokenizer.from_file(str(corpus.tokenizer_path)).get_vocab()
+        assert "Ġearly" in vocabulary
+        assert ("Ġlater" in vocabulary) == learned
+
+
+def test_a_tiny_corpus_gives_a_smaller_vocabulary(config: Make, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 30)
+    corpus, _ = build(config(path=str(tmp_path / "a.txt"), vocab_size=4096))
+    assert 257 < corpus.vocab_size < 300
+    assert corpus.train.max() < corpus.vocab_size
+
+
+def test_max_tokens(config: Make, corpus_file: Path) -> None:
+    whole, _ = build(config(path=str(corpus_file)))
+    limited, _ = build(config(path=str(corpus_file), max_tokens=123))
+    assert len(limited.train) == 123
+    assert np.array_equal(limited.train, whole.train[:123])
+    assert np.array_equal(limited.val, whole.val)
+
+
+def test_equal_data_equal_fingerprint(config: Make, corpus_file: Path, tmp_path: Path) -> None:
+    path = str(corpus_file)
+    first, _ = build(config(path=path))
+    second, _ = build(config(path=path, cache_dir=str(tmp_path / "other")))
+    assert first.fingerprint == second.fingerprint and first.folder != second.folder
+    assert len(first.fingerprint) == 64
+    for change in ({"vocab_size": 301}, {"tokenizer_bytes": 99}, {"max_tokens": 99}):
+        other, _ = build(config(path=path, **change))
+        assert other.folder != first.folder and other.fingerprint != first.fingerprint
+
+
+def test_a_changed_file_is_read_again(config: Make, corpus_file: Path) -> None:
+    first, _ = build(config(path=str(corpus_file)))
+    write_rows(corpus_file, DOCUMENTS[::-1])
+    second, said = build(config(path=str(corpus_file)))
+    assert said and second.folder != first.folder
+    assert texts(second, "val") == [DOCUMENTS[20], DOCUMENTS[0]]
+
+
+def test_a_path_without_effect_is_said(config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gnmr.data import corpora
+
+    local = corpora.open_corpus(config(path=str(corpus_file)))
+    monkeypatch.setattr(corpora, "open_corpus", lambda config: local)
+    _, said = build(config(name="stdlib", path="somewhere"))
+    assert "data.path=somewhere has no effect" in said[0]
+
+
+# ---- a user's tokenizer ----
+
+
+def word_tokenizer(file: Path, end: str, last_id: int) -> Path:
+    vocabulary = {"<unk>": 0, "the": 1, end: 2, "fox": last_id}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(file))
+    return file
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>"])
+@pytest.mark.parametrize("last_id, dtype", [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_a_users_tokenizer(end: str, last_id: int, dtype: type, config: Make, tmp_path: Path) -> None:
+    """Also: vocabularies with gaps, the switch to 32 bits, and no truncation or padding of the user's."""
+    file = word_tokenizer(tmp_path / "tokenizer.json", end, last_id)
+    corpus_file = write_rows(tmp_path / "a.jsonl", ["the fox the fox the"] * 20)
+    corpus, _ = build(config(path=str(corpus_file), tokenizer=str(file)))
+    assert corpus.train.dtype == dtype
+    assert (corpus.vocab_size, corpus.end_token) == (last_id + 1, 2)
+    assert corpus.train.tolist() == [1, last_id, 1, last_id, 1, 2] * 19
+    assert corpus.tokenizer_path.read_bytes() == file.read_bytes()
+
+
+def test_bad_tokenizers_are_one_line(config: Make, corpus_file: Path, tmp_path: Path) -> None:
+    for content, message in (
+        (None, r"data\.tokenizer=.*: cannot be read \(No such file"),
+        ("{}", r"data\.tokenizer=.*: not a tokenizer\.json of the tokenizers library \("),
+        ("word", r"data\.tokenizer=.*: has no end-of-text token; one of <\|endoftext\|>, "),
+    ):
+        file = tmp_path / "tokenizer.json"
+        if content == "word":
+            word_tokenizer(file, "<eos>", 3)
+        elif content is not None:
+            file.write_text(content)
+        with pytest.raises(UserError, match=message) as caught:
+            build(config(path=str(corpus_file), tokenizer=str(file)))
+        assert "\n" not in str(caught.value)
+
+
+# ---- what a warm start costs ----
+
+
+def test_a_warm_start_says_nothing_and_imports_little(config: Make, corpus_file: Path, cache_dir: Path) -> None:
+    cold, said = build(config(path=str(corpus_file)))
+    assert said
+    script = (
+        "import sys, gnmr.data; from gnmr.config import DataConfig; said = []\n"
+        f"corpus = gnmr.data.prepare(DataConfig('text', {str(corpus_file)!r}, vocab_size=300, "
+        f"cache_dir={str(cache_dir)!r}), 0, said.append)\n"
+        "heavy = [name for name in ('datasets', 'tokenizers', 'torch', 'transformers') if name in sys.modules]\n"
+        "import json; print(json.dumps([corpus.fingerprint, said, heavy]))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == [cold.fingerprint, [], []]
+
+
+def test_the_package_exports_what_it_says() -> None:
+    import gnmr.data
+
+    assert all(hasattr(gnmr.data, name) for name in gnmr.data.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        gnmr.data.nothing  # noqa: B018
+
+
+# ---- progress ----
+
+
+def test_silence_is_broken_and_chatter_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.3)
+    monkeypatch.setattr(progress, "SAY_EVERY", 60.0)
+    said: list[str] = []
+    with progress.Progress(said.append) as tell:
+        tell.begin("reading")
+        for i in range(100):
+            tell(f"read {i}")
+        assert said == ["reading"]
+        deadline = time.monotonic() + 10
+        while len(said) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert said[0] == "reading" and len(said) >= 3
+    assert all(line.startswith("reading (") and line.endswith(" s)") for line in said[1:])
+    monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
+    tell("read 101")
+    assert said[-1] == "read 101"

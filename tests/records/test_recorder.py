@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnmr.config import RecordsConfig
+from gnmr.errors import RunFailed
+from gnmr.records import wandb_sink
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.recorder import Recorder
+from gnmr.records.view import RunInfo
+
+Make = Callable[..., Any]
+
+
+def info(folder: Path, start_step: int = 0) -> RunInfo:
+    return RunInfo("run", folder, "int4", "cpu", 10, 4, 2, 1000, 2048, start_step)
+
+
+@pytest.fixture
+def wandb_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What W&B would have been started with; it then fails, and the run goes on."""
+    calls: list[dict[str, Any]] = []
+
+    def refuse(wandb: Any, mode: str, arguments: dict[str, Any]) -> None:
+        calls.append(arguments)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: None)
+    monkeypatch.setattr(wandb_sink, "_has_key", lambda wandb: False)
+    monkeypatch.setattr(wandb_sink, "_open", refuse)
+    return calls
+
+
+def test_fans_out_resumes_and_finishes(
+    tmp_path: Path,
+    step_row: Make,
+    eval_row: Make,
+    event_row: Make,
+    ratio_rows: Make,
+    wandb_calls: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = RecordsConfig(ratios_every=2, live="plain", plain_every=5, wandb="offline")
+    with Recorder(info(tmp_path), settings, None) as recorder:
+        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"]}, "group")
+        for step in range(1, 7):
+            recorder.step(step_row(step), ratio_rows(step))
+        recorder.events([event_row(3)])
+        recorder.say("killed here")
+    assert capsys.readouterr().out.count("W&B is off from here") == 1
+
+    with Recorder(info(tmp_path, 4), settings, 4) as recorder:
+        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"]}, "group")
+        for step in range(5, 11):
+            recorder.step(step_row(step), ratio_rows(step))
+        recorder.eval(eval_row(10))
+        summary = recorder.finish("done")
+    first, second = wandb_calls
+    assert first["id"] == second["id"] == (read_json(tmp_path / "header.json") or {})["run_id"]
+    assert first["dir"] == tmp_path and first["config"] == {"a": 1} and first["group"] == "group"
+    assert [row["step"] for row in read_jsonl(tmp_path / "steps.jsonl")] == list(range(1, 11))
+    assert read_ratios(tmp_path)["step"].unique().to_pylist() == [2, 4, 6, 8, 10]
+    assert len(read_jsonl(tmp_path / "events.jsonl")) == 1
+    assert summary["steps"] == 10 and (tmp_path / "DONE").exists()
+    out = capsys.readouterr().out
+    assert "step 10/10  loss" in out and out.rstrip().endswith(f"next: gnmr report {tmp_path}")
+
+
+def test_full_disk_ends_the_run_failed(tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
+    recorder.start("a: 1\n", {}, {}, "group")
+    recorder.step(step_row(1), None)
+
+    class Full:
+        def write(self, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(recorder._writer._lines["steps.jsonl"], "_file", Full())
+    with pytest.raises(RunFailed, match="disk full") as failure:
+        recorder.step(step_row(2), None)
+    assert recorder.finish("failed", str(failure.value))["steps"] == 1
+    assert (tmp_path / "FAILED").read_text() == f"{failure.value}\n"

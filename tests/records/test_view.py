@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gnmr.records.summary import summarize
+from gnmr.records.view import RunInfo, View, _bytes, _duration, _si
+
+Make = Callable[..., Any]
+INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
+
+
+def drive(view: View, step_row: Make, eval_row: Make, ratio_rows: Make, folder: Path) -> None:
+    view.start(INFO)
+    for step in range(1, 41):
+        loss = math.nan if step == 39 else 3.25
+        row = step_row(step, loss=loss, nonfinite_total=int(step >= 39))
+        view.step(row, ratio_rows(step, delta_gnmr=np.full(4, math.nan), risk=np.array([1.0, 9.0, math.inf, math.nan])))
+        if step % 20 == 0:
+            view.eval(eval_row(step))
+    view.say("a [bold]message[/bold]")
+    time.sleep(0.3)  # one refresh
+    view.stop(summarize(folder, 4, 2, "failed", "why it failed"), ["next: gnmr report runs/x"])
+    view.stop()
+
+
+def shown(console_text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console_text)
+
+
+@pytest.fixture
+def args(step_row: Make, eval_row: Make, ratio_rows: Make, tmp_path: Path) -> tuple[Any, ...]:
+    return step_row, eval_row, ratio_rows, tmp_path
+
+
+def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
+    file = io.StringIO()
+    view = View("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
+    drive(view, *args)
+    text = shown(file.getvalue())
+    assert "40/40" in text and "0:00 left" in text
+    assert "1.23 M parameters, 4 units, cpu" in text
+    assert re.search(r"loss\s+3\.2500", text) and re.search(r"lr\s+3\.33e-04", text)
+    assert re.search(r"val ppl\s+8\.03 \(step 40\)", text)
+    assert re.search(r"active\s+2/4, max 2\s+candidates\s+3", text)
+    units = re.findall(r"^([● ]) layers\.(\d)", text[text.rindex("riskiest") :], re.MULTILINE)
+    assert units == [(" ", "2"), ("●", "1"), (" ", "0"), (" ", "3")]  # inf first, NaN last, the active one marked
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "a [bold]message[/bold]" in text
+    assert re.search(r"reason\s+why it failed", text)
+    assert text.rstrip().endswith("next: gnmr report runs/x")
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain"])
+def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> None:
+    file = io.StringIO()
+    drive(View(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), *args)
+    lines = shown(file.getvalue()).splitlines()
+    assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
+    assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00"
+    assert lines[2] == "step 20/40  val_loss 2.0500  val_ppl 8.05"
+    assert lines[3] == "step 40/40  loss 3.2500  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1  left 0:00"
+    assert lines[5] == "a [bold]message[/bold]"
+    assert lines[-1] == "next: gnmr report runs/x"
+
+
+def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:
+    file = io.StringIO()
+    drive(View("off", 20, Console(force_terminal=True, file=file, width=80)), *args)
+    assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
+
+
+def test_a_step_costs_no_drawing(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+
+    def count(self: View) -> str:
+        nonlocal drawn
+        drawn += 1
+        return "picture"
+
+    monkeypatch.setattr(View, "_picture", count)
+    start = time.monotonic()
+    drive(View("auto", 20, Console(force_terminal=True, file=io.StringIO(), _environ={"TERM": "xterm"})), *args)
+    assert drawn <= 8 + 4 * (time.monotonic() - start)  # starting, stopping and a message draw it too
+
+
+def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
+    file = io.StringIO()
+    view = View("plain", 20, Console(file=file, width=80))
+    view.start(RunInfo("n", Path("x"), "a", "cpu", 100, 0, 4, 10, 2048, start_step=59))
+    view.step(step_row(60), None)
+    assert "from step 60" in file.getvalue()
+    assert file.getvalue().splitlines()[-1].endswith("left -:--")  # nothing to go by yet
+    assert "recovery" not in file.getvalue().splitlines()[-1]  # a run without units
+    view._first = (60, time.monotonic() - 20.0)
+    view.step(step_row(80), None)
+    assert file.getvalue().splitlines()[-1].endswith("left 0:20")
+
+
+def test_numbers() -> None:
+    assert [_duration(s) for s in (59.6, 75, 3675, math.nan)] == ["1:00", "1:15", "1:01:15", "-:--"]
+    assert [_si(n) for n in (999, 1500, 1_234_567, 7e9)] == ["999", "1.50 k", "1.23 M", "7.00 G"]
+    assert [_bytes(n) for n in (10, 1536, 3 << 20, 5 << 30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]

@@ -1,0 +1,198 @@
+"""Run folders written by hand with known numbers, after gnmr/records/schema.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from gnmr import config
+from gnmr.records.schema import RATIO_SCHEMA
+
+
+@dataclass
+class FakeRun:
+    """What a written run folder shall say. The defaults are a done run of three steps and two units."""
+
+    arm: str = "int4_int8"
+    seed: int = 0
+    val_ppl: float = 40.0
+    steps: int = 3
+    planned: int | None = None
+    status: str = "done"
+    """done, failed, interrupted or running."""
+    reason: str | None = None
+    scale: str = "cpu"
+    experiment: str = "stress"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Flat config keys beside the arm's own."""
+    header: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    units: int = 2
+    loss: np.ndarray | None = None
+    val_loss: dict[int, float] | None = None
+    gnmr: np.ndarray | None = None
+    """(steps, units); null: all 1."""
+    ratios: bool = True
+    """Whether there is a file of ratios."""
+    parquet: bool = True
+    extra_bytes: int = 100
+    """Saved bytes that an active unit adds."""
+
+
+PATHS = {
+    "int4": ("int4", None),
+    "int4_int8": ("int4", "int8"),
+    "int8": ("int8", None),
+    "bf16": ("bf16", None),
+}
+SAVED_BYTES = {"int4": 1000, "int4_int8": 1200, "int8": 2000, "bf16": 4000}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def unit_names(number: int) -> list[str]:
+    return [
+        f"layers.{place // 7}.{'self_attn' if place % 7 < 4 else 'mlp'}.{PROJECTIONS[place % 7]}"
+        for place in range(number)
+    ]
+
+
+def build_config(run: FakeRun) -> config.Config:
+    low, recovery = PATHS[run.arm]
+    flat = {
+        "paths.name": run.arm,
+        "paths.low": low,
+        "paths.recovery": recovery,
+        "training.steps": run.planned or run.steps,
+        "training.seed": run.seed,
+        "experiment_name": run.experiment,
+        "scale_name": run.scale,
+        **run.settings,
+    }
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, last = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = value
+    return config.load(tree)
+
+
+def write(root: Path, run: FakeRun) -> Path:
+    """Writes the folder and returns it."""
+    made = build_config(run)
+    folder = root / run.experiment / f"{made.arm_name}-{config.config_hash(made)}-s{run.seed}"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(made)))
+    units = unit_names(run.units)
+    header = {
+        "gnmr": "0.1.0",
+        "commit": "0123456789abcdef0123",
+        "command": f"gnmr train paths={run.arm} training.seed={run.seed}",
+        "machine": {"cpu": "Test CPU", "cores": 2, "device": "cpu"},
+        "data": {"name": made.data.name, "fingerprint": "feedbeefcafe"},
+        "units": units,
+        "recoverable": made.paths.recovery is not None,
+        "arm": made.arm_name,
+        "seed": run.seed,
+    }
+    (folder / "header.json").write_text(json.dumps(header | run.header))
+    gnmr = run.gnmr if run.gnmr is not None else np.ones((run.steps, run.units))
+    active = _active(gnmr, made) if made.paths.recovery else np.zeros(gnmr.shape, bool)
+    loss = run.loss if run.loss is not None else np.linspace(8, math.log(run.val_ppl), run.steps)
+    base = SAVED_BYTES[run.arm]
+    rows = [
+        {
+            "step": step + 1,
+            "tokens": (step + 1) * made.training.tokens_per_step,
+            "loss": _plain(float(loss[step])),
+            "lr": 1e-3,
+            "grad_norm_pre_clip": 1.0,
+            "num_candidates": int(active[step].sum()),
+            "num_active": int(active[step].sum()),
+            "num_gnmr_over": int((gnmr[step] > 1.5).sum()),
+            "num_delta_gnmr_over": int((gnmr[step] > 1.3).sum()),
+            "saved_bytes": base + run.extra_bytes * int(active[step].sum()),
+            "saved_bytes_predicted": base + run.extra_bytes * int(active[step].sum()),
+            "skipped": False,
+            "nonfinite_total": 0,
+            "nonfinite_streak": 0,
+            "nonfinite_unit": None,
+            "step_time_s": 0.5,
+        }
+        for step in range(run.steps)
+    ]
+    _jsonl(folder / "steps.jsonl", rows)
+    val_loss = run.val_loss if run.val_loss is not None else {run.steps: math.log(run.val_ppl)}
+    evals = [
+        {"step": step, "tokens": step, "val_loss": loss, "val_ppl": math.exp(loss)} for step, loss in val_loss.items()
+    ]
+    _jsonl(folder / "eval.jsonl", evals)
+    _jsonl(folder / "events.jsonl", [])
+    if run.steps and run.ratios:
+        table = _ratio_table(units, gnmr, active)
+        if run.parquet:
+            pq.write_table(table, folder / "ratios.parquet")
+        else:
+            with (folder / "ratios.arrows").open("wb") as file, pa.ipc.new_stream(file, RATIO_SCHEMA) as stream:
+                stream.write_table(table)
+    if run.status in ("done", "failed", "interrupted"):
+        summary = {"status": run.status, "reason": run.reason, "steps": run.steps}
+        if evals:
+            summary |= {"final_val_loss": evals[-1]["val_loss"], "final_val_ppl": evals[-1]["val_ppl"]}
+        (folder / "summary.json").write_text(json.dumps(summary | run.summary))
+    if run.status == "done":
+        (folder / "DONE").write_text("")
+    if run.status == "failed":
+        (folder / "FAILED").write_text(f"{run.reason}\n")
+    return folder
+
+
+def _active(gnmr: np.ndarray, made: config.Config) -> np.ndarray:
+    """The max_o units with the largest GNMR over alpha, in force one step later."""
+    active = np.zeros(gnmr.shape, bool)
+    for step in range(len(gnmr) - 1):
+        best = np.argsort(-gnmr[step])[: made.controller.max_o]
+        active[step + 1, best[gnmr[step, best] > (made.controller.alpha or math.inf)]] = True
+    return active
+
+
+def _ratio_table(units: list[str], gnmr: np.ndarray, active: np.ndarray) -> pa.Table:
+    steps, number = gnmr.shape
+    columns = {
+        "step": np.repeat(np.arange(1, steps + 1, dtype=np.int32), number),
+        "unit": pa.DictionaryArray.from_arrays(
+            pa.array(np.tile(np.arange(number, dtype=np.int16), steps)), pa.array(units)
+        ),
+        "norm": gnmr.ravel(),
+        "gnmr": gnmr.ravel(),
+        "delta_gnmr": gnmr.ravel(),
+        "risk": gnmr.ravel() / 1.5,
+        "active": active.ravel(),
+        "lock": active.ravel().astype(np.int32),
+    }
+    return pa.table(columns, schema=RATIO_SCHEMA)
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., Path]:
+    """write_run(arm="int4", seed=1, ...) -> folder below tmp_path/runs; the arguments are FakeRun's."""
+    return lambda **fields: write(tmp_path / "runs", FakeRun(**fields))

@@ -1,0 +1,96 @@
+"""`gnmr report` as a whole: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gnmr.errors import UserError
+from gnmr.report import main, report
+
+Write = Callable[..., Path]
+
+
+def printed(paths: list[Path], out: Path | None = None, plots: bool = False, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    report(paths, out, console, plots=plots)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="bf16", val_ppl=40.0)
+    write_run(arm="int4", val_ppl=42.0)
+    text = printed([tmp_path / "runs"])
+    markdown = (tmp_path / "runs" / "report" / "report.md").read_text()
+    for needed in ("42.00 ± -", "+5.00 ± - %", "stress, scale cpu: validation", "it has no figures for scale cpu"):
+        assert needed in markdown
+        assert needed in text or needed.replace(" ", "") in "".join(text.split())
+    assert "| int4 | 1 of 1 | 42.00 ± - |" in markdown
+    assert "gnmr train paths=int4 training.seed=0" in markdown
+
+
+def test_ends_with_the_pngs(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="bf16")
+    out = tmp_path / "out"
+    last = [line.strip() for line in printed([tmp_path / "runs"], out, plots=True, width=40).splitlines()[-4:]]
+    names = ["stress-cpu-loss", "stress-cpu-saved-bytes", "stress-cpu-gnmr-bf16", "stress-cpu-mean-gnmr"]
+    assert last == [str(out / f"{name}.png") for name in names]
+    assert all(Path(line).stat().st_size > 1000 for line in last)
+    assert "![stress-cpu-loss](stress-cpu-loss.png)" in (out / "report.md").read_text()
+
+
+def test_no_line_is_wider_than_the_terminal(write_run: Write, tmp_path: Path) -> None:
+    for scale in ("60m", "130m", "350m", "1.3b"):
+        for alpha in (1.5, 2.0):
+            write_run(arm="int4_int8", scale=scale, settings={"controller.alpha": alpha})
+            write_run(arm="int4_int8", scale=scale, seed=1, settings={"controller.alpha": alpha})
+    for width in (80, 100, 120):
+        text = printed([tmp_path / "runs"], tmp_path / "out", width=width)
+        assert max(map(len, text.partition("Report: ")[0].splitlines())) <= width
+        assert text.count("40.00 ± 0.00") == 16, "eight in the arms' tables, eight by scale: none is cut off"
+
+
+def test_the_default_folder_of_several_runs_is_their_common_parents(write_run: Write, tmp_path: Path) -> None:
+    printed([write_run(arm="bf16"), write_run(arm="int4")])
+    assert (tmp_path / "runs" / "stress" / "report" / "report.md").exists()
+
+
+def test_a_run_whose_config_is_broken_is_left_out_and_named(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="bf16")
+    broken = write_run(arm="int4")
+    (broken / "config.yaml").write_text("- not a mapping")
+    assert "Left out:" in printed([tmp_path / "runs"])
+    with pytest.raises(UserError, match="not a config") as error:
+        printed([broken])
+    assert "\n" not in str(error.value)
+
+
+def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        printed([tmp_path / "absent"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the report") as error:
+        printed([write_run(arm="bf16")], tmp_path / "file")
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(arm="bf16")
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--no-plots"]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]
+    assert "bf16" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--no-plots" in capsys.readouterr().out
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, gnmr.report, gnmr.report.plots; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

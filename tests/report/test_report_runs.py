@@ -1,0 +1,119 @@
+"""Finding and reading run folders, whole and broken ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gnmr.errors import UserError
+from gnmr.report.runs import find_runs, load
+
+Write = Callable[..., Path]
+
+
+def test_finds_runs_below_a_folder_and_passes_hidden_ones_over(write_run: Write, tmp_path: Path) -> None:
+    folders = [write_run(arm="bf16"), write_run(arm="int4")]
+    (tmp_path / "runs" / ".multirun").mkdir()
+    folders[0].rename(tmp_path / "runs" / ".multirun" / "hidden")
+    assert find_runs([tmp_path]) == [folders[1]]
+    assert find_runs([folders[1], tmp_path]) == [folders[1]], "a run given twice counts once"
+
+
+@pytest.mark.parametrize(
+    "name, says", [("absent", "no such folder"), ("empty", "no run in it"), ("file", "not a folder")]
+)
+def test_a_path_without_runs_is_one_line(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=says) as error:
+        find_runs([tmp_path / name])
+    assert "\n" not in str(error.value)
+
+
+def test_identity_is_the_configs(write_run: Write, tmp_path: Path) -> None:
+    folder = write_run(arm="int4_int8", seed=7)
+    run = load(folder.rename(tmp_path / "any-name"))
+    assert (run.arm, run.seed, run.experiment, run.scale) == ("int4_int8-gnmr", 7, "stress", "cpu")
+    assert folder.name == f"{run.arm}-{run.hash}-s7"
+
+
+def test_a_config_of_another_version_is_taken_from_the_folders_name(write_run: Write) -> None:
+    folder = write_run(arm="int4_int8", seed=7)
+    with (folder / "config.yaml").open("a") as file:
+        file.write("a_key_of_the_future: 1\n")
+    run = load(folder)
+    assert (run.arm, run.seed) == ("int4_int8-gnmr", 7)
+    assert folder.name == f"{run.arm}-{run.hash}-s7"
+    assert run.settings["paths.low"] == "int4"
+
+
+def test_an_unreadable_config_is_one_line(write_run: Write) -> None:
+    folder = write_run()
+    (folder / "config.yaml").write_text("a: [1\nb: }")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted", "running"])
+def test_status(write_run: Write, status: str) -> None:
+    run = load(write_run(status=status, reason="why"))
+    assert run.status == status
+    assert run.reason == {"failed": "why", "interrupted": "why"}.get(status)
+
+
+def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
+    """No marker, no summary, every file cut in the middle of a row."""
+    gnmr = np.array([[1.0, 1.0], [2.0, 1.0], [1.0, 4.0], [1.0, 1.0]])
+    folder = write_run(steps=4, planned=10, status="running", gnmr=gnmr, parquet=False, val_loss={2: 3.0, 4: 2.5})
+    (folder / "header.json").write_text((folder / "header.json").read_text())
+    for name in ("steps.jsonl", "eval.jsonl"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text[: -len(text.splitlines()[-1]) // 2])
+    stream = (folder / "ratios.arrows").read_bytes()
+    run = load(folder)
+    assert run.status == "running"
+    assert run.last_step == 3
+    assert run.summary["final_val_loss"] == 3.0
+    assert run.summary["promotion_frac"] == pytest.approx(1 / 6), "one unit active in step 3, of 3 steps by 2 units"
+    assert run.summary["gnmr_over_frac"] == pytest.approx(2 / 6)
+    assert run.summary["wall_time_s"] == 1.5
+    assert run.ratios().gnmr_SU == pytest.approx(gnmr)
+    (folder / "ratios.arrows").write_bytes(stream[: len(stream) // 2])
+    assert run.ratios().steps.size == 0
+
+
+def test_nothing_but_a_config(write_run: Write) -> None:
+    folder = write_run()
+    for file in folder.iterdir():
+        if file.name not in ("config.yaml", "steps.jsonl"):
+            file.unlink()
+    (folder / "steps.jsonl").write_text("")
+    run = load(folder)
+    assert (run.last_step, run.summary["final_val_ppl"], run.summary["promotion_frac"]) == (0, None, None)
+    assert run.ratios().units == []
+    assert run.commit == "unknown"
+
+
+def test_ratios_are_matrices_in_the_headers_unit_order(write_run: Write) -> None:
+    gnmr = np.arange(1.0, 7.0).reshape(2, 3)
+    folder = write_run(steps=2, units=3, gnmr=gnmr)
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | {"units": header["units"][::-1]}))
+    ratios = load(folder).ratios()
+    assert ratios.units == header["units"][::-1]
+    assert ratios.gnmr_SU == pytest.approx(gnmr[:, ::-1])
+    assert ratios.steps.tolist() == [1, 2]
+    assert ratios.active_SU.tolist() == [[False] * 3, [True, True, False]], "GNMR 3 and 2 are over alpha = 1.5"
+
+
+def test_numbers_that_are_not_finite(write_run: Write) -> None:
+    run = load(write_run(loss=np.array([8.0, math.inf, math.nan])))
+    assert run.steps["loss"][0] == 8.0
+    assert math.isinf(run.steps["loss"][1])
+    assert math.isnan(run.steps["loss"][2])
