@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "attach": "gnmr.attach",
-    "AttachedController": "gnmr.attach",
+    "attach": "gnmr.attachment",
+    "AttachedController": "gnmr.attachment",
     "Controller": "gnmr.controller",
     "Decision": "gnmr.controller",
     "GnmrSignal": "gnmr.controller",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from gnmr.attach import AttachedController, attach
+    from gnmr.attachment import AttachedController, attach
     from gnmr.controller import Controller, Decision, GnmrSignal, TwoStage, Unit
     from gnmr.paths import convert
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gnmr.attach import units_of
+from gnmr.attachment import units_of
 from gnmr.config import ControllerConfig
 from gnmr.controller import Controller, GnmrSignal, Threshold, TwoStage, Unit
 from gnmr.paths import Plan

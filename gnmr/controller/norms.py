@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """2-norm of each parameter's gradient, (P,) float64; accumulated in float32; 0 where there is no gradient.
+    """2-norm of each parameter's gradient, (P,) float64; accumulated in float32 (float64 if
+    there are float64 gradients); 0 where there is no gradient.
 
     NaN and Inf pass through; a gradient whose squares overflow float32 (norm above 1.8e19) has norm Inf. Does not wait
     for the device.
@@ -18,7 +19,8 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     device = parameters[0].device
     if not gradients:
         return torch.zeros(len(parameters), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double()
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
     if len(gradients) == len(parameters):
         return norms
     present = torch.tensor([p.grad is not None for p in parameters], device=device)

@@ -8,6 +8,7 @@ What is kept of a row of D elements is ceil(D * bits / 8) bytes (each plane belo
 Special rows:
 - all zero: comes back as zeros. The scale has a floor at the smallest normal float32, so nothing is divided by zero;
   a row whose largest magnitude lies below format.max times that floor loses digits and finally becomes zero.
+- a largest magnitude within 1 % of the largest float32: may come back as Inf (the scale is rounded), never smaller.
 - any NaN or Inf: the scale is NaN and the *whole* row comes back as NaN. A low path never turns a non-finite input into
   a finite one.
 """
@@ -44,7 +45,9 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
 
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
     """The rows (N, width) in `dtype` that `compress` made `packed` and `scale` of."""
-    return fmt.decode(unpack(packed, fmt.bits, width), dtype).mul_(scale.to(dtype))
+    # In bfloat16 directly: same range as float32. The scale of a float16 row need not be a float16 number.
+    wide = dtype if dtype == torch.bfloat16 else torch.float32
+    return fmt.decode(unpack(packed, fmt.bits, width), wide).mul_(scale).to(dtype)
 
 
 def row_bytes(width: int, bits: int) -> int:

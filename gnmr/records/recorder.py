@@ -6,6 +6,7 @@ import secrets
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gnmr.errors import RunFailed
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo, View
@@ -79,9 +80,17 @@ class Recorder:
         self._view.say(text)
 
     def finish(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        """Ends the run and returns its summary; status and errors as in `RunWriter.finish`. W&B comes after DONE."""
+        """Ends the run and returns its summary; status as in `RunWriter.finish`. W&B comes after DONE.
+
+        A run whose end cannot be written is marked FAILED, its views are closed, and `RunFailed` is raised.
+        """
         info = self._info
-        summary = self._writer.finish(status, reason, info.num_units, info.max_o)
+        try:
+            summary = self._writer.finish(status, reason, info.num_units, info.max_o)
+        except RunFailed as error:
+            if status != "failed":
+                self.finish("failed", str(error))
+            raise
         where = self._wandb.where()
         self._wandb.finish(summary, read_jsonl(info.folder / "events.jsonl"))
         self._view.stop(summary, [f"next: gnmr report {info.folder}", *([where] if where else [])])

@@ -39,7 +39,8 @@ def report(paths: list[Path], out: Path | None, console: Console, plots: bool = 
     or holds no run, and for an `out` that cannot be written.
     """
     runs, unreadable = _load(find_runs(paths))
-    out = out if out is not None else _common(paths) / "report"
+    root = _common(paths)
+    out = out if out is not None else root / "report"
     comparisons = compare(runs)
     found = tables(comparisons)
     for table in found:
@@ -50,7 +51,7 @@ def report(paths: list[Path], out: Path | None, console: Console, plots: bool = 
         out.mkdir(parents=True, exist_ok=True)
         images = _plots(comparisons, out) if plots else []
         written = out / "report.md"
-        written.write_text(_markdown([*found, run_table(runs)], unreadable, images), encoding="utf-8")
+        written.write_text(_markdown([*found, run_table(runs, root)], unreadable, images), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: cannot write the report ({error.strerror or error})") from error
     console.print(Text(f"Report: {written}"), soft_wrap=True)
@@ -73,8 +74,11 @@ def _load(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def _common(paths: list[Path]) -> Path:
-    """The path itself as it was given, or the parent of all."""
-    return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.resolve() for path in paths]))
+    """The path itself as it was given, or the parent of all; the first where they share nothing but the root."""
+    common = Path(os.path.commonpath([path.resolve() for path in paths]))
+    if len(paths) == 1 or common == Path(common.anchor):
+        return paths[0]
+    return common if any(path.is_absolute() for path in paths) else Path(os.path.relpath(common))
 
 
 def _plots(comparisons: list[Comparison], out: Path) -> list[Path]:

@@ -13,13 +13,13 @@ from gnmr.report.arms import Arm, Comparison
 from gnmr.report.binning import bin_width, binned
 from gnmr.report.layout import count
 from gnmr.report.runs import Ratios, Run
-from gnmr.report.style import FAINT, INK, Series, head, new_figure, of_steps, step_axis
+from gnmr.report.style import FAINT, INK, Looks, Series, head, new_figure, of_steps, step_axis
 
 Curves = dict[Path, Series]
 """By run folder: steps and values."""
 
 
-def losses(comparison: Comparison, colours: dict[str, str]) -> Figure:
+def losses(comparison: Comparison, looks: Looks) -> Figure:
     """Training loss, validation loss, and the latter minus the 16-bit arm's of the same seed where there is one."""
     gaps = {arm.label: _gaps(comparison, arm) for arm in comparison.arms}
     paired = any(gaps.values())
@@ -27,11 +27,11 @@ def losses(comparison: Comparison, colours: dict[str, str]) -> Figure:
     width = bin_width(_last_step(comparison), 120)
     for arm in comparison.arms:
         binned_loss = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
-        _seeds_and_mean(train, arm, _capped(binned_loss), colours)
+        _seeds_and_mean(train, arm, _capped(binned_loss), looks)
         evals = {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
-        _seeds_and_mean(val, arm, _capped(evals), colours, marker="o")
+        _seeds_and_mean(val, arm, _capped(evals), looks, marker="o")
         for axes in rest:
-            _seeds_and_mean(axes, arm, gaps[arm.label], colours, marker="o")
+            _seeds_and_mean(axes, arm, gaps[arm.label], looks, marker="o")
     train.set_title(f"Training loss{of_steps('mean', width)}")
     val.set_title("Validation loss")
     val.legend(loc="upper right")
@@ -47,7 +47,7 @@ def losses(comparison: Comparison, colours: dict[str, str]) -> Figure:
     return figure
 
 
-def saved_bytes(comparison: Comparison, colours: dict[str, str]) -> Figure:
+def saved_bytes(comparison: Comparison, looks: Looks) -> Figure:
     """Bytes kept for backward, measured (wide line) and by the memory model (thin dashes on it), one seed an arm."""
     figure, (axes,) = new_figure(8.5, 4.2)
     width = bin_width(_last_step(comparison), 200)
@@ -56,7 +56,7 @@ def saved_bytes(comparison: Comparison, colours: dict[str, str]) -> Figure:
         rows = arm.first.steps
         steps, measured = binned(rows["step"], rows["saved_bytes"] / 2**20, width, "mean")
         _, predicted = binned(rows["step"], rows["saved_bytes_predicted"] / 2**20, width, "mean")
-        axes.plot(steps, measured, color=colours[arm.label], lw=4.5, alpha=0.55, label=arm.label, solid_capstyle="butt")
+        axes.plot(steps, measured, **looks[arm.label], lw=4.5, alpha=0.55, label=arm.label, solid_capstyle="butt")
         axes.plot(steps, predicted, **dashes)
     axes.plot([], [], label="predicted (memory model)", **dashes)
     axes.set_title(f"measured and predicted{of_steps('mean', width)}")
@@ -68,13 +68,13 @@ def saved_bytes(comparison: Comparison, colours: dict[str, str]) -> Figure:
     return figure
 
 
-def mean_gnmr(comparison: Comparison, means: Curves, colours: dict[str, str]) -> Figure:
+def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
     """GNMR averaged over the operators, `mean_of_units` of each run: the paper's figure 3."""
     figure, (axes,) = new_figure(8.5, 4.2)
     width = bin_width(_last_step(comparison), 150)
     for arm in comparison.arms:
         curves = {r.folder: binned(*means[r.folder], width, "mean") for r in arm.runs if r.folder in means}
-        _seeds_and_mean(axes, arm, curves, colours)
+        _seeds_and_mean(axes, arm, curves, looks)
     axes.axhline(1.0, color=FAINT, lw=0.8, zorder=1)
     axes.set_title(f"seeds thin, their mean bold{of_steps('mean', width)}")
     axes.set_ylabel("mean GNMR over operators")
@@ -91,26 +91,26 @@ def mean_of_units(ratios: Ratios) -> Series:
     return ratios.steps, np.where(known.any(axis=1), total / np.maximum(known.sum(axis=1), 1), np.nan)
 
 
-def _seeds_and_mean(axes: Axes, arm: Arm, curves: Curves, colours: dict[str, str], marker: str | None = None) -> None:
+def _seeds_and_mean(axes: Axes, arm: Arm, curves: Curves, looks: Looks, marker: str | None = None) -> None:
     """Thin lines for the seeds, a bold one for the mean of the done ones; a cross ends a run that is not done.
 
     The mean is drawn at the steps that every done seed has, so that no seed drops out of it half-way.
     """
-    colour = colours[arm.label]
+    look = looks[arm.label]
     done: list[dict[float, float]] = []
     for run in arm.runs:
         steps, values = curves.get(run.folder, (np.zeros(0), np.zeros(0)))
         if len(steps) == 0:
             continue
-        axes.plot(steps, values, color=colour, lw=0.7, alpha=0.5)
+        axes.plot(steps, values, **look, lw=0.7, alpha=0.5)
         known = np.flatnonzero(np.isfinite(values))
         if run.status == "done":
             done.append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
         elif len(known):
-            axes.plot(steps[known[-1]], values[known[-1]], color=colour, marker="x", ms=6, mew=1.6)
+            axes.plot(steps[known[-1]], values[known[-1]], **look, marker="x", ms=6, mew=1.6)
     shared = sorted(set.intersection(*map(set, done))) if done else []
     mean = [np.mean([values[step] for values in done]) for step in shared]
-    axes.plot(shared, mean, color=colour, lw=2.0, marker=marker, ms=4, label=_legend(arm))
+    axes.plot(shared, mean, **look, lw=2.0, marker=marker, ms=4, label=_legend(arm))
 
 
 def _capped(curves: Curves) -> Curves:
@@ -144,6 +144,8 @@ def _steps_of(axes: Axes, comparison: Comparison) -> None:
     tokens = comparison.kind.tokens_per_step
     step_axis(axes, count(tokens) if tokens else "")
     axes.set_xlim(left=0)
+    if not any(np.size(line.get_xdata()) for line in axes.lines):
+        axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", color=FAINT)
 
 
 def _early(comparison: Comparison) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -18,7 +18,7 @@ NOTHING = "-"
 
 @dataclass
 class Table:
-    """Cells as text; the first column is the rows' name, a heading may be of two lines. Notes stand below, a line each."""
+    """Cells as text; the first column is the rows' name. Notes stand below, one line each."""
 
     title: str
     columns: list[str]
@@ -36,18 +36,31 @@ class Table:
         return Table(self.title, [self.columns[place] for place in keep], rows, self.notes)
 
     def print(self, console: Console) -> None:
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for place, column in enumerate(self.columns):
-            # On a narrow terminal headings are wrapped; cells never are, and nothing is cut off.
-            least = max(len(text) for text in [*column.split(), *[row[place] for row in self.rows]])
-            table.add_column(Text(column), justify="right" if place else "left", min_width=least)
-        for row in self.rows:
-            table.add_row(*map(Text, row))
+        """On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below."""
         console.print(Text(self.title, style="bold"))
-        console.print(table, crop=False)
+        for places in self._blocks(console.width):
+            table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+            for place in places:
+                justify: JustifyMethod = "right" if place else "left"
+                table.add_column(Text(self.columns[place]), justify=justify, no_wrap=place > 0)
+            for row in self.rows:
+                table.add_row(*[Text(row[place]) for place in places])
+            console.print(table)
         for note in self.notes:
             console.print(Text(note))
         console.print()
+
+    def _blocks(self, width: int) -> list[list[int]]:
+        """The columns in as many tables as the width needs, the rows' names first in each."""
+        texts = [[heading, *cells] for heading, *cells in zip(self.columns, *self.rows, strict=True)]
+        needs = [max(len(line) for text in column for line in text.splitlines()) + 2 for column in texts]
+        needs[0] = max(len(word) for text in texts[0] for word in text.split()) + 2
+        blocks = [[0]]
+        for place in range(1, len(needs)):
+            if len(blocks[-1]) > 1 and sum(needs[other] for other in [*blocks[-1], place]) > width:
+                blocks.append([0])
+            blocks[-1].append(place)
+        return blocks
 
     def markdown(self) -> str:
         lines = [f"### {self.title}", "", _row(self.columns), _row(["---", *["---:"] * (len(self.columns) - 1)])]
@@ -83,7 +96,8 @@ def size(number: float | None) -> str:
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and len(units) > 1:
         number, units = number / 1024, units[1:]
-    return f"{number:.3g} {units[0]}" if number < 1000 else f"{number:.0f} {units[0]}"
+    digits = 0 if units[0] == "B" or number >= 100 else 1 if number >= 10 else 2
+    return f"{number:.{digits}f} {units[0]}"
 
 
 def duration(seconds: float | None) -> str:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from gnmr.report.arms import Comparison
 from gnmr.report.curves import Curves, losses, mean_gnmr, mean_of_units, saved_bytes
 from gnmr.report.runs import Run
-from gnmr.report.style import COLOURS, STYLE, foot
+from gnmr.report.style import STYLE, Looks, foot, looks
 from gnmr.report.unit_plots import gnmr_traces, risk_map
 
 
@@ -20,26 +20,25 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
     """Draws everything that the records of these runs hold into `out`; the files, in order."""
     stems = [_slug(f"{comparison.kind.experiment}-{comparison.kind.scale}") for comparison in comparisons]
     arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
-    labels = dict.fromkeys(arm.label for arm in arms)
-    colours = {label: COLOURS[place % len(COLOURS)] for place, label in enumerate(labels)}
+    shared = looks(dict.fromkeys(arm.label for arm in arms))
     images = []
     with matplotlib.rc_context(STYLE):
         for place, comparison in enumerate(comparisons):
             stem = stems[place]
             if stems.count(stem) > 1:
                 stem = f"{stem}-{stems[: place + 1].count(stem)}"
-            for name, figure, runs in _figures(comparison, colours):
+            for name, figure, runs in _figures(comparison, shared):
                 foot(figure, _origin(runs))
                 images.append(out / f"{stem}-{name}.png")
                 figure.savefig(images[-1])
     return images
 
 
-def _figures(comparison: Comparison, colours: dict[str, str]) -> Iterable[tuple[str, Figure, list[Run]]]:
-    """Name, figure and the runs in it. An arm has the same colour in all of them."""
+def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figure, list[Run]]]:
+    """Name, figure and the runs in it. An arm looks the same in all of them."""
     if any(run.last_step for run in comparison.runs):
-        yield "loss", losses(comparison, colours), comparison.runs
-        yield "saved-bytes", saved_bytes(comparison, colours), [arm.first for arm in comparison.arms]
+        yield "loss", losses(comparison, shared), comparison.runs
+        yield "saved-bytes", saved_bytes(comparison, shared), [arm.first for arm in comparison.arms]
     means: Curves = {}
     for arm in comparison.arms:
         for run in arm.runs:
@@ -52,7 +51,7 @@ def _figures(comparison: Comparison, colours: dict[str, str]) -> Iterable[tuple[
             if run is arm.first and arm.routed:
                 yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios), [run]
     if means:
-        yield "mean-gnmr", mean_gnmr(comparison, means, colours), [r for r in comparison.runs if r.folder in means]
+        yield "mean-gnmr", mean_gnmr(comparison, means, shared), [r for r in comparison.runs if r.folder in means]
 
 
 def _origin(runs: list[Run]) -> str:

@@ -41,7 +41,7 @@ class Ratios:
     active_SU: np.ndarray  # bool, on the recovery path during the step
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One run folder. `settings` are the flat keys of its config that decide its numbers, the seed aside."""
 
@@ -67,6 +67,11 @@ class Run:
         return _columns(read_jsonl(self.folder / "eval.jsonl"), EVAL_FIELDS)
 
     @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """`EVENT_FIELDS` rows."""
+        return read_jsonl(self.folder / "events.jsonl")
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """`SUMMARY_FIELDS`: what summary.json says, the rest counted from the rows; None where nothing is known."""
         written = read_json(self.folder / "summary.json") or {}
@@ -90,7 +95,7 @@ class Run:
             "hit_max_o_frac": float(np.mean(steps["num_active"] >= max_o)) if number and max_o else None,
             "gnmr_over_frac": share("num_gnmr_over"),
             "delta_gnmr_over_frac": share("num_delta_gnmr_over"),
-            "saved_bytes_mean": float(np.nanmean(steps["saved_bytes"])) if number else None,
+            "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
             "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
         }
@@ -235,6 +240,11 @@ def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
+
+
+def _mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def _last(values: np.ndarray) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,19 @@ STYLE: Any = {
     "savefig.dpi": 130,
 }
 
+Looks = dict[str, dict[str, Any]]
+"""Colour and line style by arm label."""
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
+
+
+def looks(labels: Iterable[str]) -> Looks:
+    """One colour each; where the colours are used up they come again dashed, then dotted."""
+    number = len(COLOURS)
+    return {
+        label: {"color": COLOURS[place % number], "ls": ("-", "--", ":")[place // number % 3]}
+        for place, label in enumerate(labels)
+    }
 
 
 def new_figure(

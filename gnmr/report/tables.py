@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from gnmr.report import published
@@ -82,6 +85,7 @@ def control(comparison: Comparison) -> Table:
         "Means over done seeds. Promoted and over the thresholds: shares of unit-steps; hit max_o: share of steps; "
         "saved: bytes kept for backward by the converted linears, mean over steps."
     ]
+    table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
     if skipped := [arm.label for arm in comparison.arms if (_mean(arm, "nonfinite_total") or 0) > 0]:
         table.notes.append(f"Steps skipped for a non-finite loss or gradient: {', '.join(skipped)}.")
     if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
@@ -103,7 +107,7 @@ def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
             rows[label].append(_perplexity(arms.get(label)))
         if scale not in published.TABLE_1_TOKENS:
             continue
-        theirs.append(f"paper, {name}\n{count(published.TABLE_1_TOKENS[scale])} tokens")
+        theirs.append(f"paper,\n{name}\n{count(published.TABLE_1_TOKENS[scale])}")
         table.columns.append(theirs[-1])
         for label in labels:
             ppl = _published(published.val_ppl, comparison.kind, arms.get(label))
@@ -138,15 +142,23 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
     return table
 
 
-def run_table(runs: list[Run]) -> Table:
-    """Every run with what is needed to make it again."""
+def run_table(runs: list[Run], root: Path) -> Table:
+    """Every run with what is needed to make it again; folders as seen from `root`."""
     table = Table("Runs", ["run", "status", "steps", "commit", "machine", "command"])
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         command = str(run.header.get("command") or NOTHING)
         status = "unfinished" if run.status == "running" else run.status
-        table.rows.append([str(run.folder), status, steps, run.commit, run.machine, command])
+        table.rows.append([os.path.relpath(run.folder, root), status, steps, run.commit, run.machine, command])
     return table
+
+
+def _promotions(arm: Arm) -> str:
+    causes = Counter(
+        str(event.get("cause")) for run in arm.done for event in run.events if event.get("event") == "promote"
+    )
+    told = ", ".join(f"{cause} {number:,}" for cause, number in causes.most_common())
+    return f"{arm.label}: {causes.total():,} promotions in {len(arm.done)} seeds" + (f" ({told})." if told else ".")
 
 
 def _what(comparison: Comparison) -> str:
@@ -181,10 +193,8 @@ def _beside_the_paper(comparisons: list[Comparison], shown: bool) -> list[str]:
     notes = []
     kinds = [comparison.kind for comparison in comparisons]
     if others := sorted({kind.scale for kind in kinds if kind.scale not in published.TABLE_1_TOKENS}):
-        scales = ", ".join(published.TABLE_1_TOKENS)
-        notes.append(
-            f"The paper has no figures at scale {', '.join(others)} (its scales: {scales}): none stand beside."
-        )
+        scales, here = ", ".join(published.TABLE_1_TOKENS), ", ".join(others)
+        notes.append(f"The paper's scales are {scales}; it has no figures for scale {here}, so none stand beside ours.")
     if shown:
         names = {comparison.runs[0].data.get("name", "unknown") for comparison in comparisons}
         data = f"; the paper's data is C4, ours {', '.join(sorted(names))}" if names != {"c4"} else ""

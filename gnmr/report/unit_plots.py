@@ -33,7 +33,9 @@ def gnmr_traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
         if run.settings.get("controller.alpha") is not None:
             axes.plot(*_alpha_line(run), color=COLOURS[1], lw=1.3, ls="--", label="α")
         if arm.routed:
-            _rug(axes, ratios.steps[ratios.active_SU[:, unit]])
+            _rug(axes, ratios.steps[ratios.active_SU[:, unit]], 0.03, "|", INK, "on the recovery path")
+        if np.isinf(ratios.risk_SU).any():
+            _rug(axes, ratios.steps[np.isinf(ratios.risk_SU[:, unit])], 0.97, "x", COLOURS[1], "norm not finite")
         axes.set_title(ratios.units[unit])
         step_axis(axes)
         axes.label_outer()
@@ -42,7 +44,7 @@ def gnmr_traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     for axes in grid[::2]:
         axes.set_ylabel(f"GNMR{of_steps('highest', width)}")
     _ratio_axis(grid[0])
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=5)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=6)
     head(figure, f"GNMR of the operators with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
     return figure
 
@@ -100,11 +102,10 @@ def _alpha_line(run: Run) -> tuple[list[float], list[float]]:
     return [1.0, change, change, end], [float(first), float(first), alpha, alpha]
 
 
-def _rug(axes: Axes, steps: np.ndarray) -> None:
-    """A tick at the foot of the axes for each step on the recovery path."""
-    height = np.full(len(steps), 0.03)
+def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str, label: str) -> None:
+    """A mark for each of the steps, at a share of the axes' height."""
     where = axes.get_xaxis_transform()
-    axes.plot(steps, height, "|", color=INK, ms=7, mew=0.6, transform=where, label="on the recovery path")
+    axes.plot(steps, np.full(len(steps), height), marker, color=colour, ms=6, mew=0.6, transform=where, label=label)
 
 
 def _ratio_axis(axes: Axes) -> None:

@@ -54,12 +54,14 @@ def test_resume_is_exact_everywhere(saved: bool, tmp_path: Path) -> None:
     whole = read(TrainBlocks(numbered(6), SEQ_LEN, 5, folder), 20)
     for stop in range(20):
         first = TrainBlocks(numbered(6), SEQ_LEN, 5, folder)
-        assert read(first, stop) == whole[:stop] if stop else True
+        assert (read(first, stop) if stop else []) == whole[:stop]
         state = first.state_dict()
         assert state == {"epoch": stop // 6, "position": stop % 6}
         second = TrainBlocks(numbered(6), SEQ_LEN, 5, folder)
         second.load_state_dict(state)
         assert read(second, 20 - stop) == whole[stop:]
+        second.load_state_dict(state)
+        assert read(second, 20 - stop) == whole[stop:], "an order of the epoch before was kept"
 
 
 def test_the_order_depends_on_seed_and_number_of_blocks_alone() -> None:

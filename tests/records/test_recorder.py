@@ -8,7 +8,7 @@ import pytest
 
 from gnmr.config import RecordsConfig
 from gnmr.errors import RunFailed
-from gnmr.records import wandb_sink
+from gnmr.records import wandb_sink, writer
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.records.recorder import Recorder
 from gnmr.records.view import RunInfo
@@ -87,3 +87,21 @@ def test_full_disk_ends_the_run_failed(tmp_path: Path, step_row: Make, monkeypat
         recorder.step(step_row(2), None)
     assert recorder.finish("failed", str(failure.value))["steps"] == 1
     assert (tmp_path / "FAILED").read_text() == f"{failure.value}\n"
+
+
+def test_an_end_that_cannot_be_written_is_a_failed_run(
+    tmp_path: Path, step_row: Make, ratio_rows: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
+    recorder.start("a: 1\n", {}, {}, "group")
+    recorder.step(step_row(1), ratio_rows(1))
+
+    def full(stream: Path, parquet: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "stream_to_parquet", full)
+    with pytest.raises(RunFailed, match=r"disk full while writing ratios\.parquet"):
+        recorder.finish("done")
+    assert (tmp_path / "FAILED").read_text().startswith("disk full") and not (tmp_path / "DONE").exists()
+    assert (read_json(tmp_path / "summary.json") or {})["status"] == "failed"
+    assert read_ratios(tmp_path).num_rows == 4

@@ -238,7 +238,9 @@ def test_many_units_are_not_sent_one_by_one(
     sink = WandbSink(pytest.fail, wandb_every=1)
     start(sink, tmp_path)
     sink.step(step_row(1), ratio_rows(1, [f"u{i}" for i in range(wandb_sink.MAX_UNITS + 1)]))
-    assert sink._run.logged[0].keys() == set(STEP_METRICS.values())
+    run = sink._run
+    sink.close()
+    assert run.logged[0].keys() == set(STEP_METRICS.values())
 
 
 def test_recovery_totals(event_row: Make) -> None:

@@ -184,7 +184,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mounting a tmpfs is not permitted here: {error}")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # Arrow's threads may hold a file a little longer
 
 
 @pytest.mark.parametrize("what", ["steps", "ratios"])

@@ -17,6 +17,7 @@ import yaml
 
 from gnmr import config
 from gnmr.records.schema import RATIO_SCHEMA
+from gnmr.report.style import STYLE
 
 
 @dataclass
@@ -42,6 +43,7 @@ class FakeRun:
     val_loss: dict[int, float] | None = None
     gnmr: np.ndarray | None = None
     """(steps, units); null: all 1."""
+    events: list[dict[str, Any]] = field(default_factory=list)
     ratios: bool = True
     """Whether there is a file of ratios."""
     parquet: bool = True
@@ -138,7 +140,7 @@ def write(root: Path, run: FakeRun) -> Path:
         {"step": step, "tokens": step, "val_loss": loss, "val_ppl": math.exp(loss)} for step, loss in val_loss.items()
     ]
     _jsonl(folder / "eval.jsonl", evals)
-    _jsonl(folder / "events.jsonl", [])
+    _jsonl(folder / "events.jsonl", run.events)
     if run.steps and run.ratios:
         table = _ratio_table(units, gnmr, active)
         if run.parquet:
@@ -190,6 +192,12 @@ def _plain(value: float) -> float | str:
 
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is most of these tests' time."""
+    monkeypatch.setitem(STYLE, "savefig.dpi", 50)
 
 
 @pytest.fixture

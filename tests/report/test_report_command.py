@@ -34,6 +34,7 @@ def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> 
         assert needed in text or needed.replace(" ", "") in "".join(text.split())
     assert "| int4 | 1 of 1 | 42.00 ± - |" in markdown
     assert "gnmr train paths=int4 training.seed=0" in markdown
+    assert str(tmp_path) not in markdown, "folders are told from the report's own place"
 
 
 def test_ends_with_the_pngs(write_run: Write, tmp_path: Path) -> None:
@@ -50,11 +51,10 @@ def test_no_line_is_wider_than_the_terminal(write_run: Write, tmp_path: Path) ->
     for scale in ("60m", "130m", "350m", "1.3b"):
         for alpha in (1.5, 2.0):
             write_run(arm="int4_int8", scale=scale, settings={"controller.alpha": alpha})
-            write_run(arm="int4_int8", scale=scale, seed=1, settings={"controller.alpha": alpha})
     for width in (80, 100, 120):
         text = printed([tmp_path / "runs"], tmp_path / "out", width=width)
         assert max(map(len, text.partition("Report: ")[0].splitlines())) <= width
-        assert text.count("40.00 ± 0.00") == 16, "eight in the arms' tables, eight by scale: none is cut off"
+        assert text.count("40.00 ± -") == 16, "eight in the arms' tables, eight by scale: none is cut off"
 
 
 def test_the_default_folder_of_several_runs_is_their_common_parents(write_run: Write, tmp_path: Path) -> None:

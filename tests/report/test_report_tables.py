@@ -144,6 +144,15 @@ def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
 
 
+def test_promotions_are_counted_by_cause(write_run: Write, comparisons: Callable) -> None:
+    causes = ["gnmr", "delta_gnmr", "gnmr"]
+    events = [{"step": 1, "unit": "u", "event": "promote", "cause": cause, "risk": 2.0} for cause in causes]
+    write_run(events=[*events, {"step": 2, "unit": "u", "event": "release", "cause": "lock", "risk": 0.5}])
+    write_run(seed=1, events=events)
+    told = notes(control(comparisons()[0]))
+    assert "int4_int8-gnmr: 6 promotions in 2 seeds (gnmr 4, delta_gnmr 2)." in told
+
+
 def test_the_papers_figures_stand_beside_its_own_scales_only(write_run: Write, comparisons: Callable) -> None:
     for scale in ("cpu", "60m"):
         for arm in ("int4", "int4_int8", "bf16"):

@@ -1,0 +1,293 @@
+"""The controller on scripted norms with exact sets, and what the paper leaves open."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnmr.controller import Controller, Decision, GnmrSignal, TwoStage, Unit
+
+
+class Script:
+    """A controller over units a, b, c, ... that is fed norms by hand."""
+
+    def __init__(self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, **signal) -> None:
+        self.on: dict[str, bool] = {}
+        self.switches = 0
+        units = [
+            Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
+        ]
+        self.controller = Controller(units, GnmrSignal(num_units, **signal), max_o, t_lock, warmup_steps)
+
+    def _switch(self, name: str):
+        def switch(recovering: bool) -> None:
+            self.on[name] = recovering
+            self.switches += 1
+
+        return switch
+
+    def __call__(self, *norms: float | None) -> Decision:
+        norm = torch.tensor([0.0 if n is None else n for n in norms], dtype=torch.float64)
+        observed = torch.tensor([n is not None for n in norms])
+        return self.controller.apply(self.controller.observe_norms(norm, observed))
+
+    @property
+    def active(self) -> str:
+        return "".join(name for name, on in sorted(self.on.items()) if on)
+
+
+def test_algorithm_1_by_hand() -> None:
+    step = Script(1, alpha=1.5, beta=1.3, delta=2, eps=1e-12)
+    rows = [step(norm) for norm in (2.0, 4.0, 3.0, 6.0)]
+    # A: 2, 3, 3, 3.75.  GNMR: 1, 4/2, 3/3, 6/3.  Q of two: [1], [1,2], [2,1], so dGNMR: 1, 1, 1/1.5, 2/1.5
+    assert [r.columns["gnmr"][0] for r in rows] == pytest.approx([1, 2, 1, 2])
+    assert [r.columns["delta_gnmr"][0] for r in rows] == pytest.approx([1, 1, 1 / 1.5, 2 / 1.5])
+    assert [r.risk[0] for r in rows] == pytest.approx([1 / 1.3, 2 / 1.5, 1 / 1.5, 2 / 1.5])
+    assert step.controller.signal.mean[0].item() == pytest.approx(3.75)
+
+
+def test_the_set_of_step_t_is_in_force_in_step_t_plus_1() -> None:
+    step = Script(2, alpha=1.5, beta=None)
+    assert step(1, 1).active.tolist() == [False, False]
+    second = step(1, 2)
+    assert second.in_force.tolist() == [False, False]
+    assert second.active.tolist() == [False, True]
+    assert step.active == "b"
+    assert step(1, 1).in_force.tolist() == [False, True]
+
+
+def test_the_lock_keeps_a_unit_for_t_lock_more_steps_and_then_lets_go() -> None:
+    step = Script(2, alpha=1.5, beta=None, t_lock=2)
+    sets = [(step(1, norm), step.active)[1] for norm in (1, 10, 1, 1, 1)]
+    assert sets == ["", "b", "b", "b", ""]
+
+
+def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
+    step = Script(2, alpha=1.5, beta=None, t_lock=3)
+    step(1, 1)
+    assert (step(1, 10), step.active)[1] == "b"
+    decision = step(10, 1)  # b is a candidate by its lock, a by its risk
+    assert decision.candidate.tolist() == [True, True]
+    assert step.active == "a"
+    assert decision.lock.tolist() == [3, 0]
+    assert [(e.unit, e.event, e.cause) for e in decision.events] == [
+        ("a", "promote", "gnmr"),
+        ("b", "release", "max_o"),
+    ]
+
+
+def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history() -> None:
+    step = Script(3, alpha=1.5, beta=1.3, delta=1)
+    step(1, 1, 1)
+    before = {name: value.clone() for name, value in step.controller.signal.state_dict().items()}
+    decision = step(math.nan, 100, math.inf)
+    assert decision.by_risk(decision.candidate) == ["a", "c", "b"]  # equal risks in unit order, then the finite one
+    assert step.active == "a"
+    assert decision.events[0].cause == "nonfinite"
+    after = step.controller.signal.state_dict()
+    for name in after:
+        assert torch.equal(after[name][..., 0], before[name][..., 0])
+        assert torch.equal(after[name][..., 2], before[name][..., 2])
+    assert after["count"].tolist() == [1, 2, 1]
+
+
+def test_an_unobserved_unit_keeps_its_history_and_ranks_below_observed_ones() -> None:
+    step = Script(2, alpha=1.5, beta=None, max_o=1, t_lock=3)
+    step(1, 1)
+    assert (step(5, 1), step.active)[1] == "a"
+    before = step.controller.signal.mean.clone()
+    decision = step(None, 1)
+    assert step.active == "a", "kept by its lock alone"
+    assert step.controller.signal.mean[0] == before[0]
+    assert step.controller.signal.count.tolist() == [2, 3]
+    assert decision.observed.tolist() == [False, True]
+    step(None, 100)
+    assert step.active == "b", "any observed candidate ranks above it"
+
+
+def test_ties_are_broken_by_unit_order() -> None:
+    step = Script(4, alpha=1.5, beta=None, max_o=2)
+    step(1, 1, 1, 1)
+    step(1, 3, 3, 3)
+    assert step.active == "bc"
+
+
+def test_two_stage_thresholds() -> None:
+    step = Script(1, alpha=TwoStage(init=4.0, main=1.5, init_steps=3), beta=None)
+    sets = [(step(norm), step.active)[1] for norm in (1, 3, 6, 10)]
+    # GNMR: 1, 3, 3, 3; the threshold is 4 up to step 3 and 1.5 from step 4
+    assert sets == ["", "", "", "a"]
+
+
+def test_high_fidelity_warmup_puts_every_unit_on_the_recovery_path_and_fills_the_history() -> None:
+    step = Script(3, max_o=1, warmup_steps=2, alpha=1.5, beta=None)
+    assert step.active == "abc"
+    first = step(1, 1, 1)
+    assert first.in_force.all() and step.active == "abc"
+    assert [(e.step, e.event, e.cause) for e in first.events] == [(0, "promote", "warmup")] * 3
+    second = step(1, 9, 1)  # its set, in force in step 3, is the first that is decided
+    assert second.in_force.all() and step.active == "b"
+    assert {(e.unit, e.event, e.cause) for e in second.events} == {
+        ("a", "release", "warmup"),
+        ("c", "release", "warmup"),
+    }
+    assert step.controller.signal.count.tolist() == [2, 2, 2]
+
+
+def test_causes() -> None:
+    step = Script(2, alpha=1.5, beta=1.3, delta=1, max_o=2)
+    step(1, 1)
+    step(1, 1)
+    decision = step(1.45, 4.0)  # GNMR/alpha = 0.97 and 2.67, dGNMR/beta = 1.12 and 3.08
+    assert [(e.unit, e.cause) for e in decision.events] == [("a", "delta_gnmr"), ("b", "delta_gnmr")]
+    released = [*step(1.45, 4.0).events, *step(1.45, 4.0).events]
+    assert ("release", "lock") in [(e.event, e.cause) for e in released]
+
+
+@pytest.mark.parametrize("off", ["alpha", "beta"])
+def test_each_signal_can_be_switched_off(off: str) -> None:
+    step = Script(1, **{"alpha": 1.5, "beta": 1.3, "delta": 1, off: None})
+    step(1)
+    step(1)
+    decision = step(100)
+    column, threshold = ("delta_gnmr", 1.3) if off == "alpha" else ("gnmr", 1.5)
+    assert decision.risk[0] == pytest.approx(decision.columns[column][0] / threshold)
+    assert decision.over("gnmr" if off == "alpha" else "delta_gnmr") == 0
+
+
+def test_monitored_units_are_never_routed() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    controller = Controller([Unit("head", (parameter,))], GnmrSignal(1, 1.5, 1.3), max_o=1)
+    for norm in (1.0, 100.0, math.nan):
+        decision = controller.apply(
+            controller.observe_norms(torch.tensor([norm], dtype=torch.float64), torch.tensor([True]))
+        )
+        assert not decision.active.any() and not decision.candidate.any()
+
+
+def test_only_units_that_change_are_switched() -> None:
+    step = Script(50, alpha=1.5, beta=None, max_o=1)
+    step(*[1.0] * 50)
+    before = step.switches
+    step(*[1.0] * 49, 9.0)
+    assert step.switches == before + 1
+
+
+def test_gradients_of_a_module_are_read_as_one_norm() -> None:
+    layers = [nn.Linear(3, 2).double() for _ in range(2)]
+    units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
+    controller = Controller(units, GnmrSignal(2), max_o=2)
+    layers[0](torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+    decision = controller.step()
+    expected = math.sqrt(sum(p.grad.square().sum().item() for p in layers[0].parameters()))
+    assert decision.norm[0] == pytest.approx(expected, rel=1e-6)
+    assert decision.observed.tolist() == [True, False], "the second layer took no part"
+
+
+def test_a_loss_scale_is_taken_out() -> None:
+    layer = nn.Linear(3, 2)
+    controller = Controller([Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(1), max_o=1)
+    (layer(torch.ones(1, 3)).sum() * 1024).backward()
+    scaled = controller.step(grad_scale=1024.0).norm[0]
+    layer.zero_grad()
+    layer(torch.ones(1, 3)).sum().backward()
+    assert scaled == controller.step().norm[0]
+
+
+def test_bf16_norms_are_accumulated_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.01)
+    controller = Controller([Unit("w", (parameter,), lambda _on: None)], GnmrSignal(1), max_o=1)
+    assert controller.step().norm[0] == pytest.approx(float(parameter.grad[0]) * 256, rel=1e-5)
+
+
+def random_rows(steps: int, num_units: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(steps, num_units, generator=generator, dtype=torch.float64).mul(2).exp()
+
+
+def test_state_dict_continues_exactly() -> None:
+    rows = random_rows(30, 5)
+    whole = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    sets = [whole(*row.tolist()).by_risk(whole.controller._active) for row in rows]
+    first = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    for row in rows[:17]:
+        first(*row.tolist())
+    second = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    second.controller.load_state_dict(first.controller.state_dict())
+    assert second.active == first.active, "loading puts every unit on the path it had"
+    assert [second(*row.tolist()).by_risk(second.controller._active) for row in rows[17:]] == sets[17:]
+
+
+def test_foreign_states_are_refused() -> None:
+    state = Script(3).controller.state_dict()
+    with pytest.raises(ValueError, match="other units"):
+        Script(4).controller.load_state_dict(state)
+    with pytest.raises(ValueError, match="window"):
+        Script(3, delta=9).controller.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *[("alpha", v) for v in (0, -1.0, math.nan, math.inf, "1.5", True)],
+        *[("beta", v) for v in (0, -1.0)],
+        *[("delta", v) for v in (0, -1, 1.5)],
+        *[("max_o", v) for v in (0, -1, 2.0)],
+        *[("t_lock", v) for v in (0, -1)],
+        ("warmup_steps", -1),
+        ("eps", 0.0),
+    ],
+)
+def test_senseless_values_are_refused_by_name(where: str, value: object) -> None:
+    with pytest.raises(ValueError, match=where):
+        Script(2, **{where: value})
+
+
+def test_max_o_above_the_number_of_units_warns_and_caps() -> None:
+    with pytest.warns(UserWarning, match="max_o=5 is above"):
+        step = Script(2, max_o=5, alpha=1.5, beta=None)
+    step(1, 1)
+    step(9, 9)
+    assert step.active == "ab"
+
+
+def test_units_need_parameters_and_different_ids() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        Unit("empty", ())
+    parameter = (nn.Parameter(torch.zeros(1)),)
+    with pytest.raises(ValueError, match="must differ"):
+        Controller([Unit("a", parameter), Unit("a", parameter)], GnmrSignal(2))
+    with pytest.raises(ValueError, match="no units"):
+        Controller([], GnmrSignal(0))
+
+
+def test_decision_arrays_are_the_steps_own() -> None:
+    step = Script(2, alpha=1.5, beta=None)
+    first = step(1, 1)
+    kept = first.active.copy(), first.in_force.copy()
+    step(1, 9)
+    step(1, 1)
+    np.testing.assert_array_equal(first.active, kept[0])
+    np.testing.assert_array_equal(first.in_force, kept[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_observing_does_not_wait_for_the_device() -> None:
+    layer = nn.Linear(8, 8, device="cuda")
+    controller = Controller(
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(1, device="cuda"), max_o=1
+    )
+    layer(torch.ones(2, 8, device="cuda")).sum().backward()
+    controller.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packet = controller.observe()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert controller.apply(packet.cpu()).norm[0] > 0

@@ -1,0 +1,106 @@
+"""Which modules are exchanged, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gnmr.paths import PathLinear, convert
+
+
+def net(layers: int = 3) -> nn.Module:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"up_proj": nn.Linear(4, 8), "down_proj": nn.Linear(8, 4)})
+
+    return nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(layers)), "lm_head": nn.Linear(4, 9)})
+
+
+def converted(model: nn.Module, *targets: str) -> list[str]:
+    plan = convert(model, "int4", "int8", targets)
+    found = [name for name, module in model.named_modules() if isinstance(module, PathLinear)]
+    assert found == [operator.unit_name for operator in plan.operators]
+    return found
+
+
+def test_patterns_end_at_component_borders() -> None:
+    assert converted(net(), "down_proj") == [f"layers.{i}.down_proj" for i in range(3)]
+    assert converted(net(21), "layers.2.*") == ["layers.2.up_proj", "layers.2.down_proj"]
+    assert converted(net(), "*_proj", "lm_head")[-1] == "lm_head"
+    assert converted(net(), "layers.1.up_proj") == ["layers.1.up_proj"]
+
+
+@pytest.mark.parametrize("pattern", ["wrong_proj", "proj", "layers.7.*", "layers"])
+def test_a_pattern_that_matches_nothing_is_refused_and_nothing_is_changed(pattern: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=rf"{pattern.replace('*', '.')}.*down_proj, lm_head, up_proj"):
+        convert(model, "int4", "int8", ["down_proj", pattern])
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
+    model = net()
+    module, parameters, calls = model["layers"][0]["up_proj"], list(model.parameters()), []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    convert(model, "int4", None)
+    assert model["layers"][0]["up_proj"] is module and isinstance(module, nn.Linear)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    module(torch.zeros(1, 4))
+    assert calls == [1]
+
+
+def test_restore_gives_plain_linears_back() -> None:
+    model = net()
+    convert(model, "int4", "int8").restore()
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert converted(model, "*_proj"), "and they can be converted again"
+
+
+def test_what_is_refused() -> None:
+    model = net()
+    convert(model, "int4", None)
+    with pytest.raises(ValueError, match="PathLinear"):
+        convert(model, "int4", None)
+    for key, value in (("low", "int5"), ("recovery", "fp7"), ("site", "output"), ("rounding", "up")):
+        with pytest.raises(ValueError, match=value):
+            convert(net(), **{"low": "int4", "recovery": "int8", key: value})
+    with pytest.raises(ValueError, match="no linear"):
+        convert(nn.Sequential(nn.ReLU()), "int4", None)
+
+
+def test_the_plan_is_a_table_of_units_and_paths() -> None:
+    text = str(convert(net(), "int4", "int8", ["*_proj", "lm_head"]))
+    assert text.splitlines()[0].split() == ["unit", "operator", "low", "path", "recovery", "path"]
+    assert "layers.*.up_proj  (3 units)" in text and "Linear 8 -> 4" in text and "lm_head" in text
+    assert "int4" in text and "int8" in text
+    assert "none (static)" in str(convert(net(), "int4", None))
+
+
+def test_the_precision_shows_in_the_models_repr() -> None:
+    model = net()
+    convert(model, "e2m1", "e4m3", ["up_proj"])
+    assert "low=e2m1, recovery=e4m3" in repr(model)
+
+
+def test_a_static_operator_cannot_be_switched() -> None:
+    model = net()
+    operator = convert(model, "int4", None).operators[0]
+    operator.switch(False)
+    with pytest.raises(AssertionError, match="no recovery path"):
+        operator.switch(True)
+
+
+def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plan = convert(model, "int4", "int8")
+    assert len(plan.operators) == 14
+    tokens = torch.randint(0, 64, (2, 16))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    rows = 2 * 16
+    assert plan.saved_bytes() == plan.predicted_bytes() == 2 * rows * (3 * (16 + 4) + (32 + 4))
+    loss.backward()
+    assert all(operator.weight.grad.isfinite().all() for operator in plan.operators)

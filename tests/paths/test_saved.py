@@ -1,0 +1,283 @@
+"""The compressed linear against arithmetic written out by hand; what it keeps, measured and predicted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.paths import FORMATS, PathLinear, Plan, convert
+from gnmr.paths.scaling import compress, decompress
+
+FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
+ROWS, WIDTH = 2 * 24, 32
+
+
+class Block(nn.Module):
+    """Attention and MLP in miniature: q, k, v read one tensor, gate and up another."""
+
+    def __init__(self, width: int = WIDTH, bias: bool = False) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"):
+            setattr(self, name, nn.Linear(width, width, bias=bias))
+        self.down_proj = nn.Linear(width, width, bias=bias)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.o_proj(F.scaled_dot_product_attention(self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        h = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+def model(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(bias=bias), Block(bias=bias)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).float().square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def single(name: str, bias: bool, dtype: torch.dtype, site: str = "saved") -> tuple[nn.Linear, PathLinear]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 16, bias=bias)).to(dtype)
+    low = copy.deepcopy(plain)
+    convert(low, name, None, targets=["0"], site=site)
+    return plain[0], low[0]
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_dgrad_are_exact_and_wgrad_uses_the_compressed_input(name, bias, dtype) -> None:
+    plain, low = single(name, bias, dtype)
+    x = inputs(dtype)
+    grad_output = torch.randn(2, 24, 16).to(dtype)
+    results = []
+    for linear in (plain, low):
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        output.backward(grad_output)
+        results.append((output.detach(), leaf.grad, linear.weight.grad, linear.bias.grad if bias else None))
+    (y, dx, dw, db), (y_low, dx_low, dw_low, db_low) = results
+    assert torch.equal(y, y_low) and torch.equal(dx, dx_low)
+    assert not bias or torch.equal(db, db_low)
+
+    flat, fmt = x.reshape(-1, WIDTH), FORMATS[name]
+    x_hat = decompress(*compress(flat, fmt), fmt, WIDTH, dtype)
+    torch.testing.assert_close(dw_low, grad_output.reshape(-1, 16).t() @ x_hat)
+    assert not torch.equal(dw, dw_low)
+
+
+@pytest.mark.parametrize("name", ["int4", "e4m3"])
+def test_site_forward_reads_the_quantized_input_in_the_forward_pass_too(name: str) -> None:
+    plain, low = single(name, True, torch.float32, site="forward")
+    x = inputs()
+    fmt = FORMATS[name]
+    x_hat = decompress(*compress(x.reshape(-1, WIDTH), fmt), fmt, WIDTH, x.dtype).view_as(x)
+    expected = F.linear(x_hat, plain.weight, plain.bias)
+    assert torch.equal(low(x), expected)
+    with torch.no_grad():
+        assert torch.equal(low(x), expected), "without gradients too"
+        low.shared.exact = True
+        assert torch.equal(low(x), plain(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
+    plain = model(bias, dtype)
+    kept = copy.deepcopy(plain)
+    convert(kept, "bf16", None)
+    for ours, theirs in zip(gradients(kept, inputs(dtype)), gradients(plain, inputs(dtype)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_off_is_off_under_autocast() -> None:
+    plain = model(True)
+    kept, low = copy.deepcopy(plain), copy.deepcopy(plain)
+    convert(kept, "bf16", None)
+    convert(low, "int8", None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(plain, inputs())
+        for ours, theirs in zip(gradients(kept, inputs()), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        for ours, theirs in zip(gradients(low, inputs()), expected, strict=True):
+            assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
+    output = net(inputs(dtype))
+    kept = plan.saved_bytes()
+    assert kept == plan.predicted_bytes()
+    output.float().sum().backward()
+    assert plan.saved_bytes() == 0, "nothing is held after backward"
+    return kept
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_bytes_are_those_of_the_memory_model(name: str, dtype: torch.dtype) -> None:
+    net = model(dtype=dtype)
+    plan = convert(net, name, None)
+    scale = 2 if dtype == torch.bfloat16 else 4
+    per_row = WIDTH * dtype.itemsize if name == "bf16" else WIDTH * FORMATS[name].bits // 8 + scale
+    copies = 4 * 2  # a block's q/k/v, o, gate/up and down inputs; two blocks
+    assert kept_bytes(net, plan, dtype) == copies * ROWS * per_row
+
+
+def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
+    """Independent of the plan's own bookkeeping: every tensor that autograd packs, counted by storage."""
+
+    def graph_bytes(net: nn.Module, plan: Plan) -> tuple[int, int]:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = net(inputs(torch.bfloat16))
+        whole = sum(storages.values())
+        output.float().sum().backward()
+        output = net(inputs(torch.bfloat16))
+        return whole, plan.saved_bytes()
+
+    nets = [model(dtype=torch.bfloat16) for _ in range(2)]
+    (high, high_plan), (low, low_plan) = (
+        graph_bytes(net, convert(net, name, None)) for net, name in zip(nets, ("bf16", "int4"), strict=True)
+    )
+    assert high - low == high_plan - low_plan > 0
+
+
+def test_readers_of_one_tensor_share_a_copy_only_on_the_same_path() -> None:
+    net = model(dtype=torch.bfloat16)
+    plan = convert(net, "int4", "int8")
+    low = kept_bytes(net, plan, torch.bfloat16)
+    low_copy, high_copy = ROWS * (WIDTH // 2 + 2), ROWS * (WIDTH + 2)
+    assert low == 8 * low_copy
+    net[0].q_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 8 * low_copy + high_copy, "k and v still need the 4-bit copy"
+    net[0].k_proj.switch(True)
+    net[0].v_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 7 * low_copy + high_copy
+    net[1].down_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 6 * low_copy + 2 * high_copy
+
+
+def test_extra_bytes_follow_the_papers_equations() -> None:
+    net = model(dtype=torch.bfloat16)
+    plan = convert(net, "int4", "int8")
+    before = kept_bytes(net, plan, torch.bfloat16)
+    net[0].o_proj.switch(True)  # its input is its own: nothing is shared, the scale stays
+    extra = kept_bytes(net, plan, torch.bfloat16) - before
+    assert extra == plan.extra_bytes() == (8 - 4) / 8 * ROWS * WIDTH
+    assert plan.extra_bytes_bound(3) == 3 * extra
+    assert plan.extra_bytes() <= plan.extra_bytes_bound(1)
+
+
+def test_one_tensor_changed_in_place_is_compressed_again() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    plan = convert(net, "int4", None, targets=["a", "b"])
+    x = torch.randn(4, 8)
+    first = net["a"](x)
+    x.mul_(3)
+    second = net["b"](x)
+    assert plan.saved_bytes() == 2 * 4 * (4 + 4)
+    (first.sum() + second.sum()).backward()
+    fmt = FORMATS["int4"]
+    x_hat = decompress(*compress(x, fmt), fmt, 8, x.dtype)
+    torch.testing.assert_close(net["b"].weight.grad, torch.ones(4, 8).t() @ x_hat)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_input_reaches_the_weight_gradient(bad: float) -> None:
+    for name in FORMATS:
+        _, low = single(name, False, torch.float32)
+        x = inputs()
+        x[0, 0, 0] = bad
+        low.zero_grad()
+        low(x).nan_to_num().sum().backward()  # finite grad_output: only the saved copy can carry it
+        assert not low.weight.grad.isfinite().all(), name
+
+
+def test_a_frozen_weight_keeps_nothing() -> None:
+    net = model()
+    plan = convert(net, "int4", None)
+    for operator in plan.operators:
+        operator.weight.requires_grad_(False)
+    x = inputs().requires_grad_()
+    net(x).sum().backward()
+    assert x.grad is not None and plan.predicted_bytes() == 0
+
+
+def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
+    plain = model()
+    net = copy.deepcopy(plain)
+    plan = convert(net, "int2", None, site="forward")
+    with torch.no_grad():
+        assert not torch.equal(net(inputs()), plain(inputs()))
+        with plan.exact():
+            assert torch.equal(net(inputs()), plain(inputs()))
+    assert plan.saved_bytes() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    net = model()
+    convert(net, "int4", "int8")
+    expected = gradients(net, inputs())
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.net:
+                x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
+            return x
+
+    for ours, theirs in zip(gradients(Checkpointed(), inputs()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
+    net = model()
+    plan = convert(net, "int4", "int8")
+    expected = gradients(net, inputs())
+    torch._dynamo.reset()
+    for block in net:
+        block.compile(backend="eager")
+    for ours, theirs in zip(gradients(net, inputs()), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for operator in plan.operators:
+        operator.switch(True)
+        gradients(net, inputs())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
+    net = model()
+    plan = convert(net, "int4", None, rounding="stochastic", seed=5)
+    gradients(net, inputs())
+    state = plan.state_dict()
+    expected = gradients(net, inputs())
+    other = model()
+    other_plan = convert(other, "int4", None, rounding="stochastic", seed=6)
+    other_plan.load_state_dict(state)
+    for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(gradients(other, inputs())[0], expected[0]), "the generator moves on"
