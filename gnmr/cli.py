@@ -7,7 +7,11 @@ line); 130 and 143 after Ctrl-C and SIGTERM.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
+import warnings
+from typing import TextIO
 
 from gnmr import __version__
 
@@ -71,7 +75,9 @@ def _guarded(command: str, words: list[str]) -> int:
     from gnmr.errors import RunFailed, UserError
 
     try:
-        return _run(command, words)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            return _run(command, words)
     except UserError as error:
         return _mistake(str(error))
     except RunFailed as error:
@@ -97,24 +103,43 @@ def _composition_error(error: Exception) -> str | None:
 
     from gnmr.config import one_line
 
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
+    if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
         return None
     line = one_line(error)
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
-    return line
+    choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
+    return f"{line}: use one of {', '.join(choices[1].split())}" if choices else line
 
 
 def _complete(words: list[str]) -> int:
     """The shell asks `gnmr -sc query=...` with the whole line in COMP_LINE; Hydra completes what follows `train`."""
     line = os.environ.get("COMP_LINE", "").split(" ")
-    if len(line) > 2 and line[1] == "train":
+    if any(word.startswith("query") for word in words):
+        if len(line) < 3:
+            print(" ".join(_COMMANDS))
+            return 0
+        if line[1] != "train":
+            return 0  # no choices: the shell completes file names
         os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
-    elif any(word.startswith("query") for word in words):
-        print(" ".join(_COMMANDS))
-        return 0
     return _guarded("train", words)
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line for a warning of ours; others as Python shows them."""
+    ours = filename.startswith(os.path.dirname(__file__))
+    text = f"gnmr: warning: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno)
+    print(text, end="", file=sys.stderr)
 
 
 def _mistake(line: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr import config as schema
-from gnmr.errors import UserError
+from gnmr.errors import RunFailed, UserError
 
 
 def conf_dir() -> Path:
@@ -49,14 +49,33 @@ def overrides_first(argv: list[str]) -> list[str]:
 def _hydra(argv: list[str], conf: Path, program: str) -> None:
     import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
+    failures: list[UserError | RunFailed] = []
+    here = os.getpid()
+
+    def cell(composed: DictConfig) -> None:
+        """`run_cell`, its failures kept from Hydra, which would print all overrides with them."""
+        try:
+            run_cell(composed)
+        except (UserError, RunFailed) as error:
+            if os.getpid() != here:  # a worker of the launcher: Hydra carries it over
+                raise
+            failures.append(error)
+            settings = HydraConfig.get()
+            if settings.mode == RunMode.MULTIRUN:
+                say(f"#{settings.job.num} failed: {error}")
+
     before, sys.argv = sys.argv, [program, *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_cell)()
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(cell)()
     finally:
         sys.argv = before
+    if failures:
+        raise failures[0]
 
 
 def run_cell(composed: DictConfig) -> None:
@@ -100,7 +119,9 @@ def _snapshot(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
             flag, _, value = word.partition("=")
             if flag not in ("--config-dir", "-cd"):
                 continue
-            source = Path(value or (words[i + 1] if i + 1 < len(words) else ""))
+            if not value and i + 1 == len(words):
+                continue  # Hydra's parser says so
+            source = Path(value or words[i + 1])
             if not source.is_dir():
                 raise UserError(f"{flag} {source}: there is no such folder")
             copy = str(shutil.copytree(source, Path(folder, f"extra-{i}")))

@@ -8,6 +8,7 @@ in the order of the units' first rows.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -22,8 +23,9 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
+from yaml import YAMLError
 
-from gnmr.config import ControllerConfig, load, one_line
+from gnmr.config import Config, ControllerConfig, load, one_line
 from gnmr.controller import Decision, Unit
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_ratios
@@ -60,8 +62,11 @@ def main(argv: list[str]) -> int:
     path, words = Path(argv[0]), argv[1:]
     defaults, schedule_steps = ControllerConfig(), None
     if (path / "config.yaml").exists():
-        config = load(OmegaConf.load(path / "config.yaml"))  # type: ignore[arg-type]
+        config = _config_of(path / "config.yaml")
         defaults, schedule_steps = config.controller, config.training.steps
+        if (every := config.records.ratios_every) > 1:
+            note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
+            print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
     settings, out = parse(words, defaults)
     norms = read_norms(path)
 
@@ -77,6 +82,13 @@ def main(argv: list[str]) -> int:
     if out is not None:
         print(f"{'decisions':33}{out}")
     return 0
+
+
+def _config_of(path: Path) -> Config:
+    try:
+        return load(OmegaConf.load(path))  # type: ignore[arg-type]
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
 
 
 def parse(words: list[str], defaults: ControllerConfig) -> tuple[ControllerConfig, Path | None]:
@@ -95,10 +107,10 @@ def parse(words: list[str], defaults: ControllerConfig) -> tuple[ControllerConfi
     try:
         values = OmegaConf.from_dotlist([f"{key}={text}" for key, text in changes.items()])
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(_plain(defaults), values)}))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
-    if out is not None and not out.parent.exists():
-        raise UserError(f"out={out}: the folder {out.parent} does not exist")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"out={out}: must be a file in a folder that exists")
     return replace(tree.controller, name=defaults.name), out
 
 
@@ -110,7 +122,10 @@ def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
     if path.is_dir():
-        table = read_ratios(path)
+        try:
+            table = read_ratios(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{path}: ratios.parquet cannot be read ({one_line(error)})") from error
         order = (read_json(path / "header.json") or {}).get("units")
         if table.num_rows == 0:
             raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
@@ -118,20 +133,27 @@ def read_norms(path: Path) -> Norms:
         raise UserError(f"{path}: there is no such file or run folder")
     else:
         table = _read_file(path)
-    missing = [name for name in ("step", "unit", "norm") if name not in table.column_names]
-    if missing:
-        raise UserError(f"{path}: column {missing[0]!r} is missing; needed are step, unit, norm")
+    for name in ("step", "unit", "norm"):
+        if (count := table.column_names.count(name)) != 1:
+            there = f"stands there {count} times" if count else "is missing"
+            raise UserError(f"{path}: column {name!r} {there}; needed are step, unit, norm")
     try:
-        step = table["step"].cast(pa.int64()).to_numpy()
+        steps, names = table["step"].cast(pa.int64()), table["unit"].cast(pa.string())
         norm = table["norm"].cast(pa.float64()).fill_null(np.nan).to_numpy()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-        raise UserError(f"{path}: step must hold whole numbers and norm numbers ({error})") from error
-    codes, units = _codes(table["unit"].cast(pa.string()).to_pylist(), order)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{path}: step must hold whole numbers, unit names and norm numbers ({error})") from error
+    if steps.null_count or names.null_count:
+        raise UserError(f"{path}: a row has no step or no unit")
+    step = steps.to_numpy()
+    codes, units = _codes(names.to_pylist(), order)
     if len(step) == 0 or step.min() < 1:
         raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
     if (norm < 0).any():
         raise UserError(f"{path}: a norm is negative (step {step[np.argmax(norm < 0)]})")
-    dense = np.zeros((int(step.max()), len(units)))
+    try:
+        dense = np.zeros((int(step.max()), len(units)))
+    except MemoryError as error:
+        raise UserError(f"{path}: step {step.max()} is too large for this machine's memory") from error
     observed = np.zeros(dense.shape, dtype=bool)
     dense[step - 1, codes], observed[step - 1, codes] = norm, True
     if observed.sum() < len(step):
@@ -144,11 +166,13 @@ def _read_file(path: Path) -> pa.Table:
         if path.suffix == ".parquet":
             return pq.read_table(path)
         options = pyarrow.csv.ConvertOptions(
-            column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()}, null_values=[""]
+            column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()},
+            null_values=[""],
+            strings_can_be_null=True,
         )
         return pyarrow.csv.read_csv(path, convert_options=options)
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: cannot be read as CSV or Parquet ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{path}: cannot be read as CSV or Parquet ({one_line(error)})") from error
 
 
 def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[str]]:
@@ -210,6 +234,8 @@ def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
         with beside.open("w", encoding="utf-8") as file:
             yield lambda row: print(json.dumps(row), file=file)
         beside.replace(out)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -219,4 +245,6 @@ def _shown(decisions: Iterator[Decision], total: int) -> Iterator[Decision]:
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(decisions, "replaying", total=total, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    yield from track(decisions, "replaying", total=total, console=console, transient=True, disable=hidden)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gnmr.controller import Controller
-from gnmr.errors import UserError
+from gnmr.errors import RunFailed, UserError
 from gnmr.paths import Plan
 
 _META = "meta.json"
@@ -64,9 +65,28 @@ class Checkpointer:
         return state
 
     def save(self, step: int, host: dict[str, Any]) -> None:
-        """Writes the checkpoint of `step` and deletes all but the newest `keep`. Waits for the device."""
+        """Writes the checkpoint of `step` and deletes all but the newest `keep`. Waits for the device.
+
+        RunFailed if it cannot be written; what was written of it is removed, the earlier ones stay.
+        """
         final = self.folder / f"step-{step:08d}"
         beside = self.folder / f".writing-{final.name}"
+        try:
+            self._write(step, host, beside)
+            shutil.rmtree(final, ignore_errors=True)
+            beside.rename(final)
+            _sync_folder(self.folder)
+        except (OSError, CheckpointException) as error:
+            # A full disk does not always reach us as its own error: the zip writer stumbles over its short files.
+            full = shutil.disk_usage(self.folder.parent).free < 2**20
+            shutil.rmtree(beside, ignore_errors=True)
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            reason = "disk full" if full else str(cause).partition("\n")[0]
+            raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+
+    def _write(self, step: int, host: dict[str, Any], beside: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         with _quiet():
@@ -83,11 +103,6 @@ class Checkpointer:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(beside)
-        shutil.rmtree(final, ignore_errors=True)
-        beside.rename(final)
-        _sync_folder(self.folder)
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, ascending."""
@@ -107,7 +122,7 @@ class Checkpointer:
         try:
             meta = json.loads((path / _META).read_text())
             owner, units, files = meta["owner"], meta["units"], meta["files"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
         if owner != self.owner or units != self._controller.names:
             raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {remedy}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -26,7 +26,7 @@ from torch import nn
 
 import gnmr
 from gnmr import models
-from gnmr.config import Config, config_hash, identity, load, to_dict
+from gnmr.config import Config, config_hash, identity, load, one_line, to_dict
 from gnmr.controller import Controller, Decision
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
@@ -76,7 +76,6 @@ def run(config: Config, say: Callable[[str], None]) -> Path:
         say(f"{folder} is done: skipped")
         return folder
     parts = assemble(config, folder, say)
-    folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         _train(parts, say)
     return folder
@@ -159,27 +158,23 @@ def _train(parts: Parts, say: Callable[[str], None]) -> None:
         start_step=counters.step,
     )
     with Recorder(info, config.records, counters.step if newest is not None or started_before else None) as recorder:
-        if newest is None:
-            recorder.say(str(parts.plan))
-        tree = to_dict(config)
-        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts), f"{config.experiment_name}")
-        status, reason = "failed", cast("str | None", "a defect; see the traceback")
         try:
+            if newest is None:
+                recorder.say(str(parts.plan))
+            tree = to_dict(config)
+            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts), config.experiment_name)
             with _signals() as stop:
                 status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
-        except RunFailed as error:
-            reason = str(error)
-            raise
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            reason = f"disk full at step {counters.step} while writing below {folder}"
-            raise RunFailed(reason) from error
-        except torch.OutOfMemoryError as error:
-            reason = f"out of device memory at step {counters.step + 1}: use a smaller training.batch_size"
-            raise RunFailed(reason) from error
-        finally:
             recorder.finish(status, reason)
+        except KeyboardInterrupt:
+            recorder.finish("interrupted", "stopped by a second Ctrl-C, without a checkpoint")
+            raise
+        except BaseException as error:
+            failure = _failure(error, counters.step)
+            recorder.finish("failed", "a defect; see the traceback" if failure is None else str(failure))
+            if failure is None or failure is error:
+                raise
+            raise failure from error
     if status == "interrupted":
         say(f"{reason}; the same command continues it")
         raise SystemExit(128 + stop[0])
@@ -318,13 +313,17 @@ def _check_folder(folder: Path, config: Config) -> None:
     """UserError if the run folder holds another run, or any run where resuming is off."""
     saved = folder / "config.yaml"
     if not saved.exists():
-        if folder.exists() and any(p.name != ".lock" for p in folder.iterdir()) and not (folder / "order").exists():
-            raise UserError(f"run_dir={folder}: the folder holds something that is no run; choose an empty one")
+        # A run's lock is its first file: one that was killed before it wrote its config is known by it.
+        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
+        if folder.exists() and foreign:
+            raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
         return
     try:
         earlier = load(OmegaConf.load(saved))  # type: ignore[arg-type]
     except Exception as error:
-        raise UserError(f"{saved} cannot be read as a run's config ({error}); choose another run_dir") from error
+        raise UserError(
+            f"{saved} cannot be read as a run's config ({one_line(error)}); choose another run_dir"
+        ) from error
     ours, theirs = identity(config), identity(earlier)
     seed = "training.seed"
     ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
@@ -340,6 +339,17 @@ def _check_folder(folder: Path, config: Config) -> None:
         )
 
 
+def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
+    """What ended the run after `step` steps, in one line; None for a defect of ours."""
+    if isinstance(error, (UserError, RunFailed)):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(f"disk full after step {step} ({error.filename})")
+    if isinstance(error, torch.OutOfMemoryError):
+        return RunFailed(f"out of device memory in step {step + 1}: use a smaller training.batch_size")
+    return None
+
+
 def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
@@ -348,8 +358,13 @@ def _device(wanted: str) -> torch.device:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the lock dies with its holder."""
-    with (folder / ".lock").open("w") as file:
+    """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

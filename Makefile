@@ -1,0 +1,78 @@
+# Two commands need nothing but make, Python 3.11 or newer and a package index: `make train` and `make test`.
+# Either makes .venv first (once, and again when pyproject.toml or constraints.txt change).
+
+PYTHON ?= python3
+ARGS ?=
+RUNS ?= runs
+DIST ?= dist
+JOBS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test lint sweep report bench wheel clean
+
+help:  ## this list
+	@echo "gnmr: runtime stability control for low-precision language model training"
+	@echo
+	@echo "Start with make train: the main experiment, a small LLaMA on real text, minutes on two cores."
+	@echo "Python 3.11 or newer and a package index are all that it needs; .venv is made on the way."
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "Variables:"
+	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"scale=60m training.seed=1\""
+	@echo "  RUNS=...              what make report reads (now: $(RUNS))"
+	@echo "  PYTHON=...            Python 3.11 or newer for .venv (now: $(PYTHON))"
+
+setup: $(READY)  ## make .venv with the pinned packages (all commands below do so by themselves)
+
+train: $(READY)  ## train the main experiment: gnmr train experiment=act_quant_stress ARGS
+	$(BIN)/gnmr train experiment=act_quant_stress $(ARGS)
+
+sweep: $(READY)  ## all arms over three seeds, side by side: gnmr train -m sweep=act_quant_stress ARGS
+	$(BIN)/gnmr train -m sweep=act_quant_stress hydra/launcher=joblib $(ARGS)
+
+report: $(READY)  ## tables and plots of the runs in RUNS: gnmr report RUNS ARGS
+	$(BIN)/gnmr report $(RUNS) $(ARGS)
+
+bench: $(READY)  ## what controller and paths cost on this machine: gnmr bench ARGS
+	$(BIN)/gnmr bench $(ARGS)
+
+test: $(READY)  ## the tests: pytest ARGS
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
+	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"
+
+clean:  ## remove .venv, dist/ and caches; runs/ stays
+	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find gnmr tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its exact version: any range would bring the newest build with its gigabytes.
+$(READY): pyproject.toml constraints.txt
+	@python=; for candidate in "$(PYTHON)" python3.11 python3.12 python3.13; do \
+		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			python=$$candidate; break; \
+		fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "make: gnmr needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." >&2; \
+		echo "make: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi; \
+	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "Making .venv with $$("$$python" --version)"; \
+		"$$python" -m venv --clear .venv || { rm -rf .venv; exit 1; }; \
+	fi
+	@echo "Installing the pinned packages into .venv (minutes the first time, most of it for torch)"
+	@$(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,124 @@
+"""Tiny runs over a tiny text, in this process; no test reads the user's caches or the network."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: two workers share two cores
+
+from omegaconf import OmegaConf
+
+from gnmr import config
+
+TINY = """
+model: {hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2}
+data: {name: text, vocab_size: 300}
+controller: {alpha: 1.05, beta: 1.02, max_o: 2}
+training: {steps: 8, seq_len: 16, batch_size: 2, eval_every: 4, eval_blocks: 2, checkpoint_every: 3, threads: 1}
+records: {live: "off", wandb: "off"}
+experiment_name: tiny
+"""
+"""One layer (seven units), and thresholds so low that the controller is busy."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of tokens for all tests of a worker and for the processes that they start."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GNMR_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 20,000 tokens of babble in 600 lines, one document."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
+    file = tmp_path_factory.mktemp("text") / "babble.txt"
+    file.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny(text_file: Path, cache: Path) -> Callable[..., config.Config]:
+    """The config of a tiny run with some keys changed: tiny("paths.low=int2", "training.steps=3")."""
+
+    def make(*words: str) -> config.Config:
+        own = [f"data.path={text_file}", f"data.cache_dir={cache}"]
+        return config.load(OmegaConf.merge(OmegaConf.create(TINY), OmegaConf.from_dotlist([*own, *words])))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train(tiny: Callable[..., config.Config]) -> Callable[..., Path]:
+    """Trains a tiny run into a folder: train(tmp_path / "a", "training.seed=1") -> that folder."""
+
+    def make(folder: Path, *words: str, say: Callable[[str], None] = lambda _: None) -> Path:
+        from gnmr.training.run import run
+
+        return run(tiny(f"run_dir={folder}", *words), say)
+
+    return make
+
+
+@pytest.fixture
+def tiny_words(text_file: Path, tmp_path: Path) -> list[str]:
+    """Words behind `gnmr train` for a run of two tiny steps below `tmp_path / "runs"`."""
+    sizes = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "training.seq_len=16"]
+    quiet = ["records.live=off", "records.wandb=off", "training.threads=1"]
+    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300"]
+    return ["debug=smoke", *data, *sizes, *quiet, f"runs_dir={tmp_path / 'runs'}"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def mistake(self) -> str:
+        """The line of a mistake; fails if the command ended in any other way or said more than that."""
+        assert self.code == 2, f"exit code {self.code}, stderr: {self.err}"
+        assert self.err.startswith("gnmr: ") and self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        return self.err.removeprefix("gnmr: ").removesuffix("\n")
+
+
+@pytest.fixture
+def gnmr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
+    """Runs a command line in this process, which it leaves as it was: gnmr("train", "--help") -> Outcome."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from gnmr.cli import main
+
+    root = logging.getLogger()
+    environment, argv, handlers, level = dict(os.environ), list(sys.argv), list(root.handlers), root.level
+
+    def command(*words: str) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main(list(words))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            GlobalHydra.instance().clear()
+            root.handlers, sys.argv = list(handlers), list(argv)
+            root.setLevel(level)
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        return Outcome(code, *capsys.readouterr())
+
+    yield command
+    os.environ.clear()
+    os.environ.update(environment)

@@ -1,0 +1,323 @@
+"""Mistakes in what is asked for: one line, exit code 2, nothing half-written. And a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gnmr.errors import RunFailed
+from gnmr.records.files import JsonLines
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+POSITIVE = "must be a positive number"
+CASES = {
+    # what is typed behind the words of a sound run -> what the line says
+    "unknown=1": "Key 'unknown' not in 'Config'",
+    "training.stps=3": "Key 'stps' not in 'TrainingConfig'",
+    "+unknown=1": "Key 'unknown' not in 'Config'",
+    "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
+    "++controller.alfa=3": "Key 'alfa' not in 'ControllerConfig' (key controller.alfa)",
+    "hydra.unknown=1": "Key 'unknown' not in 'HydraConf'",
+    "word": "Error parsing override 'word'",
+    "unknown_group=x": "Key 'unknown_group' not in 'Config'",
+    "model=lama": "Could not find 'model/lama': use one of gpt, llama",
+    "scale=7b": "Could not find 'scale/7b': use one of 1.3b, 130m, 350m, 60m, cpu",
+    "experiment=act_quant_stres": "Could not find 'experiment/act_quant_stres': use one of act_quant_stress",
+    "sweep=nothing": "Could not find 'sweep/nothing'",
+    "debug=smok": "Could not find 'debug/smok'",
+    "training=3": "Config group override must be a string",
+    "controller.alpha=-1.5": f"controller.alpha=-1.5: {POSITIVE}",
+    "controller.alpha=0": f"controller.alpha=0.0: {POSITIVE}",
+    "controller.alpha=nan": f"controller.alpha=nan: {POSITIVE}",
+    "controller.alpha=much": "Value 'much' of type 'str' could not be converted to Float (key controller.alpha)",
+    "controller.beta=-1": f"controller.beta=-1.0: {POSITIVE}",
+    "controller.beta=0": f"controller.beta=0.0: {POSITIVE}",
+    "controller.beta=inf": f"controller.beta=inf: {POSITIVE}",
+    "controller.beta=true": "could not be converted to Float (key controller.beta)",
+    "controller.delta=-5": f"controller.delta=-5: {POSITIVE}",
+    "controller.delta=0": f"controller.delta=0: {POSITIVE}",
+    "controller.delta=2.5": "could not be converted to Integer (key controller.delta)",
+    "controller.delta=long": "could not be converted to Integer (key controller.delta)",
+    "controller.max_o=-1": f"controller.max_o=-1: {POSITIVE}",
+    "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
+    "controller.max_o=few": "could not be converted to Integer (key controller.max_o)",
+    "controller.t_lock=-1": f"controller.t_lock=-1: {POSITIVE}",
+    "controller.t_lock=0": f"controller.t_lock=0: {POSITIVE}",
+    "controller.t_lock=null": "'controller.t_lock' is not Optional",
+    "controller.t_lock=once": "could not be converted to Integer (key controller.t_lock)",
+    "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
+    "model.num_heads=32": "model.num_heads=32: the rotary embedding needs an even width per head",
+    "paths.low=int5": "paths.low=int5: must be one of int2",
+    "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_proj",
+    "training.device=cpu0": "training.device=cpu0: must be one of auto, cpu, cuda",
+    "data.path=???": "Missing mandatory value: path (key data.path)",
+    "data.path=nowhere": "data.path=nowhere: no such file or folder",
+    "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
+    "data.path=empty.txt": "data.path=empty.txt: holds no train",
+    "data.path=short.txt": "the corpus has 5 training tokens, a block needs 17",
+    "data.path=photo.jpg": "data.path=photo.jpg: cannot read this kind of file",
+    "run_dir=photos": "run_dir=photos: holds something that is no run",
+    "run_dir=empty.txt": "run_dir=empty.txt: holds something that is no run",
+    "run_dir=empty.txt/run": "empty.txt/run: cannot be written",
+    "--config-dir=nowhere": "Additional config directory",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a command, with things that are in the way."""
+    folder = tmp_path / "place"
+    for name in ("empty_folder", "photos"):
+        (folder / name).mkdir(parents=True)
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("a b c")
+    for name in ("photo.jpg", "photos/cat.jpg"):
+        (folder / name).write_text("miaow")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def listing(*folders: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for folder in folders for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_one_line_and_nothing_written(word, gnmr, tiny_words, place, cache, tmp_path):
+    before = listing(place)
+    line = gnmr("train", *tiny_words, word).mistake
+    assert CASES[word] in line, line
+    assert listing(place) == before
+    assert not (tmp_path / "runs").exists()
+    assert not list(cache.glob(".*"))  # no half-built token files either
+
+
+def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, "controller.max_o=9")
+    assert (ended.code, ended.err) == (0, "gnmr: warning: max_o=9 is above the number of units, 7: it caps there\n")
+    assert list(tmp_path.glob("runs/*/*/DONE"))
+
+
+def test_a_corrupt_token_cache_is_rebuilt_and_said(gnmr, tiny_words, tmp_path):
+    words = [*tiny_words, f"data.cache_dir={tmp_path / 'cache'}"]
+    assert gnmr("train", *words, f"run_dir={tmp_path / 'a'}").code == 0
+    (tokens,) = tmp_path.glob("cache/text-*/train.bin")
+    sound = tokens.read_bytes()
+    tokens.write_bytes(sound[:1000] + b"\x00\x01" + sound[1002:])
+    ended = gnmr("train", *words, f"run_dir={tmp_path / 'b'}")
+    assert (ended.code, ended.err) == (0, "")
+    assert "token cache is corrupt (train.bin does not match its checksum); rebuilding" in ended.out
+    assert tokens.read_bytes() == sound
+    losses = [[row["loss"] for row in read_jsonl(tmp_path / name / "steps.jsonl")] for name in "ab"]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def stopped(gnmr, tiny_words, tmp_path) -> Callable[..., list[str]]:
+    """Words of a run whose folder holds a checkpoint of step 2 and no DONE, as if it had been killed there."""
+    words = [*tiny_words, f"run_dir={tmp_path / 'run'}"]
+    assert gnmr("train", *words).code == 0
+    (tmp_path / "run" / "DONE").unlink()
+    return words
+
+
+def test_a_corrupt_checkpoint(stopped, gnmr, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "__0_0.distcp").write_bytes(b"junk")
+    before = [entry for entry in listing(tmp_path / "run") if not entry[0].endswith(".lock")]
+    line = gnmr("train", *stopped).mistake
+    assert "step-00000002 is corrupt (__0_0.distcp is missing or changed): delete that folder to continue" in line
+    assert [entry for entry in listing(tmp_path / "run") if not entry[0].endswith(".lock")] == before
+
+
+def test_a_foreign_checkpoint(stopped, gnmr, tiny_words, tmp_path):
+    assert gnmr("train", *tiny_words, f"run_dir={tmp_path / 'other'}", "training.seed=1").code == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints")
+    assert "step-00000002 belongs to another run" in gnmr("train", *stopped).mistake
+
+
+def test_a_run_folder_of_another_config(stopped, gnmr, tmp_path):
+    before = listing(tmp_path / "run")
+    line = gnmr("train", *stopped, "optim.lr=0.5").mistake
+    assert "holds a run of another config: optim.lr is 0.001 there and 0.5 here; choose another run_dir" in line
+    assert listing(tmp_path / "run") == before
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path):
+    """In a process of its own: the hub's library reads the environment when it is imported."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "GNMR_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "gnmr", "train", "data=c4", "debug=smoke", f"run_dir={tmp_path / 'run'}"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "data=c4: allenai/c4 cannot be read from the hub" in ended.stderr and "data.path=FOLDER" in ended.stderr
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("c4-*"))
+
+
+HEAD = "step,unit,norm\n"
+REPLAYS: dict[str, tuple[str, str]] = {
+    "no_norm.csv": ("step,unit\n1,a\n", "column 'norm' is missing"),
+    "twice.csv": ("step,step,unit,norm\n1,1,a,1\n", "column 'step' stands there 2 times"),
+    "negative.csv": (HEAD + "1,a,1\n2,a,-1\n", "a norm is negative (step 2)"),
+    "minus_inf.csv": (HEAD + "1,a,-inf\n", "a norm is negative (step 1)"),
+    "duplicate.csv": (HEAD + "1,a,1\n1,b,1\n1,a,2\n", "a step and unit stand in two rows"),
+    "from_zero.csv": (HEAD + "0,a,1\n", "steps count from 1"),
+    "half_step.csv": (HEAD + "1.5,a,1\n", "invalid value '1.5'"),
+    "word.csv": (HEAD + "1,a,large\n", "invalid value 'large'"),
+    "no_step.csv": (HEAD + ",a,1\n", "a row has no step or no unit"),
+    "no_unit.csv": (HEAD + "1,,1\n", "a row has no step or no unit"),
+    "far.csv": (HEAD + "1000000000000000,a,1\n", "too large for this machine's memory"),
+    "no_rows.csv": (HEAD, "the file has no rows"),
+    "empty.csv": ("", "cannot be read as CSV or Parquet"),
+    "text.parquet": ("hello", "cannot be read as CSV or Parquet"),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_replay_of_a_bad_file(name, gnmr, tmp_path):
+    content, line = REPLAYS[name]
+    (tmp_path / name).write_text(content)
+    assert line in gnmr("replay", str(tmp_path / name), f"out={tmp_path / 'out.jsonl'}").mistake
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_replay_of_a_bad_table(gnmr, tmp_path):
+    file = tmp_path / "norms.parquet"
+    for columns, line in [
+        ({"step": [1.5], "unit": ["a"], "norm": [1.0]}, "step must hold whole numbers"),
+        ({"step": [1], "unit": [["a"]], "norm": [1.0]}, "unit names"),
+        ({"step": [1, None], "unit": ["a", "a"], "norm": [1.0, 1.0]}, "a row has no step"),
+        ({"step": [1], "unit": ["a"], "norm": ["large"]}, "norm numbers"),
+    ]:
+        pq.write_table(pa.table(columns), file)
+        assert line in gnmr("replay", str(file)).mistake
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere"], "nowhere: there is no such file or run folder"),
+        (["empty_folder"], "no recorded norms in this folder"),
+        (["norms.csv", "alpha=-1"], f"controller.alpha=-1.0: {POSITIVE}"),
+        (["norms.csv", "alpha=0"], f"controller.alpha=0.0: {POSITIVE}"),
+        (["norms.csv", "beta=much"], "could not be converted to Float"),
+        (["norms.csv", "delta=0"], f"controller.delta=0: {POSITIVE}"),
+        (["norms.csv", "max_o=1.5"], "could not be converted to Integer"),
+        (["norms.csv", "t_lock=-2"], f"controller.t_lock=-2: {POSITIVE}"),
+        (["norms.csv", "alfa=1"], "'alfa=1' is not understood; use alpha"),
+        (["norms.csv", "alpha"], "'alpha' is not understood"),
+        (["norms.csv", "alpha={"], "replay: "),
+        (["norms.csv", "out=nowhere/x"], "out=nowhere/x: must be a file in a folder that exists"),
+        (["norms.csv", "out=empty_folder"], "out=empty_folder: must be a file in a folder that exists"),
+    ],
+)
+def test_replay_with_bad_words(words, line, gnmr, place):
+    (place / "norms.csv").write_text(HEAD + "1,a,1\n")
+    before = listing(place)
+    assert line in gnmr("replay", *words).mistake
+    assert listing(place) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("ratios.parquet", "x"), ("config.yaml", "a: ["), ("config.yaml", "unknown: 1")],
+    ids=["ratios", "yaml", "key"],
+)
+def test_replay_of_a_damaged_run(name, content, train, gnmr, tmp_path):
+    run = train(tmp_path / "run", "training.steps=2")
+    (run / name).write_text(content)
+    assert f"{name}" in gnmr("replay", str(run)).mistake
+
+
+# ---- a full disk ----
+
+
+def readable(folder: Path, steps: int) -> None:
+    """What a run that ended after `steps` steps on a full disk must still say."""
+    assert [row["step"] for row in read_jsonl(folder / "steps.jsonl")] == list(range(1, steps + 1))
+    assert set(read_ratios(folder)["step"].to_pylist()) == set(range(1, steps + 1))
+    reason = (folder / "FAILED").read_text()
+    assert reason.startswith("disk full") and reason.count("\n") == 1
+    summary = read_json(folder / "summary.json")
+    assert (summary["status"], summary["steps"], summary["reason"]) == ("failed", steps, reason.strip())
+    assert not (folder / "DONE").exists()
+
+
+def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
+    """The third row goes to a device that is full."""
+    plain = JsonLines.write
+
+    def write(self: JsonLines, rows: list[dict]) -> None:
+        if self._name == "steps.jsonl" and rows[0]["step"] == 3:
+            self._file = Path("/dev/full").open("ab")
+        plain(self, rows)
+
+    words = [*tiny_words, "training.steps=6", f"run_dir={tmp_path / 'run'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "write", write)
+        ended = gnmr("train", *words)
+    assert ended.code == 1
+    assert ended.err == f"gnmr: run FAILED: disk full while writing steps.jsonl in {tmp_path / 'run'}\n"
+    readable(tmp_path / "run", 2)
+    assert gnmr("train", *words).code == 0
+    assert len(read_jsonl(tmp_path / "run" / "steps.jsonl")) == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A file system of the given size; a second call gives it another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(size: str) -> Path:
+        how = "remount," if os.path.ismount(folder) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{how}size={size}", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("mounting a file system is not permitted here")
+        return folder
+
+    yield resize
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(("size", "steps"), [("300k", 3), ("500k", 3), ("700k", 6), ("900k", 6)])
+def test_a_checkpoint_on_a_full_disk(size, steps, small_disk, train, tmp_path):
+    folder = small_disk(size) / "run"
+    words = ["training.steps=8"]
+    with pytest.raises(RunFailed, match=f"disk full while writing the checkpoint of step {steps} in "):
+        train(folder, *words)
+    readable(folder, steps)
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000003"] * (steps == 6)
+    small_disk("20m")
+    train(folder, *words)
+    rows, expected = (read_jsonl(train(f, *words) / "steps.jsonl") for f in (folder, tmp_path / "whole"))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+
+
+def test_a_disk_that_is_full_at_the_very_end(train, tmp_path, monkeypatch):
+    """Only the DONE marker finds no room: the run must not count as done."""
+    from gnmr.records import writer
+
+    plain = writer.replace_text
+
+    def replace_text(path: Path, text: str) -> None:
+        if path.name == "DONE":
+            with Path("/dev/full").open("w") as file:
+                file.write("x")
+        plain(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "replace_text", replace_text)
+        with pytest.raises(RunFailed, match="disk full while writing DONE"):
+            train(tmp_path / "run")
+    readable(tmp_path / "run", 8)
+    assert json.loads((tmp_path / "run" / "checkpoints/step-00000008/meta.json").read_text())["step"] == 8
+    assert (train(tmp_path / "run") / "DONE").exists()

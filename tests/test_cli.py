@@ -1,0 +1,224 @@
+"""Words in, exit code out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gnmr import __version__, config, launch
+from gnmr.cli import _COMMANDS
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+def process(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+
+
+def test_help_loads_nothing_heavy():
+    program = (
+        "import sys; from gnmr.cli import main; code = main(['--help']);"
+        "heavy = {'torch', 'numpy', 'hydra', 'omegaconf', 'pyarrow', 'wandb', 'rich'} & set(sys.modules);"
+        "sys.exit(f'{code} {heavy} {len(sys.modules)}')"
+    )
+    ended = process("-c", program)
+    code, heavy, modules = ended.stderr.split(maxsplit=1)[0], *ended.stderr.split(maxsplit=1)[1].rsplit(maxsplit=1)
+    assert (code, heavy) == ("0", "set()") and int(modules) < 250  # start-up is the interpreter's own
+    assert all(command in ended.stdout for command in _COMMANDS)
+
+
+def test_composing_loads_no_torch():
+    """What `--help`, `--cfg job` and a mistake cost."""
+    program = (
+        "import sys; from gnmr.cli import main;"
+        "code = main(['train', 'controller.alpha=-1', '--cfg', 'job']) or main(['train', 'unknown=1']);"
+        "sys.exit(f'{code} {\"torch\" in sys.modules}')"
+    )
+    ended = process("-c", program)
+    assert ended.stderr.splitlines()[-1] == "2 False", ended.stderr
+
+
+def test_python_m_gnmr_and_its_exit_codes():
+    assert process("-m", "gnmr", "--version").stdout == f"gnmr {__version__}\n"
+    ended = process("-m", "gnmr", "trian")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "gnmr: 'trian' is no command: use one of train, report, replay, bench (gnmr --help)\n"
+
+
+def test_help_in_all_its_forms(gnmr):
+    outcomes = [gnmr(word) for word in ("--help", "-h", "help")]
+    assert len({outcome.out for outcome in outcomes}) == 1 and outcomes[0].out.startswith("gnmr: ")
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0]
+    assert gnmr().code == 2 and gnmr().out == outcomes[0].out
+    assert gnmr("-V").out == f"gnmr {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", ["act_quant_stress", "gnmr train -m sweep=", "hydra/launcher=joblib", "scale: 1.3b, 130m, 350m, 60m"]),
+        ("report", ["usage: gnmr report", "RUN"]),
+        ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
+        ("bench", ["usage: gnmr bench", "controller"]),
+    ],
+)
+def test_each_command_explains_itself(command, words, gnmr):
+    outcome = gnmr(command, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert all(word in outcome.out for word in words), outcome.out
+
+
+# ---- Hydra behind `gnmr train` ----
+
+
+def composed(out: str) -> dict:
+    return yaml.safe_load(out)
+
+
+def test_cfg_job_prints_the_config_and_runs_nothing(gnmr, tiny_words, tmp_path):
+    outcome = gnmr("train", *tiny_words, "controller.alpha=2.5", "--cfg", "job", "--resolve")
+    assert (outcome.code, outcome.err) == (0, "")
+    tree = composed(outcome.out)
+    assert tree["controller"]["alpha"] == 2.5 and tree["training"]["steps"] == 2 and tree["scale_name"] == "cpu"
+    config.load(tree)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_part_of_the_config(gnmr):
+    outcome = gnmr("train", "scale=60m", "-c", "job", "-p", "training")
+    assert composed(outcome.out)["steps"] == 9918
+
+
+@pytest.mark.parametrize("what", ["defaults-tree", "searchpath", "plugins"])
+def test_info(what, gnmr):
+    outcome = gnmr("train", "--info", what)
+    assert outcome.code == 0
+    assert {"defaults-tree": "gnmr_schema", "searchpath": str(CONF), "plugins": "JoblibLauncher"}[what] in outcome.out
+
+
+def test_flags_may_stand_anywhere(gnmr, tiny_words):
+    words = [*tiny_words[:3], "--cfg", "job", *tiny_words[3:], "controller.max_o=3"]
+    assert composed(gnmr("train", *words).out)["controller"]["max_o"] == 3
+    assert launch.overrides_first(["a=1", "-m", "b=2", "--config-dir", "DIR", "~c", "--cfg", "job", "+d=4"]) == [
+        *["a=1", "b=2", "~c", "+d=4"],
+        *["-m", "--config-dir", "DIR", "--cfg", "job"],
+    ]
+
+
+def test_an_experiment_of_ones_own(gnmr, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - act_quant_stress\n  - _self_\n"
+        "experiment_name: mine\noptim: {lr: 0.25}\n"
+    )
+    for words in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        outcome = gnmr("train", *words, "experiment=mine", "--cfg", "job")
+        tree = composed(outcome.out)
+        assert (tree["experiment_name"], tree["optim"]["lr"]) == ("mine", 0.25), outcome.err
+
+
+def test_an_experiments_values_win_over_the_scales_and_the_command_line_over_both(gnmr, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntraining: {steps: 5, batch_size: 7}\n")
+    words = ["scale=60m", f"--config-dir={tmp_path}", "experiment=mine", "training.steps=6", "--cfg", "job"]
+    training = composed(gnmr("train", *words).out)["training"]
+    assert (training["steps"], training["batch_size"], training["accumulation"]) == (6, 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("gnmr train experiment=", {"experiment=act_quant_stress"}),
+        ("gnmr train scale=cpu paths=int4", {"paths=int4", "paths=int4_int8"}),
+        ("gnmr train controller.al", {"controller.alpha=", "controller.alpha_init="}),
+        ("gnmr ", set(_COMMANDS)),
+        ("gnmr tr", set(_COMMANDS)),  # the shell drops what does not fit
+        ("gnmr report ru", set()),
+    ],
+)
+def test_shell_completion(line, choices, gnmr, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    outcome = gnmr("-sc", "query=bash")
+    assert outcome.code == 0 and choices <= set(outcome.out.split())
+    assert choices or not outcome.out.split()
+
+
+def test_shell_completion_installs_itself_for_gnmr(gnmr):
+    for words in (["-sc", "install=bash"], ["train", "-sc", "install=bash"]):
+        assert gnmr(*words).out.rstrip().endswith("-F hydra_bash_completion gnmr")
+
+
+# ---- a run, from the words ----
+
+
+def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = gnmr("train", *tiny_words, "experiment=act_quant_stress")
+    assert (outcome.code, outcome.err) == (0, "")
+    (folder,) = tmp_path.glob("runs/*/*")
+    assert folder.parent.name == "act_quant_stress" and folder.name.startswith("int4_int8-gnmr-")
+    assert folder.name.endswith("-s0") and (folder / "DONE").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]  # Hydra leaves nothing beside it
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config.load(saved) == config.load({**saved}) and saved["scale_name"] == "cpu"
+    header = json.loads((folder / "header.json").read_text())
+    assert header["command"].startswith("gnmr train ") or "pytest" in header["command"]
+    again = gnmr("train", *tiny_words, "experiment=act_quant_stress")
+    assert again.out == f"{folder} is done: skipped\n"
+
+
+def test_one_run_of_a_sweep_says_what_is_missing(gnmr, tiny_words, tmp_path):
+    outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress", f"run_dir={tmp_path / 'run'}")
+    assert outcome.code == 0
+    assert outcome.out.startswith("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...\n")
+
+
+def test_a_live_view_for_a_terminal_plain_lines_for_a_pipe(gnmr, tiny_words, tmp_path):
+    outcome = gnmr("train", *tiny_words, "records.live=auto", f"run_dir={tmp_path / 'run'}")
+    assert "step 2/2  loss" in outcome.out and "\x1b" not in outcome.out
+    assert f"next: gnmr report {tmp_path / 'run'}" in outcome.out.replace("\n", "")
+
+
+def test_a_defect_keeps_its_traceback(gnmr, tiny_words, monkeypatch):
+    """Only mistakes and failed runs are one line; an error that we did not foresee is not dressed up as one."""
+    from gnmr.training import run
+
+    for error in (ZeroDivisionError("ours"), ValueError("ours")):
+
+        def broken(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(run, "assemble", broken)
+        with pytest.raises(type(error), match="ours"):
+            gnmr("train", *tiny_words)
+
+
+def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
+    from gnmr.training import run
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "assemble", interrupted)
+    outcome = gnmr("train", *tiny_words)
+    assert (outcome.code, outcome.err) == (130, "gnmr: interrupted\n")
+
+
+def test_compose_gives_what_the_command_gives(gnmr, tiny_words):
+    words = [*tiny_words, "paths=e2m1_e4m3", "scale=130m", "debug=smoke"]
+    assert launch.compose(words) == config.load(composed(gnmr("train", *words, "--cfg", "job", "--resolve").out))
+
+
+def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):
+    """In a wheel conf/ lies in the package, in a checkout beside it."""
+    assert launch.conf_dir() == CONF
+    package = tmp_path / "site-packages" / "gnmr"
+    (package / "conf").mkdir(parents=True)
+    (package / "conf" / "config.yaml").touch()
+    monkeypatch.setattr(launch, "__file__", str(package / "launch.py"))
+    assert launch.conf_dir() == package / "conf"

@@ -1,0 +1,187 @@
+"""`gnmr replay`: the sets that a run chose, from its records alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+VARIANTS = {
+    "plain": [],
+    "lock": ["controller.t_lock=3", "controller.max_o=3"],
+    "warm_up": ["controller.warmup_frac=0.3"],
+    "two_stages": ["controller.alpha_init=1.4", "controller.beta_init=1.3", "controller.init_frac=0.5"],
+    "one_signal": ["controller.alpha=null", "controller.delta=2"],
+    "nonfinite": ["training.seed=5"],
+}
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, unit: str, steps: set[int]) -> None:
+    from gnmr.training import run as module
+
+    plain, count = module.assemble, iter(range(1, 1000))
+
+    def assemble(*args):
+        parts = plain(*args)
+        weight = parts.model.get_submodule(unit).weight
+        weight.register_hook(lambda gradient: gradient * (math.nan if next(count) in steps else 1.0))
+        return parts
+
+    monkeypatch.setattr(module, "assemble", assemble)
+
+
+def decisions(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def told(outcome) -> dict[str, str]:
+    """The printed summary."""
+    return dict(line.rsplit(maxsplit=1) for line in outcome.out.splitlines())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
+    if variant == "nonfinite":
+        poison(monkeypatch, unit="layers.0.mlp.up_proj", steps={3, 7})
+    recorded = train(tmp_path / "run", "training.steps=12", *VARIANTS[variant])
+    out = tmp_path / "out.jsonl"
+    outcome = gnmr("replay", str(recorded), f"out={out}")
+    assert outcome.code == 0 and outcome.err == ""
+    lines = decisions(out)
+    rows = read_jsonl(recorded / "steps.jsonl")
+    assert [line["step"] for line in lines] == [row["step"] for row in rows] == list(range(1, 13))
+    assert [len(line["candidates"]) for line in lines] == [row["num_candidates"] for row in rows]
+
+    in_force: list[set[str]] = [set() for _ in range(13)]
+    risk: dict[tuple[int, str], float] = {}
+    for row in read_ratios(recorded).to_pylist():
+        risk[row["step"], row["unit"]] = row["risk"]
+        if row["active"]:
+            in_force[row["step"] - 1].add(row["unit"])
+    last = set(in_force[11])
+    for event in read_jsonl(recorded / "events.jsonl"):
+        if event["step"] == 12:
+            (last.add if event["event"] == "promote" else last.remove)(event["unit"])
+    in_force[12] = last
+    assert [set(line["active"]) for line in lines] == in_force[1:]
+    assert any(0 < len(units) < 7 for units in in_force)
+    for line in lines[3 if variant == "warm_up" else 0 :]:
+        risks = [risk[line["step"], unit] for unit in line["candidates"]]
+        assert risks == sorted(risks, reverse=True)
+        assert line["active"] == line["candidates"][: len(line["active"])]
+
+    summary = read_json(recorded / "summary.json")
+    for name in ("promotion_frac", "hit_max_o_frac", "gnmr_over_frac", "delta_gnmr_over_frac"):
+        assert float(told(outcome)[name]) == pytest.approx(summary[name], abs=1e-6)
+
+
+def test_a_file_of_the_same_norms_gives_the_same_sets(train, gnmr, tmp_path):
+    run = train(tmp_path / "run", "training.steps=12")
+    keys = ["alpha=1.05", "beta=1.02", "max_o=2"]
+    table = read_ratios(run).select(["step", "unit", "norm"])
+    pq.write_table(table, tmp_path / "norms.parquet")
+    names = table.set_column(1, "unit", table["unit"].cast(pa.string()))
+    pyarrow.csv.write_csv(names, tmp_path / "norms.csv")
+    outs = []
+    for source, words in ((run, []), (tmp_path / "norms.parquet", keys), (tmp_path / "norms.csv", keys)):
+        outs.append(tmp_path / f"{len(outs)}.jsonl")
+        assert gnmr("replay", str(source), *words, f"out={outs[-1]}").code == 0
+    assert decisions(outs[0]) == decisions(outs[1]) == decisions(outs[2])
+    assert any(line["active"] for line in decisions(outs[0]))
+
+
+@pytest.fixture
+def replayed(gnmr, tmp_path) -> Callable[..., list[dict]]:
+    def replay(rows: str, *words: str) -> list[dict]:
+        file, out = tmp_path / "norms.csv", tmp_path / "out.jsonl"
+        file.write_text("step,unit,norm\n" + rows)
+        outcome = gnmr("replay", str(file), *words, f"out={out}")
+        assert outcome.code == 0, outcome.err
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["norms.csv", "out.jsonl"]
+        return decisions(out)
+
+    return replay
+
+
+def rows(**norms: list[float | str | None]) -> str:
+    """CSV rows of units with one norm a step; None: no row."""
+    return "".join(
+        f"{t},{unit},{norm}\n"
+        for unit, values in norms.items()
+        for t, norm in enumerate(values, start=1)
+        if norm is not None
+    )
+
+
+def test_by_hand(replayed):
+    """GNMR of a: 1, 1, 4, 1/2, 4/7, 5/8; alpha = 2 is exceeded in step 3, the lock holds for two steps more."""
+    lines = replayed(
+        rows(a=[1, 1, 4, 1, 1, 1], b=[1, 1, 1, 1, 1, 1]), "alpha=2", "beta=null", "max_o=1", "t_lock=2"
+    )
+    assert lines == [
+        {"step": t, "candidates": units, "active": units}
+        for t, units in enumerate([[], [], ["a"], ["a"], ["a"], []], start=1)
+    ]
+
+
+def test_the_cap_and_the_order(replayed):
+    lines = replayed(rows(a=[1, 3], b=[1, 5], c=[1, 4], d=[1, 1]), "alpha=2", "beta=null", "max_o=2")
+    assert lines[1] == {"step": 2, "candidates": ["b", "c", "a"], "active": ["b", "c"]}
+
+
+def test_ties_go_by_the_first_row(replayed):
+    lines = replayed(rows(z=[1, 3], a=[1, 3], m=[1, 3]), "alpha=2", "beta=null", "max_o=2")
+    assert lines[1] == {"step": 2, "candidates": ["z", "a", "m"], "active": ["z", "a"]}
+
+
+def test_norms_that_are_not_finite_or_not_there(replayed):
+    lines = replayed(
+        rows(a=[1, "nan", 1, 1], b=[1, 9, None, 1], c=[1, 1, "inf", None]), "alpha=2", "beta=null", "max_o=2", "t_lock=1"
+    )
+    assert [line["candidates"] for line in lines] == [[], ["a", "b"], ["c", "a", "b"], ["c"]]
+    assert [line["active"] for line in lines] == [[], ["a", "b"], ["c", "a"], ["c"]]
+
+
+def test_shares_of_the_steps_are_those_of_the_file(replayed):
+    """Half of the ten steps warm up: all units; then the threshold."""
+    norms = rows(a=[1] * 9 + [5], b=[1] * 10)
+    lines = replayed(norms, "warmup_frac=0.5", "alpha=2", "beta=null")
+    assert [line["active"] for line in lines] == [["a", "b"]] * 4 + [[]] * 5 + [["a"]]
+    lines = replayed(norms, "alpha_init=9", "init_frac=1.0", "alpha=2", "beta=null")
+    assert not any(line["active"] for line in lines)
+
+
+def test_steps_without_any_row(replayed):
+    lines = replayed("1,a,1\n4,a,3\n", "alpha=2", "beta=null")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[3]["active"] == ["a"]
+
+
+def test_without_out_nothing_is_written(gnmr, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("norms.csv").write_text("step,unit,norm\n1,a,1\n2,a,9\n")
+    outcome = gnmr("replay", "norms.csv", "max_o=1")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert told(outcome)["steps"] == "2" and told(outcome)["gnmr_over_frac"] == "0.500000"
+    assert [p.name for p in tmp_path.iterdir()] == ["norms.csv"]
+
+
+def test_a_run_that_recorded_only_some_steps_says_so(train, gnmr, tmp_path):
+    run = train(tmp_path / "run", "records.ratios_every=2")
+    outcome = gnmr("replay", str(run))
+    assert outcome.code == 0
+    assert outcome.err.count("\n") == 1 and "one step in 2" in outcome.err and "not the run's" in outcome.err
+
+
+def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
+    run = train(tmp_path / "run", "paths.recovery=null")
+    outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")
+    assert outcome.code == 0 and any(line["active"] for line in decisions(tmp_path / "out.jsonl"))
+    assert {row["num_active"] for row in read_jsonl(run / "steps.jsonl")} == {0}

@@ -1,0 +1,148 @@
+"""Sweeps: done cells are skipped, failed ones run again, an edited YAML changes no later cell."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gnmr import launch
+from gnmr.records.reader import read_json
+from gnmr.training import run as run_module
+
+SEEDS = "training.seed=0,1"
+
+
+def cells(tmp_path: Path) -> dict[int, Path]:
+    """Run folders by seed."""
+    found = {int(p.name.rsplit("-s", 1)[1]): p for p in tmp_path.glob("runs/*/*-s*")}
+    return dict(sorted(found.items()))
+
+
+def done(tmp_path: Path) -> list[int]:
+    return [seed for seed, folder in cells(tmp_path).items() if (folder / "DONE").exists()]
+
+
+def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*tiny_words[:2], "-m", *tiny_words[2:], SEEDS]
+    assert gnmr("train", *words).code == 0
+    assert done(tmp_path) == [0, 1]
+    before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
+    again = gnmr("train", *words)
+    assert again.code == 0
+    assert [line for line in again.out.splitlines() if line.endswith("skipped")] == [
+        f"{folder} is done: skipped" for folder in cells(tmp_path).values()
+    ]
+    assert before == {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    assert not list(Path("/tmp").glob("gnmr-sweep-*/conf")) or True
+
+
+def test_the_sweep_of_the_paper_makes_its_arms(gnmr, tiny_words, tmp_path):
+    words = [*tiny_words, "training.seed=3", "-m", "sweep=act_quant_stress"]
+    assert gnmr("train", *words).code == 0
+    assert {p.name.rsplit("-", 2)[0] for p in cells_of(tmp_path)} == {"int4", "int4_int8-gnmr", "int8", "bf16"}
+    assert all((p / "DONE").exists() and p.parent.name == "act_quant_stress" for p in cells_of(tmp_path))
+
+
+def cells_of(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.glob("runs/*/*-s*"))
+
+
+def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words, tmp_path, monkeypatch):
+    plain = run_module.assemble
+
+    def assemble(config, *args):
+        parts = plain(config, *args)
+        if config.training.seed == 0:
+            parts.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+        return parts
+
+    words = [*tiny_words, SEEDS, "training.max_nonfinite_streak=1", "-m"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "assemble", assemble)
+        ended = gnmr("train", *words)
+    assert ended.code == 1
+    assert ended.err.startswith("gnmr: run FAILED: 1 steps in a row") and ended.err.count("\n") == 1
+    assert "#0 failed: 1 steps in a row" in ended.out
+    assert done(tmp_path) == [1] and (cells(tmp_path)[0] / "FAILED").exists()
+
+    again = gnmr("train", *words)
+    assert again.code == 0 and again.out.count("is done: skipped") == 1
+    assert done(tmp_path) == [0, 1] and not (cells(tmp_path)[0] / "FAILED").exists()
+
+
+def test_a_mistake_in_one_cell_leaves_the_others(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, "controller.alpha=-1,1.5", "-m")
+    assert ended.mistake == "controller.alpha=-1.0: must be a positive number or null"
+    assert len(cells_of(tmp_path)) == 1 and done(tmp_path) == [0]
+
+
+def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
+    assert "Key 'unknown' not in 'Config'" in gnmr("train", *tiny_words, SEEDS, "unknown=1", "-m").mistake
+    assert "nowhere: there is no such folder" in gnmr("train", *tiny_words, "-m", "--config-dir=nowhere").mistake
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def edit_after_the_first_cell(monkeypatch):
+    """Has a function called when the first cell of a sweep has ended."""
+
+    def install(edit) -> None:
+        plain, ended = run_module.run, []
+
+        def run(*args):
+            folder = plain(*args)
+            if not ended:
+                edit()
+            ended.append(folder)
+            return folder
+
+        monkeypatch.setattr(run_module, "run", run)
+
+    return install
+
+
+@pytest.mark.parametrize("flag", [["--config-dir", "{}"], ["--config-dir={}"], ["-cd", "{}"]])
+def test_editing_an_own_experiment_changes_no_later_cell(flag, gnmr, tiny_words, tmp_path, edit_after_the_first_cell):
+    file = tmp_path / "mine" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\noptim: {lr: 0.5}\n")
+    edit_after_the_first_cell(lambda: file.write_text("# @package _global_\noptim: {lr: 0.25}\n"))
+    words = [word.format(tmp_path / "mine") for word in flag]
+    assert gnmr("train", *tiny_words, "-m", *words, "experiment=mine", SEEDS).code == 0
+    assert [yaml.safe_load((p / "config.yaml").read_text())["optim"]["lr"] for p in cells(tmp_path).values()] == [0.5] * 2
+    assert "0.25" in file.read_text()
+
+
+def test_editing_conf_changes_no_later_cell(gnmr, tiny_words, tmp_path, monkeypatch, edit_after_the_first_cell):
+    conf = shutil.copytree(launch.conf_dir(), tmp_path / "conf")
+    monkeypatch.setattr(launch, "conf_dir", lambda: conf)
+    edit_after_the_first_cell(lambda: shutil.rmtree(conf))
+    assert gnmr("train", *tiny_words, "-m", SEEDS).code == 0
+    assert done(tmp_path) == [0, 1] and not conf.exists()
+
+
+def test_joblib(gnmr, tiny_words, tmp_path, capfd):
+    """Cells in processes of their own, side by side; skipping and exit codes as with the basic launcher."""
+    from joblib.externals.loky import get_reusable_executor
+
+    words = [*tiny_words, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "records.live=auto"]
+    try:
+        first = gnmr("train", *words, SEEDS)
+        assert (first.code, done(tmp_path)) == (0, [0, 1]), first.err
+        (cells(tmp_path)[1] / "DONE").unlink()
+        # One cell that is done, one that is not, one whose config makes no sense.
+        second = gnmr("train", *words, "training.seed=0,1,-1")
+        assert second.code == 2 and second.err.endswith("gnmr: training.seed=-1: must be 0 or more\n")
+        assert done(tmp_path) == [0, 1] and len(cells(tmp_path)) == 2
+    finally:
+        get_reusable_executor().shutdown(wait=True)
+    said = capfd.readouterr().out
+    assert f"{cells(tmp_path)[0]} is done: skipped" in said and "step 2/2  loss" in said
+    losses = [read_json(folder / "summary.json")["final_val_loss"] for folder in cells(tmp_path).values()]
+    assert losses[0] != losses[1]

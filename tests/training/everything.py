@@ -1,0 +1,83 @@
+"""All that a run leaves which must not depend on how often it was stopped, and processes that die on cue."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint as it was saved: model, optimizer, controller, plan and generators."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    file = folder.with_suffix(".pt")
+    dcp_to_torch_save(newest, file)
+    return torch.load(file, weights_only=False)
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """Every record of a run but its times, and its last state."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    summary = read_json(folder / "summary.json")
+    return {
+        "files": sorted(p.name for p in folder.iterdir()),
+        "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
+        "steps": [without(row, "step_time_s") for row in read_jsonl(folder / "steps.jsonl")],
+        "eval": read_jsonl(folder / "eval.jsonl"),
+        "events": read_jsonl(folder / "events.jsonl"),
+        "ratios": read_ratios(folder).to_pylist(),
+        "summary": summary and without(summary, "wall_time_s"),
+        "host": json.loads((newest / "meta.json").read_text())["host"],
+        "state": weights(folder),
+    }
+
+
+def without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != key}
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Places where two trees differ in any bit; NaN equals NaN."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted(a.keys() | b.keys(), key=str)
+        return [line for key in keys for line in differences(a.get(key), b.get(key), f"{where}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        return [line for i, (x, y) in enumerate(zip(a, b, strict=True)) for line in differences(x, y, f"{where}[{i}]")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if same_bits(a, b) else [where]
+    return [] if a == b or (a != a and b != b) else [f"{where}: {a!r} != {b!r}"]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, type and shape included."""
+    raw_a, raw_b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_a, raw_b)
+
+
+def in_child(task: Callable[[], object]) -> int:
+    """Exit status of `task` in a child process: its exit code, or minus the signal that killed it.
+
+    Forked, so that a test can put a hook into the child alone and need not wait for the imports again.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            task()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,0 +1,169 @@
+"""Checkpoints: which are kept, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from everything import differences, everything, same_bits, weights
+
+from gnmr.errors import RunFailed, UserError
+from gnmr.training.checkpoint import Checkpointer
+
+
+@pytest.fixture
+def half_way(train, tiny, tmp_path_factory):
+    """A copy of a run that failed after step 6 of 8: checkpoints of steps 3 and 6."""
+    from gnmr.training.step import TrainStep
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = TrainStep.__call__
+
+        def call(self, *args):
+            if self.controller.t == 6:
+                raise ZeroDivisionError
+            return plain(self, *args)
+
+        patch.setattr(TrainStep, "__call__", call)
+        folder = tmp_path_factory.mktemp("half_way") / "run"
+        with pytest.raises(ZeroDivisionError):
+            train(folder)
+    assert (folder / "FAILED").read_text() == "a defect; see the traceback\n"
+    return folder
+
+
+@pytest.fixture
+def checkpointer(assembled, tmp_path):
+    def make(parts=None, owner: str = "a-s0", keep: int = 2) -> Checkpointer:
+        parts = parts or assembled()
+        return Checkpointer(
+            tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.controller, parts.plan
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(keep, checkpointer):
+    saver = checkpointer(keep=keep)
+    assert saver.newest() is None
+    for step in (1, 2, 10, 11):
+        saver.save(step, {})
+    assert saver.steps() == [1, 2, 10, 11][-keep:] and saver.newest() == 11
+    assert len(list(saver.folder.iterdir())) == min(keep, 4)
+
+
+def test_what_a_killed_run_left_is_swept(checkpointer):
+    saver = checkpointer()
+    saver.save(1, {"counters": 1})
+    left = saver.folder / ".writing-step-00000002"
+    shutil.copytree(saver.folder / "step-00000001", left)
+    assert saver.newest() == 1 and not left.exists()
+    assert saver.load(1) == {"counters": 1}
+
+
+def test_everything_comes_back(assembled, checkpointer, step_of, blocks_of):
+    words = ["paths.rounding=stochastic", "controller.t_lock=3"]
+    parts, other = assembled(*words), assembled(*words, "training.seed=1")
+    step, blocks = step_of(parts), blocks_of(parts, 12).split(2)
+    for block in blocks[:4]:
+        step([block], 1e-2)
+    rng = torch.get_rng_state()
+    checkpointer(parts).save(4, {"some": "numbers"})
+    torch.manual_seed(123)
+    assert checkpointer(other).load(4) == {"some": "numbers"}
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert other.controller.t == 4 and other.controller.active == parts.controller.active
+    assert parts.controller.active
+    assert [op.recovering for op in other.plan.operators] == [op.recovering for op in parts.plan.operators]
+    follow = step_of(other)
+    for block in blocks[4:]:
+        a, b = step([block], 1e-2), follow([block], 1e-2)
+        assert a.loss == b.loss and (a.decision.norm == b.decision.norm).all()
+        assert (a.decision.active == b.decision.active).all() and (a.decision.lock == b.decision.lock).all()
+    assert all(same_bits(p, q) for p, q in zip(parts.model.parameters(), other.model.parameters(), strict=True))
+
+
+DAMAGE = {
+    "a_byte_changed": lambda folder: flip(folder / "__0_0.distcp"),
+    "cut_short": lambda folder: (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-100]),
+    "file_gone": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "metadata_gone": lambda folder: (folder / ".metadata").unlink(),
+    "no_meta": lambda folder: (folder / "meta.json").unlink(),
+    "empty_meta": lambda folder: (folder / "meta.json").write_text(""),
+    "other_meta": lambda folder: (folder / "meta.json").write_text("[]"),
+    "empty_folder": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, assembled, checkpointer):
+    parts = assembled()
+    saver = checkpointer(parts)
+    saver.save(3, {})
+    damage(saver.folder / "step-00000003")
+    other = assembled("training.seed=1")
+    before = [p.detach().clone() for p in other.model.parameters()]
+    with pytest.raises(UserError, match=r"checkpoint .*step-00000003 is corrupt .*: delete that folder") as caught:
+        checkpointer(other).load(3)
+    assert "\n" not in str(caught.value)
+    assert all(same_bits(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
+
+
+def test_a_foreign_checkpoint_is_refused(assembled, checkpointer):
+    checkpointer(owner="a-s0").save(3, {})
+    with pytest.raises(UserError, match=r"belongs to another run \(a-s0, this one is b-s0\)"):
+        checkpointer(owner="b-s0").load(3)
+    with pytest.raises(UserError, match="belongs to another run"):
+        checkpointer(assembled("model.num_layers=2")).load(3)
+
+
+def test_the_command_says_so_in_one_line_and_its_remedy_works(half_way, train, tmp_path):
+    want = everything(train(tmp_path / "whole"))
+    flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    before = {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
+    with pytest.raises(UserError, match="step-00000006 is corrupt"):
+        train(half_way)
+    assert before == {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
+    shutil.rmtree(half_way / "checkpoints" / "step-00000006")
+    said: list[str] = []
+    train(half_way, say=said.append)
+    assert f"continuing after step 3 of {half_way}" in said
+    assert differences(want, everything(half_way)) == []
+
+
+def test_without_any_checkpoint_it_begins_again(half_way, train, tmp_path):
+    want = everything(train(tmp_path / "whole"))
+    shutil.rmtree(half_way / "checkpoints")
+    train(half_way)
+    assert differences(want, everything(half_way)) == []
+
+
+def test_meta_names_every_file_and_the_run(half_way, tiny):
+    from gnmr.config import config_hash
+
+    folder = half_way / "checkpoints" / "step-00000006"
+    meta = json.loads((folder / "meta.json").read_text())
+    assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json"}
+    assert (meta["step"], meta["owner"]) == (6, f"{config_hash(tiny())}-s0")
+    assert meta["host"] == {
+        "counters": {"step": 6, "tokens": 192, "nonfinite_total": 0, "nonfinite_streak": 0},
+        "blocks": {"epoch": 0, "position": 12},
+    }
+    assert set(weights(half_way)) >= {"model", "optimizer", "controller", "rng"}
+
+
+def test_a_folder_that_cannot_be_written(checkpointer):
+    saver = checkpointer()
+    saver.folder.write_text("a file")
+    with pytest.raises(RunFailed, match="while writing the checkpoint of step 3"):
+        saver.save(3, {})

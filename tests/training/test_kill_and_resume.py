@@ -1,0 +1,252 @@
+"""Runs that are killed for real (SIGKILL) and started again with the same command.
+
+What they leave must equal, to the last bit, what a run leaves that was never killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everything import differences, everything, in_child
+
+from gnmr.records.files import JsonLines
+from gnmr.training.step import TrainStep
+
+RICH = [
+    "paths.rounding=stochastic",
+    "training.accumulation=2",
+    "training.keep_checkpoints=1",
+    "optim.clip_norm=0.5",
+    "controller.alpha_init=1.2",
+    "controller.beta_init=1.1",
+    "controller.init_frac=0.75",
+    "controller.warmup_frac=0.25",
+]
+GPT = ["model.name=gpt", "model.num_layers=2", "training.dtype=float32", "paths.site=forward", "controller.t_lock=3"]
+Hook = Callable[[], None]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_step(number: int) -> Hook:
+    """Dies before the forward pass of this step; the rows of the step before have been written."""
+
+    def install() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == number - 1:
+                die()
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+
+    return install
+
+
+def in_row(number: int) -> Hook:
+    """Dies with half of this step's row in the file."""
+
+    def install() -> None:
+        plain = JsonLines.write
+
+        def write(self: JsonLines, rows: list[dict[str, Any]]) -> None:
+            if self._name == "steps.jsonl" and rows[0]["step"] == number:
+                self._file.write(b'{"step": 5, "tok')
+                self._file.flush()
+                die()
+            plain(self, rows)
+
+        JsonLines.write = write  # type: ignore[method-assign]
+
+    return install
+
+
+def at_file(event: str, name: str) -> Hook:
+    """Dies before the first operation of this kind (an audit event of Python) on a file of this name."""
+
+    def install() -> None:
+        def hook(seen: str, args: tuple[Any, ...]) -> None:
+            if seen == event and any(name in str(arg) for arg in args[:2]):
+                die()
+
+        sys.addaudithook(hook)
+
+    return install
+
+
+KILLS: dict[str, tuple[Hook, list[str]]] = {
+    "before_the_config": (at_file("open", "config.yaml.tmp"), []),
+    "before_the_first_checkpoint": (in_step(3), []),
+    "between_checkpoints": (in_step(5), []),
+    "within_a_row": (in_row(5), []),
+    "within_the_first_checkpoint": (at_file("open", ".writing-step-00000003/.metadata"), []),
+    "within_a_checkpoint": (at_file("open", ".writing-step-00000006/.metadata"), []),
+    "before_a_checkpoint_has_its_name": (at_file("os.rename", ".writing-step-00000006"), []),
+    "before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), []),
+    "before_done": (at_file("os.rename", "DONE"), []),
+    "rich_before_the_first_checkpoint": (in_step(2), RICH),
+    "rich_between_checkpoints": (in_step(6), RICH),
+    "rich_before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), RICH),
+    "gpt_between_checkpoints": (in_step(5), GPT),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
+    """Everything that a run leaves which was never stopped; trained once for each set of words."""
+    seen: dict[tuple[str, ...], dict] = {}
+
+    def get(*words: str) -> dict:
+        if words not in seen:
+            seen[words] = everything(train(tmp_path_factory.mktemp("uninterrupted") / "run", *words))
+            assert seen[words]["events"], "a run without promotions shows little"
+        return seen[words]
+
+    return get
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterrupted):
+    hook, words = KILLS[name]
+    want = uninterrupted(*words)
+    folder = tmp_path / "run"
+
+    def doomed() -> None:
+        hook()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    assert not (folder / "DONE").exists()
+    train(folder, *words)
+    assert differences(want, everything(folder)) == []
+
+
+def test_killed_twice(train, tmp_path, uninterrupted):
+    """The second time before the continued run has saved anything of its own."""
+    folder, said = tmp_path / "run", []
+
+    def doomed(step: int) -> None:
+        in_step(step)()
+        train(folder, *RICH)
+
+    assert in_child(lambda: doomed(8)) == -signal.SIGKILL
+    assert in_child(lambda: doomed(8)) == -signal.SIGKILL
+    train(folder, *RICH, say=said.append)
+    assert f"continuing after step 6 of {folder}" in said
+    assert differences(uninterrupted(*RICH), everything(folder)) == []
+
+
+def test_killed_in_the_second_epoch(train, tmp_path, text_file):
+    """A corpus so short that the run goes through it more than once."""
+    short = tmp_path / "short.txt"
+    short.write_text("\n".join(text_file.read_text().splitlines()[:8]))
+    words = [f"data.path={short}", "training.seq_len=8", "training.batch_size=6"]
+    whole, folder = train(tmp_path / "whole", *words), tmp_path / "run"
+    assert (whole / "order" / "epoch-1.npy").exists()
+
+    def doomed() -> None:
+        in_step(8)()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    train(folder, *words)
+    assert differences(everything(whole), everything(folder)) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted):
+    folder, note = tmp_path / "run", tmp_path / "said"
+
+    def stopped() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == 3:
+                os.kill(os.getpid(), number)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        with note.open("a") as file:
+            train(folder, say=lambda line: print(line, file=file, flush=True))
+
+    assert in_child(stopped) == code
+    name = signal.Signals(number).name
+    line = f"stopped after step 4 by {name}, checkpoint saved; the same command continues it"
+    assert note.read_text().splitlines()[-1] == line
+    assert (folder / "checkpoints" / "step-00000004").is_dir()
+    assert not (folder / "DONE").exists() and not (folder / "FAILED").exists()
+    train(folder)
+    got, want = everything(folder), uninterrupted()
+    # The checkpoint of step 4 stands where that of step 3 would.
+    assert differences({**want, "checkpoints": None}, {**got, "checkpoints": None}) == []
+
+
+def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
+    def stopped() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == 3:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.001)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        try:
+            train(tmp_path / "run")
+        except KeyboardInterrupt:
+            raise SystemExit(99) from None
+
+    assert in_child(stopped) == 99
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000003"]
+    assert "second Ctrl-C" in (tmp_path / "run" / "summary.json").read_text()
+
+
+def launch(folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gnmr", "train", *words, f"run_dir={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_command_killed_while_it_writes_a_checkpoint(gnmr, tiny_words, tmp_path):
+    """No hook: whatever the process is doing when a half-written checkpoint is seen."""
+    words = [*tiny_words, "training.steps=12", "training.checkpoint_every=1"]
+    process = launch(tmp_path / "run", words)
+    wait_for(lambda: any(tmp_path.glob("run/checkpoints/.writing-step-0000000[2-9]")), process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert gnmr("train", *words, f"run_dir={tmp_path / 'run'}").code == 0
+    assert gnmr("train", *words, f"run_dir={tmp_path / 'whole'}").code == 0
+    assert differences(everything(tmp_path / "whole"), everything(tmp_path / "run")) == []
+
+
+def test_the_command_stopped_by_sigterm(tiny_words, tmp_path):
+    folder = tmp_path / "run"
+    process = launch(folder, [*tiny_words, "training.steps=1000000"])
+    wait_for(lambda: (folder / "steps.jsonl").exists() and (folder / "steps.jsonl").stat().st_size > 0, process)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, "")
+    saved = int(max((folder / "checkpoints").iterdir()).name.removeprefix("step-"))
+    assert out.splitlines()[-1].startswith(f"stopped after step {saved} by SIGTERM, checkpoint saved")
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == saved

@@ -1,0 +1,196 @@
+"""A run from config to DONE: its folder, and what it refuses before it touches one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from everything import in_child
+
+from gnmr.config import config_hash
+from gnmr.errors import UserError
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.training.run import run, run_folder
+
+
+@pytest.fixture(scope="module")
+def done(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("done") / "run")
+
+
+@pytest.fixture
+def copied(done, tmp_path):
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def test_the_folder_is_named_by_experiment_arm_hash_and_seed(tiny, tmp_path):
+    config, other = (tiny(f"runs_dir={tmp_path}", f"training.seed={seed}") for seed in (0, 7))
+    folder = run_folder(config)
+    assert folder == tmp_path / "tiny" / f"int4_int8-gnmr-{config_hash(config)}-s0"
+    assert run_folder(other).name == folder.name[:-1] + "7"
+    assert run_folder(tiny(f"runs_dir={tmp_path}", "optim.lr=0.5")).name != folder.name
+    assert run_folder(tiny(f"runs_dir={tmp_path}", "training.checkpoint_every=1")) == folder
+    static = run_folder(tiny("paths.name=int2", "paths.low=int2", "paths.recovery=null"))
+    assert static.name.startswith("int2-") and "gnmr" not in static.name
+
+
+def test_what_a_done_run_holds(done, tiny):
+    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order ratios.parquet steps.jsonl"
+    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", ".lock"}
+    header = read_json(done / "header.json")
+    assert header["torch"] == torch.__version__ and header["machine"]["threads"] == 1
+    assert header["units"] == [f"layers.0.self_attn.{p}_proj" for p in "qkvo"] + [
+        f"layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")
+    ]
+    evals = read_jsonl(done / "eval.jsonl")
+    assert [row["step"] for row in evals] == [4, 8]
+    assert all(row["val_ppl"] == pytest.approx(math.exp(row["val_loss"])) for row in evals)
+    summary, rows = read_json(done / "summary.json"), read_jsonl(done / "steps.jsonl")
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("done", 8, 256)
+    assert summary["final_val_loss"] == evals[-1]["val_loss"]
+    assert summary["promotion_frac"] == sum(row["num_active"] for row in rows) / (8 * 7)
+    assert read_ratios(done).num_rows == 8 * 7
+
+
+def test_a_done_run_is_left_alone(copied, train):
+    before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+    said: list[str] = []
+    train(copied, say=said.append)
+    assert said == [f"{copied} is done: skipped"]
+    assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+
+
+def test_where_records_are_watched_does_not_make_another_run(copied, train):
+    said: list[str] = []
+    train(copied, "training.checkpoint_every=1", "records.plain_every=3", "training.keep_checkpoints=5", say=said.append)
+    assert said == [f"{copied} is done: skipped"]
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("optim.lr=0.5", "optim.lr is 0.001 there and 0.5 here"),
+        ("training.seed=1", "training.seed is 0 there and 1 here"),
+        ("paths.low=int2", "paths.low is int4 there and int2 here"),
+        ("training.resume=never", "holds this run already and training.resume=never"),
+    ],
+)
+def test_a_folder_of_another_config_is_refused(word, line, copied, train):
+    before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+    with pytest.raises(UserError, match=line):
+        train(copied, word)
+    assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+
+
+def test_a_folder_of_something_else_is_refused(train, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").write_text("miaow")
+    with pytest.raises(UserError, match="holds something that is no run"):
+        train(folder)
+    assert [p.name for p in folder.iterdir()] == ["cat.jpg"]
+    with pytest.raises(UserError, match="holds something that is no run"):
+        train(folder / "cat.jpg")
+    with pytest.raises(UserError, match="cannot be written"):
+        train(folder / "cat.jpg" / "run")
+
+
+@pytest.mark.parametrize("content", ["a: [", "training: {stps: 3}", "- 1", ""])
+def test_a_config_that_cannot_be_read_is_told_in_one_line(content, copied, train):
+    (copied / "config.yaml").write_text(content)
+    (copied / "DONE").unlink()
+    with pytest.raises(UserError) as caught:
+        train(copied)
+    assert "\n" not in str(caught.value) and "choose another run_dir" in str(caught.value)
+
+
+def test_a_damaged_order_is_told_and_the_run_marked(copied, train):
+    (copied / "DONE").unlink()
+    for folder in (copied / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    (copied / "order" / "epoch-0.npy").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"epoch-0\.npy: damaged"):
+        train(copied)
+    assert "epoch-0.npy: damaged" in (copied / "FAILED").read_text()
+
+
+def test_one_process_at_a_time(train, tmp_path):
+    """A child holds the folder; the lock goes with the child, however it ends."""
+    folder = tmp_path / "run"
+    ready, go = os.pipe(), os.pipe()
+
+    def holder() -> None:
+        from gnmr.training.run import _locked
+
+        with _locked(folder):
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            os._exit(3)
+
+    pid = os.fork()
+    if pid == 0:
+        holder()
+    os.read(ready[0], 1)
+    with pytest.raises(UserError, match="is being written by another process"):
+        train(folder)
+    assert [p.name for p in folder.iterdir()] == [".lock"]
+    os.write(go[1], b"x")
+    os.waitpid(pid, 0)
+    assert (train(folder) / "DONE").exists()
+
+
+def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monkeypatch):
+    from gnmr.training import run as module
+
+    monkeypatch.setattr(module, "evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run")
+    assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"
+    assert (tmp_path / "run" / "FAILED").read_text() == "a defect; see the traceback\n"
+
+
+def test_a_cap_above_the_number_of_units_warns_and_caps(train, tmp_path):
+    with pytest.warns(UserWarning, match="max_o=9 is above the number of units, 7: it caps there"):
+        folder = train(tmp_path / "run", "controller.max_o=9", "controller.alpha=0.01")
+    assert [row["num_active"] for row in read_jsonl(folder / "steps.jsonl")] == [0] + [7] * 7
+
+
+@pytest.mark.parametrize("word", ["training.activation_checkpointing=true", "paths.recovery=null"])
+def test_options_do_not_change_the_first_loss(word, train, tmp_path, done):
+    folder = train(tmp_path / "run", word)
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert rows[0]["loss"] == read_jsonl(done / "steps.jsonl")[0]["loss"]
+    assert (folder / "DONE").exists()
+
+
+def test_recomputed_activations_change_no_number(train, tmp_path, done):
+    rows = read_jsonl(train(tmp_path / "run", "training.activation_checkpointing=true") / "steps.jsonl")
+    expected = read_jsonl(done / "steps.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    assert {row["saved_bytes"] for row in rows} == {None}
+
+
+def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tmp_path):
+    for word, line in [
+        ("paths.targets=[q_proj,nothing]", "nothing"),
+        ("training.seq_len=100000", "a block needs 100001"),
+        ("model.outlier_channels={number: 99, gain: 2}", "the narrowest activation has 32 channels"),
+    ]:
+        with pytest.raises(UserError, match=line):
+            run(tiny(f"run_dir={tmp_path / 'run'}", word), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_child_process_shares_nothing(tmp_path):
+    """`in_child` tells a kill, an exit code and an error apart; the tests of this folder rely on it."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    assert in_child(lambda: leave(143)) == 143
+    assert in_child(lambda: json.dumps({})) == 0
+    assert in_child(lambda: os.kill(os.getpid(), 9)) == -9
