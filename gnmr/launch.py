@@ -7,6 +7,7 @@ from a snapshot of the YAML tree, so that editing it changes no later cell; mist
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -97,7 +98,7 @@ def run_cell(composed: DictConfig) -> None:
 
     from gnmr.training.run import run
 
-    run(config, say)
+    run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
 
 
 def say(text: str) -> None:

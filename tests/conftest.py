@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: two workers share two cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
 from omegaconf import OmegaConf
 

@@ -6,18 +6,20 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
-from gnmr.errors import RunFailed
+from gnmr import config
+from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
+HEAD = "step,unit,norm\n"
 POSITIVE = "must be a positive number"
 CASES = {
     # what is typed behind the words of a sound run -> what the line says
@@ -36,24 +38,9 @@ CASES = {
     "debug=smok": "Could not find 'debug/smok'",
     "training=3": "Config group override must be a string",
     "controller.alpha=-1.5": f"controller.alpha=-1.5: {POSITIVE}",
-    "controller.alpha=0": f"controller.alpha=0.0: {POSITIVE}",
-    "controller.alpha=nan": f"controller.alpha=nan: {POSITIVE}",
     "controller.alpha=much": "Value 'much' of type 'str' could not be converted to Float (key controller.alpha)",
-    "controller.beta=-1": f"controller.beta=-1.0: {POSITIVE}",
-    "controller.beta=0": f"controller.beta=0.0: {POSITIVE}",
-    "controller.beta=inf": f"controller.beta=inf: {POSITIVE}",
-    "controller.beta=true": "could not be converted to Float (key controller.beta)",
-    "controller.delta=-5": f"controller.delta=-5: {POSITIVE}",
-    "controller.delta=0": f"controller.delta=0: {POSITIVE}",
-    "controller.delta=2.5": "could not be converted to Integer (key controller.delta)",
-    "controller.delta=long": "could not be converted to Integer (key controller.delta)",
-    "controller.max_o=-1": f"controller.max_o=-1: {POSITIVE}",
     "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
-    "controller.max_o=few": "could not be converted to Integer (key controller.max_o)",
-    "controller.t_lock=-1": f"controller.t_lock=-1: {POSITIVE}",
-    "controller.t_lock=0": f"controller.t_lock=0: {POSITIVE}",
     "controller.t_lock=null": "'controller.t_lock' is not Optional",
-    "controller.t_lock=once": "could not be converted to Integer (key controller.t_lock)",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
     "model.num_heads=32": "model.num_heads=32: the rotary embedding needs an even width per head",
     "paths.low=int5": "paths.low=int5: must be one of int2",
@@ -84,6 +71,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text("miaow")
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.mark.parametrize("key", ["alpha", "beta", "delta", "max_o", "t_lock"])
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "true", "much", "1e400", "[1]", "''"])
+def test_controller_keys_take_positive_numbers_alone(key, value, gnmr, tmp_path):
+    """The same check behind `gnmr train`, `gnmr replay` and a saved config."""
+    tree = OmegaConf.from_dotlist([f"controller.{key}={value}"])
+    with pytest.raises(UserError, match=key) as caught:
+        config.load(tree)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "norms.csv").write_text(HEAD + "1,a,1\n")
+    assert key in gnmr("replay", str(tmp_path / "norms.csv"), f"{key}={value}").mistake
 
 
 def listing(*folders: Path) -> list[tuple[str, int]]:
@@ -151,17 +150,15 @@ def test_a_run_folder_of_another_config(stopped, gnmr, tmp_path):
     assert listing(tmp_path / "run") == before
 
 
-def test_a_hub_that_cannot_be_reached(tmp_path):
-    """In a process of its own: the hub's library reads the environment when it is imported."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "GNMR_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "gnmr", "train", "data=c4", "debug=smoke", f"run_dir={tmp_path / 'run'}"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
-    assert "data=c4: allenai/c4 cannot be read from the hub" in ended.stderr and "data.path=FOLDER" in ended.stderr
-    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("c4-*"))
+def test_a_hub_that_cannot_be_reached(gnmr, tmp_path, monkeypatch):
+    """HF_HUB_OFFLINE=1, see conftest.py."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "cache"))
+    line = gnmr("train", "data=c4", "debug=smoke", f"run_dir={tmp_path / 'run'}").mistake
+    assert "data=c4: allenai/c4 cannot be read from the hub" in line and "data.path=FOLDER" in line
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("cache/*"))
 
 
-HEAD = "step,unit,norm\n"
 REPLAYS: dict[str, tuple[str, str]] = {
     "no_norm.csv": ("step,unit\n1,a\n", "column 'norm' is missing"),
     "twice.csv": ("step,step,unit,norm\n1,1,a,1\n", "column 'step' stands there 2 times"),
@@ -205,12 +202,6 @@ def test_replay_of_a_bad_table(gnmr, tmp_path):
     [
         (["nowhere"], "nowhere: there is no such file or run folder"),
         (["empty_folder"], "no recorded norms in this folder"),
-        (["norms.csv", "alpha=-1"], f"controller.alpha=-1.0: {POSITIVE}"),
-        (["norms.csv", "alpha=0"], f"controller.alpha=0.0: {POSITIVE}"),
-        (["norms.csv", "beta=much"], "could not be converted to Float"),
-        (["norms.csv", "delta=0"], f"controller.delta=0: {POSITIVE}"),
-        (["norms.csv", "max_o=1.5"], "could not be converted to Integer"),
-        (["norms.csv", "t_lock=-2"], f"controller.t_lock=-2: {POSITIVE}"),
         (["norms.csv", "alfa=1"], "'alfa=1' is not understood; use alpha"),
         (["norms.csv", "alpha"], "'alpha' is not understood"),
         (["norms.csv", "alpha={"], "replay: "),

@@ -61,7 +61,10 @@ def test_help_in_all_its_forms(gnmr):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("train", ["act_quant_stress", "gnmr train -m sweep=", "hydra/launcher=joblib", "scale: 1.3b, 130m, 350m, 60m"]),
+        (
+            "train",
+            ["act_quant_stress", "gnmr train -m sweep=", "hydra/launcher=joblib", "scale: 1.3b, 130m, 350m, 60m"],
+        ),
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
         ("bench", ["usage: gnmr bench", "controller"]),
@@ -113,8 +116,7 @@ def test_flags_may_stand_anywhere(gnmr, tiny_words):
 def test_an_experiment_of_ones_own(gnmr, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - act_quant_stress\n  - _self_\n"
-        "experiment_name: mine\noptim: {lr: 0.25}\n"
+        "# @package _global_\ndefaults:\n  - act_quant_stress\n  - _self_\nexperiment_name: mine\noptim: {lr: 0.25}\n"
     )
     for words in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
         outcome = gnmr("train", *words, "experiment=mine", "--cfg", "job")

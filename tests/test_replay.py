@@ -123,9 +123,7 @@ def rows(**norms: list[float | str | None]) -> str:
 
 def test_by_hand(replayed):
     """GNMR of a: 1, 1, 4, 1/2, 4/7, 5/8; alpha = 2 is exceeded in step 3, the lock holds for two steps more."""
-    lines = replayed(
-        rows(a=[1, 1, 4, 1, 1, 1], b=[1, 1, 1, 1, 1, 1]), "alpha=2", "beta=null", "max_o=1", "t_lock=2"
-    )
+    lines = replayed(rows(a=[1, 1, 4, 1, 1, 1], b=[1, 1, 1, 1, 1, 1]), "alpha=2", "beta=null", "max_o=1", "t_lock=2")
     assert lines == [
         {"step": t, "candidates": units, "active": units}
         for t, units in enumerate([[], [], ["a"], ["a"], ["a"], []], start=1)
@@ -144,7 +142,11 @@ def test_ties_go_by_the_first_row(replayed):
 
 def test_norms_that_are_not_finite_or_not_there(replayed):
     lines = replayed(
-        rows(a=[1, "nan", 1, 1], b=[1, 9, None, 1], c=[1, 1, "inf", None]), "alpha=2", "beta=null", "max_o=2", "t_lock=1"
+        rows(a=[1, "nan", 1, 1], b=[1, 9, None, 1], c=[1, 1, "inf", None]),
+        "alpha=2",
+        "beta=null",
+        "max_o=2",
+        "t_lock=1",
     )
     assert [line["candidates"] for line in lines] == [[], ["a", "b"], ["c", "a", "b"], ["c"]]
     assert [line["active"] for line in lines] == [[], ["a", "b"], ["c", "a"], ["c"]]

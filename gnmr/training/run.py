@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,10 @@ class Parts:
     optimizer: torch.optim.Optimizer
 
 
-def run(config: Config, say: Callable[[str], None]) -> Path:
+def run(config: Config, say: Callable[[str], None], command: str | None = None) -> Path:
     """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
+
+    `command` is what would give this run again, for its header; None: this process's own words.
 
     Raises `UserError` before anything is written, `RunFailed` (the folder is marked FAILED) where training cannot go
     on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
@@ -77,7 +80,7 @@ def run(config: Config, say: Callable[[str], None]) -> Path:
         return folder
     parts = assemble(config, folder, say)
     with _locked(folder):
-        _train(parts, say)
+        _train(parts, say, command or shlex.join(sys.argv))
     return folder
 
 
@@ -123,7 +126,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     return Parts(config, folder, corpus, device, model, plan, controller, optimizer)
 
 
-def _train(parts: Parts, say: Callable[[str], None]) -> None:
+def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
     blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, folder)
     validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
@@ -162,7 +165,7 @@ def _train(parts: Parts, say: Callable[[str], None]) -> None:
             if newest is None:
                 recorder.say(str(parts.plan))
             tree = to_dict(config)
-            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts), config.experiment_name)
+            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name)
             with _signals() as stop:
                 status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
             recorder.finish(status, reason)
@@ -277,7 +280,7 @@ def ratio_rows(decision: Decision) -> RatioRows:
     )
 
 
-def header(parts: Parts) -> dict[str, Any]:
+def header(parts: Parts, command: str) -> dict[str, Any]:
     """header.json: what a number needs beside it to be believed."""
     config, corpus = parts.config, parts.corpus
     return {
@@ -285,7 +288,7 @@ def header(parts: Parts) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
-        "command": shlex.join(["gnmr", *sys.argv[1:]]),
+        "command": command,
         "machine": {
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
@@ -390,6 +393,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, old)
 
 
+@cache
 def _commit() -> str | None:
     """Commit of the checkout that the package is imported from, with -dirty if it is changed; None if installed."""
     root = Path(gnmr.__file__).parent.parent

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from everything import differences, everything, in_child
 
+from gnmr.cli import main
 from gnmr.records.files import JsonLines
 from gnmr.training.step import TrainStep
 
@@ -214,39 +214,74 @@ def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
     assert "second Ctrl-C" in (tmp_path / "run" / "summary.json").read_text()
 
 
-def launch(folder: Path, words: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gnmr", "train", *words, f"run_dir={folder}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def command(gnmr, tiny_words, tmp_path) -> Iterator[Callable[..., Command]]:
+    """Starts `gnmr train` in a process of its own, without any hook in it."""
+    started: list[Command] = []
+
+    def start(folder: Path, *words: str) -> Command:
+        started.append(Command(folder, [*tiny_words, *words, f"run_dir={folder}"], tmp_path / "said"))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end(signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.001)
+class Command:
+    """A running command; forked, so that it need not import everything again."""
+
+    def __init__(self, folder: Path, words: list[str], output: Path) -> None:
+        self.folder, self.words, self.output, self.code = folder, words, output, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                code = main(["train", *words])
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os._exit(code)
+
+    def wait_for(self, pattern: str) -> None:
+        """Until a file of this name is there and not empty, or a folder."""
+        end = time.monotonic() + 120
+        while not any(path.is_dir() or path.stat().st_size for path in self.folder.glob(pattern)):
+            assert self.code is None and os.waitpid(self.pid, os.WNOHANG) == (0, 0), self.output.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def end(self, number: int) -> int:
+        """Sends the signal and returns the exit code, minus the signal's number where that killed it."""
+        if self.code is None:
+            os.kill(self.pid, number)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
 
 
-def test_the_command_killed_while_it_writes_a_checkpoint(gnmr, tiny_words, tmp_path):
-    """No hook: whatever the process is doing when a half-written checkpoint is seen."""
-    words = [*tiny_words, "training.steps=12", "training.checkpoint_every=1"]
-    process = launch(tmp_path / "run", words)
-    wait_for(lambda: any(tmp_path.glob("run/checkpoints/.writing-step-0000000[2-9]")), process)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert gnmr("train", *words, f"run_dir={tmp_path / 'run'}").code == 0
-    assert gnmr("train", *words, f"run_dir={tmp_path / 'whole'}").code == 0
+def test_the_command_killed_while_it_writes_a_checkpoint(command, gnmr, tiny_words, tmp_path):
+    """Whatever the process is doing when a half-written checkpoint is seen."""
+    words = ["training.steps=12", "training.checkpoint_every=1"]
+    running = command(tmp_path / "run", *words)
+    running.wait_for("checkpoints/.writing-step-0000000[2-9]/*")
+    assert running.end(signal.SIGKILL) == -signal.SIGKILL
+    assert gnmr("train", *running.words).code == 0
+    assert gnmr("train", *tiny_words, *words, f"run_dir={tmp_path / 'whole'}").code == 0
     assert differences(everything(tmp_path / "whole"), everything(tmp_path / "run")) == []
 
 
-def test_the_command_stopped_by_sigterm(tiny_words, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_command_stopped_by_a_signal(number, code, command, tmp_path):
     folder = tmp_path / "run"
-    process = launch(folder, [*tiny_words, "training.steps=1000000"])
-    wait_for(lambda: (folder / "steps.jsonl").exists() and (folder / "steps.jsonl").stat().st_size > 0, process)
-    process.terminate()
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (143, "")
+    running = command(folder, "training.steps=1000000")
+    running.wait_for("steps.jsonl")
+    assert running.end(number) == code
     saved = int(max((folder / "checkpoints").iterdir()).name.removeprefix("step-"))
-    assert out.splitlines()[-1].startswith(f"stopped after step {saved} by SIGTERM, checkpoint saved")
+    last = running.output.read_text().splitlines()[-1]
+    name = signal.Signals(number).name
+    assert last == f"stopped after step {saved} by {name}, checkpoint saved; the same command continues it"
     assert len((folder / "steps.jsonl").read_text().splitlines()) == saved

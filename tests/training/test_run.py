@@ -66,7 +66,9 @@ def test_a_done_run_is_left_alone(copied, train):
 
 def test_where_records_are_watched_does_not_make_another_run(copied, train):
     said: list[str] = []
-    train(copied, "training.checkpoint_every=1", "records.plain_every=3", "training.keep_checkpoints=5", say=said.append)
+    train(
+        copied, "training.checkpoint_every=1", "records.plain_every=3", "training.keep_checkpoints=5", say=said.append
+    )
     assert said == [f"{copied} is done: skipped"]
 
 

@@ -93,7 +93,12 @@ def test_rates(assembled, blocks_of, step_of, train, tmp_path):
     [
         [],
         ["controller.warmup_frac=0.4", "controller.t_lock=2"],
-        ["controller.alpha_init=1.3", "controller.beta_init=1.2", "controller.init_frac=0.5", "training.accumulation=2"],
+        [
+            "controller.alpha_init=1.3",
+            "controller.beta_init=1.2",
+            "controller.init_frac=0.5",
+            "training.accumulation=2",
+        ],
     ],
     ids=["plain", "warm_up", "two_stages"],
 )
