@@ -54,7 +54,7 @@ wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 
 clean:  ## remove .venv, dist/ and caches; runs/ stays
 	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find gnmr tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any range would bring the newest build with its gigabytes.
 $(READY): pyproject.toml constraints.txt

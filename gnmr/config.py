@@ -152,7 +152,7 @@ class PathsConfig:
     recovery: str | None = "int8"
     """Format of the recovery path; null: a static run, units are monitored and never routed."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
-    """Last components or glob patterns of the linears to exchange, e.g. q_proj or layers.0.*_proj."""
+    """Patterns of the linears to exchange, matched at the end of the name: down_proj, *_proj, layers.0.*."""
     site: str = "saved"
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
     rounding: str = "nearest"

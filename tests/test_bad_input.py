@@ -122,7 +122,7 @@ def test_a_corrupt_token_cache_is_rebuilt_and_said(gnmr, tiny_words, tmp_path):
 @pytest.fixture
 def stopped(gnmr, tiny_words, tmp_path) -> Callable[..., list[str]]:
     """Words of a run whose folder holds a checkpoint of step 2 and no DONE, as if it had been killed there."""
-    words = [*tiny_words, f"run_dir={tmp_path / 'run'}"]
+    words = [*tiny_words, "optim.lr=0.001", f"run_dir={tmp_path / 'run'}"]
     assert gnmr("train", *words).code == 0
     (tmp_path / "run" / "DONE").unlink()
     return words
@@ -247,7 +247,7 @@ def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
 
     def write(self: JsonLines, rows: list[dict]) -> None:
         if self._name == "steps.jsonl" and rows[0]["step"] == 3:
-            self._file = Path("/dev/full").open("ab")
+            self._file = Path("/dev/full").open("ab")  # noqa: SIM115
         plain(self, rows)
 
     words = [*tiny_words, "training.steps=6", f"run_dir={tmp_path / 'run'}"]

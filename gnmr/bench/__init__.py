@@ -7,8 +7,9 @@ costs no torch.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ BENCHMARKS = {
 }
 
 _HELP = """\
-usage: gnmr bench [NAME ...] [overrides] [repeats=N] [out=FILE.json]
+usage: gnmr bench [NAME ...] [overrides] [repeats=N] [clock=wall|cpu] [out=FILE.json]
 
 {names}
 
@@ -68,10 +69,11 @@ def main(argv: list[str]) -> int:
     if setting.config.training.threads is not None:
         torch.set_num_threads(setting.config.training.threads)
     machine = describe_machine()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     found: dict[str, list[Figure]] = {}
     for name in chosen:
         found[name] = _function(name)(setting)
-        show(name, found[name], Console())
+        show(name, found[name], console)
     write(record(found, shlex.join(["gnmr", "bench", *argv]), machine))
     if asked.out is not None:
         print(f"figures: {asked.out}")
@@ -82,15 +84,15 @@ def main(argv: list[str]) -> int:
 class _Asked:
     """The words of the command line, sorted."""
 
-    names: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
+    names: list[str]
+    overrides: list[str]
     repeats: int | None = None
     clock: str = "wall"
     out: Path | None = None
 
 
 def _parse(argv: list[str]) -> _Asked:
-    asked = _Asked()
+    asked = _Asked([], [])
     for word in argv:
         key, sign, value = word.partition("=")
         if word in BENCHMARKS:

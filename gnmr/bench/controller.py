@@ -13,11 +13,11 @@ from torch import nn
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
+from gnmr.bench.steps import batch, train_step
 from gnmr.bench.timing import Stopwatch, alternate, clock_of
 from gnmr.config import to_dict
 from gnmr.controller import Controller, Unit
 from gnmr.controller.norms import UnitNorms
-from gnmr.data import TrainBlocks
 from gnmr.paths import Plan
 from gnmr.records.recorder import Recorder
 from gnmr.records.view import RunInfo
@@ -39,28 +39,18 @@ _PARTS = (
 def step_cost(setting: Setting) -> list[Figure]:
     """Two arms on one model: a bare step (forward, loss, backward, AdamW) and the step of `gnmr train` with records.
 
-    The parts are timed where they run, inside the second arm; their sum over the bare step of the same round is the
-    figure, because the machine's noise is larger than what it has to show. The ratio of the arms is the check. W&B is
-    off, the live view too.
+    The parts are timed where they run, inside the second arm; their sum over the median of the bare steps is the
+    figure, because a step's noise is larger than what it has to show. The ratio of the arms is the check. W&B is off,
+    the live view too.
     """
     settings = replace(setting.config.records, wandb="off", live="off")
     config = replace(setting.config, records=settings)
-    training = config.training
     with tempfile.TemporaryDirectory(prefix="gnmr-bench-") as folder:
         parts = run.assemble(config, Path(folder), setting.say)
-        blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None)
         clock = clock_of(parts.device, setting.clock)
         watch = Stopwatch(clock)
         counters = run.Counters()
-        take_step = step.TrainStep(
-            parts.model,
-            parts.plan,
-            parts.controller,
-            parts.optimizer,
-            config.optim.clip_norm,
-            measure_saved=not training.activation_checkpointing,
-        )
-        micro_batches = [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+        take_step, micro_batches = train_step(parts), batch(parts)
 
         def bare() -> None:
             losses = []
@@ -83,13 +73,14 @@ def step_cost(setting: Setting) -> list[Figure]:
 
         with Recorder(_info(parts), settings, None) as recorder, watch.inside(*_PARTS):
             tree = to_dict(config)
-            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, run.header(parts), "bench")
+            header = run.header(parts, "gnmr bench controller")
+            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header, "bench")
             rounds = setting.rounds("controller: steps with and without", 40, warm_up=2)
             seconds = alternate({"bare": bare, "controlled": controlled}, rounds, clock)
 
     bare_s = seconds["bare"]
     names = list(dict.fromkeys(part for _, _, part in _PARTS))
-    shares = {name: watch.seconds(name, len(bare_s)) / bare_s for name in names}
+    shares = {name: watch.seconds(name, len(bare_s)) / np.median(bare_s) for name in names}
     total: np.ndarray = np.sum(list(shares.values()), axis=0)
     return [
         median("controller and records, share of a step", total, "%", 0.02, "sum of the parts below"),

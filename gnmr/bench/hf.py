@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
+from gnmr.bench.steps import batch
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.data import TrainBlocks
 from gnmr.errors import UserError
 from gnmr.training.run import Parts, assemble
 
@@ -33,9 +33,7 @@ def hf(setting: Setting) -> list[Figure]:
     plain, converted = (assemble(setting.static("bf16"), Path(), setting.say) for _ in range(2))
     plain.plan.restore()
     theirs = _hugging_face(plain)
-    training = plain.config.training
-    block = TrainBlocks(plain.corpus.train, training.seq_len, training.seed, None).next(training.batch_size)
-    block = block.to(plain.device)
+    block = batch(plain)[0]
     losses: dict[str, float] = {}
 
     def arm(name: str, model: nn.Module, logits: Callable[[Tensor], Tensor]) -> Callable[[], None]:

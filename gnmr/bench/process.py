@@ -15,7 +15,9 @@ from gnmr.bench.setting import Setting
 from gnmr.bench.timing import samples
 from gnmr.errors import RunFailed, UserError
 
+GNMR = (sys.executable, "-m", "gnmr")
 MEMORY_STEPS = 24
+POLL_S = 0.05
 _PROC = Path("/proc")
 
 
@@ -33,7 +35,7 @@ def startup(setting: Setting) -> list[Figure]:
 
     def asked_for_help() -> float:
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "gnmr", "--help"], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([*GNMR, "--help"], stdout=subprocess.DEVNULL, check=True)
         return time.perf_counter() - began
 
     help_s = samples(asked_for_help, setting.rounds("startup: gnmr --help", 5, warm_up=1))
@@ -64,7 +66,7 @@ def memory(setting: Setting) -> list[Figure]:
             while process.poll() is None:
                 for pid in _family(process.pid):
                     peaks[pid] = _high_water(pid) or peaks.get(pid, ("", 0.0))
-                time.sleep(0.05)
+                time.sleep(POLL_S)
         parts.clear()
         for name, mib in peaks.values():
             parts[name] = parts.get(name, 0.0) + mib
@@ -79,7 +81,7 @@ def memory(setting: Setting) -> list[Figure]:
 def _train(setting: Setting, folder: str, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """`gnmr train` in a process of its own, W&B offline unless the words say otherwise. RunFailed if it ends badly."""
     words = ["records.wandb=offline", *setting.overrides, *overrides, f"run_dir={folder}/run"]
-    command = [sys.executable, "-m", "gnmr", "train", *words]
+    command = [*GNMR, "train", *words]
     with open(Path(folder, "stderr"), "w+", encoding="utf-8") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
         try:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
+from gnmr.bench.steps import batch, train_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.data import TrainBlocks
 from gnmr.training.run import Parts, assemble
-from gnmr.training.step import StepResult, TrainStep
+from gnmr.training.step import StepResult
 
 REFERENCE = "bf16"
 # Format: the most that time and bytes should be against 16-bit.
@@ -43,21 +43,11 @@ def saved(setting: Setting) -> list[Figure]:
     return [*times, *sizes, median(f"step with {REFERENCE}", seconds[REFERENCE], "s")]
 
 
-def _step(parts: Parts, fmt: str, last: dict[str, StepResult]) -> partial[None]:
+def _step(parts: Parts, fmt: str, last: dict[str, StepResult]) -> Callable[[], None]:
     """One step of `gnmr train` without records, on the same batch each time; leaves its result in `last`."""
-    config, training = parts.config, parts.config.training
-    take_step = TrainStep(
-        parts.model,
-        parts.plan,
-        parts.controller,
-        parts.optimizer,
-        config.optim.clip_norm,
-        measure_saved=not training.activation_checkpointing,
-    )
-    blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None)
-    micro_batches = [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+    take_step, micro_batches = train_step(parts), batch(parts)
 
     def step() -> None:
-        last[fmt] = take_step(micro_batches, config.optim.lr)
+        last[fmt] = take_step(micro_batches, parts.config.optim.lr)
 
-    return partial(step)
+    return step

@@ -31,7 +31,7 @@ class Setting:
     def rounds(self, what: str, default: int, warm_up: int = 0) -> Iterable[int]:
         """Numbers of the rounds with progress on a terminal, else one line; those that warm up lie below 0."""
         repeats = self.repeats or default
-        text = f"{what}, {repeats} rounds"
+        text = f"{what} ({repeats} times)"
         shown = self.console.is_terminal
         if not shown:
             self.say(text)

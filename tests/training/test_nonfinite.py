@@ -173,9 +173,9 @@ def test_the_streak_outlives_a_kill(train, tmp_path, tampered):
     words = [TWO_LAYERS, "training.max_nonfinite_streak=4"]
     folder = tmp_path / "run"
     tampered(lambda parts: spoil(parts, UNIT, set(range(2, 100))))
-    with pytest.raises(RunFailed, match="4 steps in a row .* it began at step 2 in layers"):
+    with pytest.raises(RunFailed, match=r"4 steps in a row .* it began at step 2 in layers"):
         train(folder, *words)
     tampered(lambda parts: spoil(parts, UNIT, set(range(1, 100))))
-    with pytest.raises(RunFailed, match="4 steps in a row .* began at step 2 in a step before the resumption"):
+    with pytest.raises(RunFailed, match=r"4 steps in a row .* began at step 2 in a step before the resumption"):
         train(folder, *words)
     assert [row["nonfinite_streak"] for row in read_jsonl(folder / "steps.jsonl")] == [0, 1, 2, 3, 4]

@@ -1,0 +1,148 @@
+"""`gnmr bench` at a tiny size: what it refuses and what it writes. How long anything takes is never asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from gnmr import launch
+from gnmr.bench import BENCHMARKS, process
+
+MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
+
+
+@pytest.fixture
+def measure(gnmr, tiny_words, tmp_path):
+    """measure("saved", ...) -> the JSON tree of that tiny benchmark with one measurement."""
+
+    def run(*words: str) -> dict:
+        out = tmp_path / "figures.json"
+        outcome = gnmr("bench", *words, *tiny_words, "repeats=1", f"out={out}")
+        assert outcome.code == 0, outcome.err
+        tree = json.loads(out.read_text())
+        for figure in tree["figures"]:
+            assert math.isfinite(figure["value"]) and figure["value"] >= 0, figure
+            assert figure["n"] == 1
+            assert figure["met"] == (None if figure["target"] is None else figure["value"] <= figure["target"])
+        assert list(tmp_path.glob(".figures*")) == []
+        return tree
+
+    return run
+
+
+def named(tree: dict) -> dict[str, dict]:
+    return {figure["name"].strip(): figure for figure in tree["figures"]}
+
+
+def test_help_names_every_benchmark(gnmr):
+    outcome = gnmr("bench", "--help")
+    assert outcome.code == 0 and all(f"  {name} " in outcome.out for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sved"], "'sved' is no benchmark"),
+        (["--verbose"], "'--verbose' is no benchmark"),
+        (["-x=1"], "'-x=1' is no benchmark"),
+        (["decision", "model.width=1"], "width"),
+        (["decision", "controller.alpha=0"], "controller.alpha=0"),
+        (["decision", "repeats=0"], "repeats=0"),
+        (["decision", "repeats=many"], "repeats=many"),
+        (["decision", "clock=sun"], "clock=sun"),
+        (["decision", "out="], "out="),
+        (["decision", "out=missing/figures.json"], "the folder missing does not exist"),
+        (["decision", "out=."], "is a folder"),
+        (["hf", "model=gpt"], "model.name=gpt"),
+    ],
+)
+def test_mistakes_are_one_line(gnmr, words, says):
+    assert says in gnmr("bench", *words).mistake
+
+
+def test_hf_without_transformers(gnmr, monkeypatch, tiny_words):
+    monkeypatch.setattr("gnmr.bench.hf.find_spec", lambda _name: None)
+    assert "pip install transformers" in gnmr("bench", "hf").mistake
+    monkeypatch.setattr("gnmr.bench.BENCHMARKS", {name: BENCHMARKS[name] for name in ("decision", "hf")})
+    outcome = gnmr("bench", *tiny_words, "repeats=1")
+    assert outcome.code == 0 and "left out: bench hf" in outcome.err and "10,000 units" in outcome.out
+
+
+def test_controller_and_decision(measure):
+    tree = measure("controller", "decision")
+    assert tree["command"].startswith("gnmr bench controller decision debug=smoke")
+    assert tree.keys() >= {"commit", "date", "gnmr", "python", "torch"} and tree["machine"].keys() == MACHINE
+    assert tree["machine"]["threads"] == 1
+    assert [figure["bench"] for figure in tree["figures"]] == ["controller"] * 7 + ["decision"] * 2
+    figures = named(tree)
+    parts = [figures[name]["value"] for name in ("norms", "signal and policy", "switching", "records")]
+    assert all(part > 0 for part in parts)  # every part was found inside the step
+    total = figures["controller and records, share of a step"]
+    assert total["value"] == pytest.approx(sum(parts)) and total["target"] == 0.02
+    assert figures["step with over step without"]["spread"] == "95 % bootstrap interval of the median"
+    assert figures["signal and policy, 10,000 units"]["target"] == 2.0
+
+
+def test_saved_bytes_follow_the_format(measure):
+    figures = named(measure("saved", "paths.targets=[down_proj]"))
+    assert {name for name in figures if name.startswith("step with")} == {
+        "step with bf16",
+        *(f"step with {fmt} over bf16" for fmt in ("int4", "int8", "e2m1", "e4m3")),
+    }
+    width = 48  # of the MLP: 4 or 8 bits an element and a 16-bit scale a row, against 16 bits an element
+    for fmt, bits in (("int4", 4), ("int8", 8), ("e2m1", 4), ("e4m3", 8)):
+        share = figures[f"bytes with {fmt} over bf16"]
+        assert share["value"] == pytest.approx((width * bits / 8 + 2) / (width * 2))
+        assert share["low"] is share["high"] is share["spread"] is None
+
+
+def test_hf_compares_equal_models(measure):
+    pytest.importorskip("transformers")
+    figures = named(measure("hf"))
+    note = figures["our plain step over Hugging Face's"]["note"]
+    ours, theirs = (float(part.split()[0]) for part in note.split("loss ")[1].split(", "))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+FAKE_TRAIN = """
+import pathlib, sys
+words = dict(word.split("=", 1) for word in sys.argv[2:])
+if sys.argv[1] == "train":
+    folder = pathlib.Path(words["run_dir"])
+    folder.mkdir()
+    pathlib.Path(LOG).open("a").write(" ".join(sys.argv[2:-1]) + "\\n")
+    if words.get("model.num_layers") == "7":
+        sys.exit("gnmr: seven is too many")
+    (folder / "steps.jsonl").write_text("{}\\n")
+"""
+
+
+@pytest.fixture
+def fake_train(monkeypatch, tmp_path) -> Path:
+    """A program in place of gnmr that writes a row, and the file in which it notes the words it was given."""
+    log, program = tmp_path / "log", tmp_path / "fake.py"
+    program.write_text(FAKE_TRAIN.replace("LOG", repr(str(log))))
+    monkeypatch.setattr(process, "GNMR", (sys.executable, str(program)))
+    return log
+
+
+def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch):
+    monkeypatch.setattr(process, "POLL_S", 0.0)
+    figures = named(measure("startup", "memory"))
+    assert len(figures) == 3 and all(figure["value"] > 0 for figure in figures.values())
+    assert figures["peak resident memory of gnmr train and its helpers"]["unit"] == "MiB"
+    warm_up, measured, memory = fake_train.read_text().splitlines()
+    assert warm_up == measured
+    for words, steps in ((measured, 1), (memory, 2)):
+        config = launch.compose(words.split())  # words that `gnmr train` understands, the user's over our own
+        assert config.training.steps == steps and config.records.wandb == "off" and config.model.num_layers == 1
+
+
+def test_a_run_that_fails_is_no_measurement(gnmr, fake_train, tmp_path):
+    outcome = gnmr("bench", "startup", "model.num_layers=7", f"out={tmp_path / 'figures.json'}", "repeats=1")
+    assert outcome.code == 1 and "seven is too many" in outcome.err
+    assert not (tmp_path / "figures.json").exists()

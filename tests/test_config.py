@@ -1,0 +1,95 @@
+"""The schema and conf/ say the same, every key is explained, and a run's identity is what changes its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gnmr.config import Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.errors import UserError
+
+CONF = Path(__file__).parent.parent / "conf"
+BASES = {
+    "model": "llama",
+    "data": "stdlib",
+    "paths": "int4_int8",
+    "controller": "gnmr",
+    "optim": "adamw",
+    "training": "default",
+    "records": "default",
+}
+
+
+@pytest.mark.parametrize("group", BASES)
+def test_a_groups_base_file_holds_every_key_of_its_schema(group: str) -> None:
+    tree = yaml.safe_load((CONF / group / f"{BASES[group]}.yaml").read_text())
+    schema = next(field for field in dataclasses.fields(Config) if field.name == group).default_factory()
+    assert set(tree) == {field.name for field in dataclasses.fields(schema)}
+
+
+@pytest.mark.parametrize("group", BASES)
+def test_every_key_is_explained_beside_it(group: str) -> None:
+    lines = (CONF / group / f"{BASES[group]}.yaml").read_text().splitlines()
+    bare = [line for line in lines if ":" in line and "#" not in line]
+    assert bare == []
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_file_opens_with_what_it_is(path: Path) -> None:
+    head = [line for line in path.read_text().splitlines()[:3] if line.startswith("# ") and "@package" not in line]
+    assert head
+
+
+def test_the_seed_and_how_a_run_is_watched_stay_outside_the_hash() -> None:
+    tree = to_dict(Config())
+    same = load({**tree, "training": {**tree["training"], "seed": 7}, "runs_dir": "elsewhere"})
+    assert config_hash(same) == config_hash(Config())
+    assert "training.seed" not in identity(Config())
+
+
+@pytest.mark.parametrize(
+    "key", ["optim.lr", "training.steps", "controller.alpha", "data.vocab_size", "training.threads"]
+)
+def test_what_changes_the_numbers_changes_the_hash(key: str) -> None:
+    tree = to_dict(Config())
+    group, name = key.split(".")
+    changed = load({**tree, group: {**tree[group], name: (tree[group][name] or 1) * 2}})
+    assert config_hash(changed) != config_hash(Config())
+
+
+def test_a_config_survives_being_written_and_read() -> None:
+    assert load(yaml.safe_load(yaml.safe_dump(to_dict(Config())))) == Config()
+
+
+def test_configs_cannot_be_changed_by_accident() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(to_dict(Config())).training.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tree", "line"),
+    [
+        ({"trainnig": {}}, "trainnig"),
+        ({"training": {"sede": 1}}, "training.sede"),
+        ({"model": {"outlier_channels": {"gian": 2}}}, "gian"),
+        ({"training": {"steps": "many"}}, "many"),
+        ({"controller": {"alpha": None, "alpha_init": 2.0}}, "controller.alpha_init=2.0"),
+        ({"paths": {"low": "int5"}}, "paths.low=int5"),
+        ({"paths": {"recovery": None}, "controller": {"warmup_frac": 0.1}}, "controller.warmup_frac=0.1"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas"),
+        ({"model": {"name": "gpt", "num_kv_heads": 2}}, "model.num_kv_heads=2"),
+        ({"data": {"name": "text"}}, "data.path"),
+    ],
+)
+def test_mistakes_name_the_key_in_one_line(tree: dict, line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load(tree)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_flatten_keeps_lists_whole() -> None:
+    assert flatten({"a": {"b": [1, 2]}, "c": 3}) == {"a.b": [1, 2], "c": 3}
+    assert dataclasses.asdict(OutlierConfig()) == {"number": 0, "gain": 1.0}
