@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.training.step import TrainStep
 
 VARIANTS = {
     "plain": [],
@@ -81,6 +82,26 @@ def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
     summary = read_json(recorded / "summary.json")
     for name in ("promotion_frac", "hit_max_o_frac", "gnmr_over_frac", "delta_gnmr_over_frac"):
         assert float(told(outcome)[name]) == pytest.approx(summary[name], abs=1e-6)
+
+
+def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, gnmr, tmp_path, monkeypatch):
+    """Two stages of six steps each, of which the run that failed took six and two."""
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 8:
+            raise ZeroDivisionError
+        return plain(self, *args)
+
+    words = ["training.steps=12", "controller.alpha_init=9", "controller.beta_init=9", "controller.init_frac=0.5"]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(TrainStep, "__call__", call)
+        train(tmp_path / "run", *words)
+    assert gnmr("replay", str(tmp_path / "run"), f"out={tmp_path / 'out.jsonl'}").code == 0
+    lines = decisions(tmp_path / "out.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "steps.jsonl")
+    assert [len(line["candidates"]) for line in lines] == [row["num_candidates"] for row in rows]
+    assert [bool(line["active"]) for line in lines] == [False] * 6 + [True] * 2
 
 
 def test_a_file_of_the_same_norms_gives_the_same_sets(train, gnmr, tmp_path):
@@ -161,9 +182,18 @@ def test_shares_of_the_steps_are_those_of_the_file(replayed):
     assert not any(line["active"] for line in lines)
 
 
-def test_steps_without_any_row(replayed):
-    lines = replayed("1,a,1\n4,a,3\n", "alpha=2", "beta=null")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[3]["active"] == ["a"]
+@pytest.mark.parametrize(("alpha", "active"), [(2, ["a"]), (4, [])])
+def test_steps_without_any_row(alpha, active, replayed):
+    """They leave the history alone: GNMR of step 4 is 3, not 3 over a mean with zeros in it."""
+    lines = replayed("1,a,1\n4,a,3\n", f"alpha={alpha}", "beta=null", "max_o=1")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[3]["active"] == active
+
+
+def test_a_unit_that_is_not_there_is_kept_by_its_lock_and_ranks_last(replayed):
+    norms = rows(a=[1, 9, None, 1], b=[1, 1, 3, 1])
+    lines = replayed(norms, "alpha=2", "beta=null", "max_o=2", "t_lock=2")
+    assert [line["active"] for line in lines] == [[], ["a"], ["b", "a"], ["b", "a"]][:3] + [lines[3]["active"]]
+    assert set(lines[3]["active"]) == {"a", "b"}
 
 
 def test_without_out_nothing_is_written(gnmr, tmp_path, monkeypatch):

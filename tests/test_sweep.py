@@ -44,6 +44,8 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     ]
     assert before == {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    for seed, folder in cells(tmp_path).items():  # each tells how it is run alone
+        assert read_json(folder / "header.json")["command"].endswith(f" training.seed={seed}")
 
 
 def test_the_sweep_of_the_paper_makes_its_arms(gnmr, tiny_words, tmp_path):

@@ -114,15 +114,15 @@ def describe_machine() -> dict[str, Any]:
     """Versions, commit and machine, and how busy it is."""
     import torch
 
-    from gnmr.training.run import _commit, _cpu_name
+    from gnmr.training.provenance import commit, cpu_name
 
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "gnmr": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "load_average": list(os.getloadavg()),

@@ -71,6 +71,24 @@ def rotate(x_BTHK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
     return x_BTHK * cos_T1K + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin_T1K
 
 
+def causal_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    """The attention core, y_BTHK in the dtype of q_BTHK; G key/value heads serve H query heads.
+
+    On CPUs it runs in FP32 whatever the dtype: PyTorch's 16-bit kernels are slower there, most of all in backward.
+    """
+    dtype = q_BTHK.dtype
+    if q_BTHK.device.type == "cpu":
+        q_BTHK, k_BTGK, v_BTGK = q_BTHK.float(), k_BTGK.float(), v_BTGK.float()
+    y_BHTK = F.scaled_dot_product_attention(
+        q_BTHK.transpose(1, 2),
+        k_BTGK.transpose(1, 2),
+        v_BTGK.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+    )
+    return y_BHTK.transpose(1, 2).to(dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention; grouped queries where `num_kv_heads` is smaller than `num_heads`."""
 
@@ -92,14 +110,8 @@ class Attention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
         if rotary is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotary), rotate(k_BTGK, *rotary)
-        y_BHTK = F.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2),
-            k_BTGK.transpose(1, 2),
-            v_BTGK.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        return self.o_proj(y_BHTK.transpose(1, 2).reshape(B, T, -1))
+        y_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK)
+        return self.o_proj(y_BTHK.reshape(B, T, -1))
 
 
 class SwiGLU(nn.Module):

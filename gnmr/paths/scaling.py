@@ -15,6 +15,8 @@ Special rows:
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,7 @@ def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: to
     return fmt.decode(unpack(packed, fmt.bits, width), wide).mul_(scale).to(dtype)
 
 
+@cache  # asked for every operator in every step
 def row_bytes(width: int, bits: int) -> int:
     """Bytes of a packed row of `width` codes, its scale not counted."""
     return sum(-(-width * plane // 8) for plane in _planes(bits))

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.optim import build_optimizer, learning_rate
+from gnmr.training.provenance import commit, machine
 from gnmr.training.step import StepResult, TrainStep, evaluate
 from gnmr.wiring import controller_of
 
@@ -165,7 +163,9 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             if newest is None:
                 recorder.say(str(parts.plan))
             tree = to_dict(config)
-            recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name)
+            recorder.start(
+                OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
+            )
             with _signals() as stop:
                 status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
             recorder.finish(status, reason)
@@ -287,14 +287,9 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "gnmr": gnmr.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "command": command,
-        "machine": {
-            "cpu": _cpu_name(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu",
-        },
+        "machine": machine(parts.device),
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
@@ -391,26 +386,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@cache
-def _commit() -> str | None:
-    """Commit of the checkout that the package is imported from, with -dirty if it is changed; None if installed."""
-    root = Path(gnmr.__file__).parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -5,10 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from everything import everything
 
 from gnmr.data import TrainBlocks
 from gnmr.training import run as run_module
 from gnmr.training.step import TrainStep
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(train, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
+    """Everything that a tiny run leaves which was never stopped; trained once for each set of words."""
+    seen: dict[tuple[str, ...], dict] = {}
+
+    def get(*words: str) -> dict:
+        if words not in seen:
+            seen[words] = everything(train(tmp_path_factory.mktemp("uninterrupted") / "run", *words))
+            assert seen[words]["events"], "a run without promotions shows little"
+        return seen[words]
+
+    return get
 
 
 @pytest.fixture

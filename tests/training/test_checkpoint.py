@@ -10,15 +10,15 @@ import pytest
 import torch
 from everything import differences, everything, same_bits, weights
 
+from gnmr.config import config_hash
 from gnmr.errors import RunFailed, UserError
 from gnmr.training.checkpoint import Checkpointer
+from gnmr.training.step import TrainStep
 
 
-@pytest.fixture
-def half_way(train, tiny, tmp_path_factory):
-    """A copy of a run that failed after step 6 of 8: checkpoints of steps 3 and 6."""
-    from gnmr.training.step import TrainStep
-
+@pytest.fixture(scope="module")
+def failed(train, tmp_path_factory) -> Path:
+    """A run with a defect after step 6 of 8: checkpoints of steps 3 and 6."""
     with pytest.MonkeyPatch.context() as patch:
         plain = TrainStep.__call__
 
@@ -28,11 +28,16 @@ def half_way(train, tiny, tmp_path_factory):
             return plain(self, *args)
 
         patch.setattr(TrainStep, "__call__", call)
-        folder = tmp_path_factory.mktemp("half_way") / "run"
+        folder = tmp_path_factory.mktemp("failed") / "run"
         with pytest.raises(ZeroDivisionError):
             train(folder)
     assert (folder / "FAILED").read_text() == "a defect; see the traceback\n"
     return folder
+
+
+@pytest.fixture
+def half_way(failed, tmp_path) -> Path:
+    return shutil.copytree(failed, tmp_path / "run")
 
 
 @pytest.fixture
@@ -127,8 +132,7 @@ def test_a_foreign_checkpoint_is_refused(assembled, checkpointer):
         checkpointer(assembled("model.num_layers=2")).load(3)
 
 
-def test_the_command_says_so_in_one_line_and_its_remedy_works(half_way, train, tmp_path):
-    want = everything(train(tmp_path / "whole"))
+def test_the_remedy_of_the_line_works(half_way, train, uninterrupted):
     flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
     before = {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
     with pytest.raises(UserError, match="step-00000006 is corrupt"):
@@ -138,19 +142,16 @@ def test_the_command_says_so_in_one_line_and_its_remedy_works(half_way, train, t
     said: list[str] = []
     train(half_way, say=said.append)
     assert f"continuing after step 3 of {half_way}" in said
-    assert differences(want, everything(half_way)) == []
+    assert differences(uninterrupted(), everything(half_way)) == []
 
 
-def test_without_any_checkpoint_it_begins_again(half_way, train, tmp_path):
-    want = everything(train(tmp_path / "whole"))
+def test_without_any_checkpoint_it_begins_again(half_way, train, uninterrupted):
     shutil.rmtree(half_way / "checkpoints")
     train(half_way)
-    assert differences(want, everything(half_way)) == []
+    assert differences(uninterrupted(), everything(half_way)) == []
 
 
 def test_meta_names_every_file_and_the_run(half_way, tiny):
-    from gnmr.config import config_hash
-
     folder = half_way / "checkpoints" / "step-00000006"
     meta = json.loads((folder / "meta.json").read_text())
     assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json"}

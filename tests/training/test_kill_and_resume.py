@@ -102,20 +102,6 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
-    """Everything that a run leaves which was never stopped; trained once for each set of words."""
-    seen: dict[tuple[str, ...], dict] = {}
-
-    def get(*words: str) -> dict:
-        if words not in seen:
-            seen[words] = everything(train(tmp_path_factory.mktemp("uninterrupted") / "run", *words))
-            assert seen[words]["events"], "a run without promotions shows little"
-        return seen[words]
-
-    return get
-
-
 @pytest.mark.parametrize("name", KILLS)
 def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterrupted):
     hook, words = KILLS[name]
