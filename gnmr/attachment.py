@@ -8,11 +8,13 @@ controller.step()          # before clipping and optimizer.step()
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gnmr.controller import Controller, GnmrSignal, Signal, Threshold, Unit
+from gnmr.controller import Controller, Decision, GnmrSignal, Signal, Threshold, Unit
 from gnmr.paths import Plan, convert
 
 
@@ -29,9 +31,22 @@ class AttachedController(Controller):
 
     plan: Plan
 
+    def apply(self, packet: Tensor) -> Decision:
+        """As `Controller.apply`; the step is over, so its compressed copies are let go too."""
+        self.plan.shared.forget()
+        return super().apply(packet)
+
     def detach(self) -> None:
         """Gives the model its plain linears back; the controller is of no use afterwards."""
         self.plan.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Controller.state_dict`, with the generator of stochastic rounding."""
+        return {**super().state_dict(), "plan": self.plan.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.plan.load_state_dict(state["plan"])
 
 
 def attach(
@@ -67,6 +82,15 @@ def attach(
     plan = convert(model, low, recovery, targets, site, rounding, seed)
     try:
         units = units_of(plan)
+        if recovery is None and warmup_steps:
+            raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
+        frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]
+        if frozen:
+            warnings.warn(
+                f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
+                f"(the first is {frozen[0]}): they stay on the low-cost path",
+                stacklevel=2,
+            )
         if signal is None:
             device = units[0].parameters[0].device
             signal = GnmrSignal(len(units), probe.alpha, probe.beta, probe.delta, probe.eps, device)

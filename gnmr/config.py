@@ -235,7 +235,7 @@ class OptimConfig:
             "two numbers in [0, 1)",
         )
         _positive("optim.eps", self.eps)
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
+        _require(0 <= self.weight_decay < 1e6, "optim.weight_decay", self.weight_decay, "must be a number, 0 or more")
         _share("optim.warmup_frac", self.warmup_frac)
         _share("optim.min_lr_frac", self.min_lr_frac)
         _positive("optim.clip_norm", self.clip_norm, optional=True)
@@ -290,7 +290,8 @@ class TrainingConfig:
         ):
             _positive(f"training.{key}", getattr(self, key))
         _positive("training.threads", self.threads, optional=True)
-        _require(self.seed >= 0, "training.seed", self.seed, "must be 0 or more")
+        _require(0 <= self.seed < 2**62, "training.seed", self.seed, "must lie between 0 and 2^62")
+        _require(self.threads is None or self.threads <= 4096, "training.threads", self.threads, "must be 4096 or less")
         _one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
         _one_of("training.device", self.device, ("auto", "cpu", "cuda"))
         _one_of("training.resume", self.resume, ("auto", "never"))
@@ -345,6 +346,15 @@ class Config:
     runs_dir: str = "runs"
 
     def __post_init__(self) -> None:
+        if (
+            self.training.activation_checkpointing
+            and self.paths.site == "forward"
+            and self.paths.rounding == "stochastic"
+        ):
+            raise UserError(
+                "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
+                "recomputed forward pass would differ from the first; use paths.rounding=nearest"
+            )
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(
                 f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
@@ -358,7 +368,8 @@ class Config:
 
 
 # Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
-# stay out of the hash; the seed stands beside the hash in the folder's name.
+# stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
+# hash in the folder's name.
 _OUTSIDE_THE_HASH = (
     "run_dir",
     "runs_dir",

@@ -34,7 +34,8 @@ def train(argv: list[str]) -> None:
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
         argv = overrides_first(argv)
-    sweeping = any(word in ("-m", "--multirun") for word in argv)
+    # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
+    sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
 

@@ -72,3 +72,24 @@ def test_monitoring_alone() -> None:
     controller = gnmr.attach(model, low="int4", recovery=None, targets=["?"])
     assert not any(train(model, 8, controller))
     assert (controller.signal.count == 8).all()
+
+
+def test_state_dict_holds_the_generator_of_stochastic_rounding() -> None:
+    kwargs = {"rounding": "stochastic", "targets": ["?"]}
+    controller = gnmr.attach(net(), seed=1, **kwargs)
+    other = gnmr.attach(net(), seed=2, **kwargs)
+    other.load_state_dict(controller.state_dict())
+    states = [c.plan.shared.generator.get_state() for c in (controller, other)]
+    assert torch.equal(*states)
+
+
+def test_what_has_no_effect_warns() -> None:
+    controller = gnmr.attach(net(), targets=["?"])
+    with pytest.warns(UserWarning, match="no unit has a gradient"):
+        controller.step()
+    frozen = net()
+    frozen[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match="1 of 4 units have no trainable parameter"):
+        gnmr.attach(frozen, targets=["?"])
+    with pytest.raises(ValueError, match="warmup_steps=3"):
+        gnmr.attach(net(), recovery=None, warmup_steps=3, targets=["?"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr.config import Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.config import FORMATS, Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
 from gnmr.errors import UserError
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -82,12 +82,25 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         ({"optim": {"betas": [0.9]}}, "optim.betas"),
         ({"model": {"name": "gpt", "num_kv_heads": 2}}, "model.num_kv_heads=2"),
         ({"data": {"name": "text"}}, "data.path"),
+        ({"optim": {"weight_decay": float("inf")}}, "optim.weight_decay=inf"),
+        ({"training": {"seed": 10**19}}, "training.seed"),
+        (
+            {
+                "training": {"activation_checkpointing": True},
+                "paths": {"site": "forward", "rounding": "stochastic"},
+            },
+            "training.activation_checkpointing=true",
+        ),
     ],
 )
 def test_mistakes_name_the_key_in_one_line(tree: dict, line: str) -> None:
     with pytest.raises(UserError) as raised:
         load(tree)
     assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_every_format_has_an_arm() -> None:
+    assert {path.stem for path in (CONF / "paths").glob("*.yaml")} >= set(FORMATS)
 
 
 def test_flatten_keeps_lists_whole() -> None:

@@ -147,7 +147,7 @@ def test_joblib(gnmr, tiny_words, tmp_path):
         before = (cells(tmp_path)[0] / "DONE").stat().st_mtime_ns
         # One cell that is done, one that is not, one whose config makes no sense.
         second = gnmr("train", *words, "training.seed=0,1,-1")
-        assert second.code == 2 and second.err.endswith("gnmr: training.seed=-1: must be 0 or more\n")
+        assert second.code == 2 and "\ngnmr: training.seed=-1: must lie" in second.err
         assert done(tmp_path) == [0, 1] and len(cells(tmp_path)) == 2
     finally:
         get_reusable_executor().shutdown(wait=True)

@@ -34,7 +34,8 @@ class Event:
     event: str
     """promote or release."""
     cause: str
-    """promote: the name of the signal's column that was highest over its threshold, nonfinite or warmup;
+    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), nonfinite
+    or warmup;
     release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)."""
     risk: float | None
     """R of the unit at that step, None where it has none."""
@@ -144,6 +145,7 @@ class Controller:
         """
         return self.apply(self.observe(grad_scale).cpu())
 
+    @torch.no_grad()
     def observe(self, grad_scale: float = 1.0) -> Tensor:
         """Norms, risk and choice of this step as one (rows, U) float64 tensor. Does not wait for the device.
 
@@ -152,6 +154,7 @@ class Controller:
         norm, observed = self._norms()
         return self.observe_norms(norm / grad_scale, observed)
 
+    @torch.no_grad()
     def observe_norms(self, norm: Tensor, observed: Tensor) -> Tensor:
         """As `observe`, from given norms (U,) float64 and `observed` (U,) bool, for replay and for foreign norms."""
         self.t += 1
@@ -216,7 +219,7 @@ class Controller:
             for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
             if threshold is not None
         }
-        return max(ratios, key=lambda name: ratios[name])
+        return max(ratios, key=lambda name: ratios[name], default="risk")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next decision depends on: step count, active set, locks and the signal's history."""

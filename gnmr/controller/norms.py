@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,8 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     """2-norm of each parameter's gradient, (P,) float64; accumulated in float32 (float64 if
     there are float64 gradients); 0 where there is no gradient.
 
-    NaN and Inf pass through; a gradient whose squares overflow float32 (norm above 1.8e19) has norm Inf. Does not wait
-    for the device.
+    NaN and Inf pass through; squares that leave float32 show as norm Inf (elements above about 1e19) or 0 (below about
+    1e-23). Does not wait for the device where every parameter has a gradient.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device
@@ -34,7 +36,15 @@ class UnitNorms:
         self._parameters = [p for group in groups for p in group]
         device = self._parameters[0].device
         self._num_units = len(groups)
-        self._unit_of = torch.tensor([u for u, group in enumerate(groups) for _ in group], device=device)
+        # Row u holds the places of unit u's norms, filled up with the place of a zero behind the last: summing rows has
+        # one order, where adding by index has none on a GPU, and every rank must find the same set.
+        ends = list(accumulate(len(group) for group in groups))
+        widest = max(len(group) for group in groups)
+        rows = [
+            [*range(end - len(g), end), *[ends[-1]] * (widest - len(g))] for g, end in zip(groups, ends, strict=True)
+        ]
+        self._places = torch.tensor(rows, device=device)
+        self._warned = False
         self._all_observed = torch.ones(self._num_units, dtype=torch.bool, device=device)
         self._groups = groups
 
@@ -42,9 +52,16 @@ class UnitNorms:
         """(norm (U,) float64, observed (U,) bool): a unit without any gradient is not observed."""
         norms = gradient_norms(self._parameters)
         if self._num_units < len(norms):
-            squares = torch.zeros(self._num_units, dtype=torch.float64, device=norms.device)
-            norms = squares.index_add_(0, self._unit_of, norms.square()).sqrt()
+            squares = torch.cat([norms.square(), norms.new_zeros(1)])
+            norms = squares[self._places].sum(dim=1).sqrt()
         if all(p.grad is not None for p in self._parameters):
             return norms, self._all_observed
         observed = [any(p.grad is not None for p in group) for group in self._groups]
+        if not any(observed) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
+                "parameters that the model had when the controller was made",
+                stacklevel=4,
+            )
         return norms, torch.tensor(observed, device=norms.device)

@@ -32,8 +32,10 @@ class Plan:
         return exact(self.shared)
 
     def restore(self) -> None:
-        """Turns every operator back into the `nn.Linear` that it was."""
+        """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time."""
         for operator in self.operators:
+            if type(operator) is not PathLinear:
+                continue
             for name in ("unit_name", "low", "recovery", "recovering", "shared", "read", "_node"):
                 delattr(operator, name)
             operator.__class__ = nn.Linear  # type: ignore[assignment]

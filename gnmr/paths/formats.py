@@ -82,7 +82,7 @@ class FloatFormat(Format):
             if value > self.max:
                 break
             values.append(value)
-        return torch.tensor(values)
+        return torch.tensor(values, device="cpu")
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None and self.native is not None:
@@ -126,7 +126,7 @@ class FloatFormat(Format):
         if key not in self._tables:
             table = self.magnitudes()
             if name == "values" and self.native is not None:
-                table = torch.arange(256).to(torch.uint8).view(self.native).float()
+                table = torch.arange(256, device="cpu").to(torch.uint8).view(self.native).float()
             elif name == "values":
                 table = torch.cat([table, -table])
             self._tables[key] = table.to(device)

@@ -39,25 +39,42 @@ class SharedState:
         self.quantize_forward = site == "forward"
         self.generator = generator
         self.exact = False
-        self._read: weakref.ref[Tensor] | None = None
-        self._version = -1
-        self._copies: dict[str, tuple[Tensor, ...]] = {}
-        self._reader = ""
+        self._last: _Read | None = None
 
     def copy_of(self, x: Tensor, fmt: Format, reader: str) -> tuple[tuple[Tensor, ...], str]:
         """(what `reader` keeps of `x` in `fmt`, the first operator that read this very tensor)."""
-        if self._read is None or self._read() is not x or self._version != x._version:
-            self._read, self._version, self._copies, self._reader = weakref.ref(x), x._version, {}, reader
-        if fmt.name not in self._copies:
-            if isinstance(fmt, KeepFormat):
-                # The tensor itself; held here it would outlive its step.
-                return (x.detach(),), self._reader
-            self._copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
-        return self._copies[fmt.name], self._reader
+        last = self._last
+        if last is None or not last.is_of(x):
+            last = _Read(x, reader)
+            # A parameter or an inference tensor can change without a new version number (fused optimizers, .data).
+            if not (x.is_leaf and x.requires_grad) and not x.is_inference():
+                self._last = last  # in one assignment: another thread finds all of it or none
+        if isinstance(fmt, KeepFormat):
+            return (x.detach(),), last.reader  # the tensor itself; held here it would outlive its step
+        if fmt.name not in last.copies:
+            last.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
+        return last.copies[fmt.name], last.reader
 
     def forget(self) -> None:
         """Lets go of the copies of the last tensor (each step's end)."""
-        self._read, self._copies = None, {}
+        self._last = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without what belongs to a step."""
+        return {**self.__dict__, "_last": None}
+
+
+class _Read:
+    """A tensor that was read, and its compressed copies so far."""
+
+    def __init__(self, x: Tensor, reader: str) -> None:
+        self._tensor = weakref.ref(x)
+        self._version = -1 if x.is_inference() else x._version
+        self.reader = reader
+        self.copies: dict[str, tuple[Tensor, ...]] = {}
+
+    def is_of(self, x: Tensor) -> bool:
+        return self._tensor() is x and self._version == x._version
 
 
 class _Linear(torch.autograd.Function):
@@ -133,7 +150,7 @@ class PathLinear(nn.Linear):
         if shared.exact or not (keeps or quantizes):
             return F.linear(input, weight, bias)
         x = input
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -148,6 +165,10 @@ class PathLinear(nn.Linear):
         node = self._node() if self._node is not None else None
         if node is not None and node.holds_copy:
             yield from node.saved_tensors[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the graph of the last step."""
+        return {**self.__dict__, "_node": None}
 
     def extra_repr(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name

@@ -32,6 +32,7 @@ class Recorder:
         self._writer = RunWriter(info.folder, resume_step)
         self._view = View(settings.live, settings.plain_every)
         self._wandb = WandbSink(self._view.say, settings.wandb_every)
+        self._summary: dict[str, Any] | None = None
 
     def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any], group: str) -> None:
         """Writes the header and opens the views.
@@ -41,6 +42,10 @@ class Recorder:
         """
         info, settings = self._info, self._settings
         run_id = self._header.get("run_id") or secrets.token_hex(4)
+        if self._header:  # what began the run stays; what continued it is added
+            again = {key: header.get(key) for key in ("commit", "command", "torch", "machine")}
+            again["after_step"] = info.start_step
+            header = self._header | {"resumed": [*self._header.get("resumed", []), again]}
         self._writer.write_header(config_yaml, header | {"run_id": run_id})
         earlier = read_jsonl(info.folder / "events.jsonl")
         self._wandb.start(
@@ -82,11 +87,15 @@ class Recorder:
     def finish(self, status: str, reason: str | None = None) -> dict[str, Any]:
         """Ends the run and returns its summary; status as in `RunWriter.finish`. W&B comes after DONE.
 
+        Only the first call counts.
+
         A run whose end cannot be written is marked FAILED, its views are closed, and `RunFailed` is raised.
         """
+        if self._summary is not None:  # it ended already; what closing the views raised changes nothing about it
+            return self._summary
         info = self._info
         try:
-            summary = self._writer.finish(status, reason, info.num_units, info.max_o)
+            self._summary = summary = self._writer.finish(status, reason, info.num_units, info.max_o)
         except RunFailed as error:
             if status != "failed":
                 self.finish("failed", str(error))

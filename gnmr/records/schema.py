@@ -39,7 +39,7 @@ STEP_FIELDS: dict[str, str] = {
     "num_gnmr_over": "units with GNMR > alpha in this step",
     "num_delta_gnmr_over": "units with dGNMR > beta in this step",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
-    "micro-batch of the step",
+    "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
     "skipped": "true where a non-finite loss or gradient kept the optimizer from stepping",
     "nonfinite_total": "skipped steps so far (never resets)",
@@ -67,7 +67,7 @@ EVENT_FIELDS: dict[str, str] = {
 RATIO_SCHEMA = pa.schema(
     [
         pa.field("step", pa.int32()),
-        pa.field("unit", pa.dictionary(pa.int16(), pa.string())),
+        pa.field("unit", pa.dictionary(pa.int32(), pa.string())),
         pa.field("norm", pa.float64()),
         pa.field("gnmr", pa.float64()),
         pa.field("delta_gnmr", pa.float64()),
@@ -86,11 +86,11 @@ SUMMARY_FIELDS: dict[str, str] = {
     "tokens": "tokens trained on",
     "final_val_loss": "val_loss of the last evaluation, null if none",
     "final_val_ppl": "val_ppl of the last evaluation, null if none",
-    "promotion_frac": "active unit-steps over recoverable unit-steps",
+    "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none",
     "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps",
     "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps",
     "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps",
-    "saved_bytes_mean": "mean of saved_bytes over the steps",
+    "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
 }

@@ -15,7 +15,7 @@ def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reaso
     num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
     nothing (no step trained, no units) is null. Reads steps.jsonl row by row.
     """
-    steps = promoted = at_max_o = gnmr_over = delta_gnmr_over = saved_bytes = 0
+    steps = promoted = at_max_o = gnmr_over = delta_gnmr_over = saved_bytes = measured = 0
     wall_time_s = 0.0
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
     for last, _ in iter_jsonl(folder / "steps.jsonl"):
@@ -24,7 +24,9 @@ def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reaso
         at_max_o += last["num_active"] >= max_o
         gnmr_over += last["num_gnmr_over"]
         delta_gnmr_over += last["num_delta_gnmr_over"]
-        saved_bytes += last["saved_bytes"]
+        if last["saved_bytes"] is not None:  # null under activation checkpointing
+            saved_bytes += last["saved_bytes"]
+            measured += 1
         wall_time_s += last["step_time_s"]
     evals = read_jsonl(folder / "eval.jsonl")
     final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
@@ -40,7 +42,7 @@ def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reaso
         "hit_max_o_frac": _share(at_max_o, steps),
         "gnmr_over_frac": _share(gnmr_over, unit_steps),
         "delta_gnmr_over_frac": _share(delta_gnmr_over, unit_steps),
-        "saved_bytes_mean": _share(saved_bytes, steps),
+        "saved_bytes_mean": _share(saved_bytes, measured),
         "nonfinite_total": last["nonfinite_total"],
         "wall_time_s": wall_time_s,
     }

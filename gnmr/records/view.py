@@ -100,7 +100,10 @@ class View:
 
     def say(self, text: str) -> None:
         """One line, above the picture; shown in every mode."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except BrokenPipeError:  # nobody reads any more (gnmr train | head); the files are the truth
+            self._mode, self._console = "off", Console(quiet=True)
 
     def stop(self, summary: dict[str, Any] | None = None, where: list[str] | None = None) -> None:
         """Ends the picture and shows the summary (`SUMMARY_FIELDS`) and where to look next; may be called twice."""

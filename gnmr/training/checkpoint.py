@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -60,7 +61,7 @@ class Checkpointer:
             "plan": self._plan.state_dict(),
             "rng": {"cpu": torch.get_rng_state()},
         }
-        if torch.cuda.is_available():
+        if next(self._model.parameters()).is_cuda:
             state["rng"]["cuda"] = torch.cuda.get_rng_state()
         return state
 
@@ -83,8 +84,7 @@ class Checkpointer:
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             reason = "disk full" if full else str(cause).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+        self._prune()
 
     def _write(self, step: int, host: dict[str, Any], beside: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
@@ -106,22 +106,31 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, ascending."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*") if p.is_dir())
+        names = (re.fullmatch(r"step-(\d{8})", p.name) for p in self.folder.glob("step-*"))
+        return sorted(int(name[1]) for name in names if name)
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint; what a killed run left half-written is removed."""
         for rest in self.folder.glob(".writing-*"):
             shutil.rmtree(rest, ignore_errors=True)
+        self._prune()
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def _prune(self) -> None:
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+
     def load(self, step: int) -> dict[str, Any]:
-        """Restores everything and returns the host's numbers. UserError for a corrupt or foreign checkpoint."""
+        """Restores everything and returns the host's numbers. UserError for a corrupt or foreign checkpoint.
+
+        PyTorch reads parts of a checkpoint with pickle: load only your own.
+        """
         path = self.folder / f"step-{step:08d}"
         remedy = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
         try:
             meta = json.loads((path / _META).read_text())
-            owner, units, files = meta["owner"], meta["units"], meta["files"]
+            owner, units, host, files = meta["owner"], meta["units"], meta["host"], dict(meta["files"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
         if owner != self.owner or units != self._controller.names:
@@ -130,8 +139,12 @@ class Checkpointer:
             if not (path / name).exists() or _sha256(path / name) != digest:
                 raise UserError(f"checkpoint {path} is corrupt ({name} is missing or changed): {remedy}")
         state = self._state()
-        with _quiet():
-            dcp.load(state, checkpoint_id=path)
+        try:
+            with _quiet():
+                dcp.load(state, checkpoint_id=path)
+        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"checkpoint {path} does not fit this run ({reason}): {remedy}") from error
         set_model_state_dict(self._model, state["model"])
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
@@ -139,7 +152,7 @@ class Checkpointer:
         torch.set_rng_state(state["rng"]["cpu"])
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
-        return meta["host"]
+        return host
 
 
 class _quiet(warnings.catch_warnings):

@@ -49,4 +49,5 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     """Scales all gradients so that their global norm is at most `max_norm`; `norm` is that norm now (scalar tensor)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    if gradients:
+        torch._foreach_mul_(gradients, scale.float())  # rounded to bf16 it could exceed the bound

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import platform
 import shlex
 import signal
@@ -68,16 +69,25 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
 
     `command` is what would give this run again, for its header; None: this process's own words.
 
-    Raises `UserError` before anything is written, `RunFailed` (the folder is marked FAILED) where training cannot go
-    on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
+    Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
+    training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
     """
     folder = run_folder(config)
     _check_folder(folder, config)
     if (folder / "DONE").exists():
         say(f"{folder} is done: skipped")
         return folder
-    parts = assemble(config, folder, say)
+    try:
+        parts = assemble(config, folder, say)
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
     with _locked(folder):
+        _check_folder(folder, config)  # again: another process may have ended this run meanwhile
+        if (folder / "DONE").exists():
+            say(f"{folder} is done: skipped")
+            return folder
         _train(parts, say, command or shlex.join(sys.argv))
     return folder
 
@@ -130,7 +140,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
     checkpointer = Checkpointer(
         folder / "checkpoints",
-        f"{config_hash(config)}-s{training.seed}",
+        f"{config_hash(config)}-s{training.seed} on data {parts.corpus.fingerprint[:12]}",
         training.keep_checkpoints,
         parts.model,
         parts.optimizer,
@@ -234,6 +244,8 @@ def loop(
         if last or step % training.eval_every == 0:
             val_loss = evaluate(parts.model, parts.plan, validation, training.batch_size)
             row = {"step": step, "tokens": counters.tokens, "val_loss": val_loss}
+            if not math.isfinite(val_loss):
+                raise RunFailed(f"the validation loss after step {step} is {val_loss}")
             recorder.eval({**row, "val_ppl": torch.tensor(val_loss, dtype=torch.float64).exp().item()})
         if stop or last or step % training.checkpoint_every == 0:
             save()
@@ -250,7 +262,7 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
         "tokens": counters.tokens,
         "loss": result.loss,
         "lr": lr,
-        "grad_norm_pre_clip": result.grad_norm,
+        "grad_norm_pre_clip": result.grad_norm_pre_clip,
         "num_candidates": int(decision.candidate.sum()),
         "num_active": int(decision.in_force.sum()),
         "num_gnmr_over": decision.over("gnmr"),
@@ -342,10 +354,18 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
     if isinstance(error, (UserError, RunFailed)):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunFailed(f"disk full after step {step} ({error.filename})")
-    if isinstance(error, torch.OutOfMemoryError):
-        return RunFailed(f"out of device memory in step {step + 1}: use a smaller training.batch_size")
+        return RunFailed(f"disk full after step {step}" + (f" ({error.filename})" if error.filename else ""))
+    if _out_of_memory(error):
+        return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")
     return None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """The CPU's allocator has no error type of its own."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def _device(wanted: str) -> torch.device:

@@ -28,7 +28,7 @@ class StepResult:
 
     loss: float
     """Mean cross-entropy over the step's tokens, nats."""
-    grad_norm: float
+    grad_norm_pre_clip: float
     """Global 2-norm of the gradient before clipping."""
     skipped: bool
     """The optimizer did not step: the loss or a gradient was not finite."""

@@ -291,3 +291,43 @@ def test_observing_does_not_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert controller.apply(packet.cpu()).norm[0] > 0
+
+
+def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
+    class Ranked:
+        columns: tuple[str, ...] = ("score",)
+
+        def observe(self, norm: Tensor, observed: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return norm * 2, (norm,)
+
+        def thresholds(self, step: int) -> tuple[float | None, ...]:
+            return (None,)
+
+        def state_dict(self) -> dict[str, Tensor]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Tensor]) -> None:
+            pass
+
+    parameter = nn.Parameter(torch.zeros(1))
+    controller = Controller([Unit("a", (parameter,), lambda _on: None)], Ranked(), max_o=1)
+    decision = controller.apply(
+        controller.observe_norms(torch.tensor([3.0], dtype=torch.float64), torch.tensor([True]))
+    )
+    assert [(e.event, e.cause, e.risk) for e in decision.events] == [("promote", "risk", 6.0)]
+
+
+def test_ratios_of_finite_norms_never_put_infinity_into_the_window() -> None:
+    step = Script(1, alpha=1.5, beta=1.3, delta=2)
+    step(1e-9)
+    step(1e302)
+    assert step.controller.signal.window.isfinite().all()
+
+
+def test_units_of_different_sizes_have_the_norm_of_all_their_parameters() -> None:
+    groups = [[nn.Parameter(torch.zeros(n, 2)) for n in sizes] for sizes in ((1, 2, 3), (4,), (5, 6))]
+    for i, p in enumerate(p for group in groups for p in group):
+        p.grad = torch.full_like(p, float(i + 1))
+    controller = Controller([Unit(str(i), tuple(g)) for i, g in enumerate(groups)], GnmrSignal(3))
+    expected = [math.sqrt(sum(p.grad.square().sum().item() for p in group)) for group in groups]
+    assert controller.step().norm.tolist() == pytest.approx(expected, rel=1e-6)

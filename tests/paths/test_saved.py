@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -281,3 +282,37 @@ def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
     for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert not torch.equal(gradients(other, inputs())[0], expected[0]), "the generator moves on"
+
+
+def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> None:
+    """Fused optimizers change parameters without a new version number."""
+    latent = nn.Parameter(torch.randn(6, 8))
+    net = nn.Sequential(nn.Linear(8, 8))
+    convert(net, "int8", None, targets=["0"])
+    optimizer = torch.optim.AdamW([latent], lr=0.5, fused=True)
+    for _ in range(3):
+        net.zero_grad()
+        net(latent).sum().backward()
+        fmt = FORMATS["int8"]
+        x_hat = decompress(*compress(latent.detach(), fmt), fmt, 8, latent.dtype)
+        torch.testing.assert_close(net[0].weight.grad, torch.ones(6, 8).t() @ x_hat)
+        optimizer.step()
+
+
+def test_a_converted_model_can_be_pickled_and_copied_after_a_step() -> None:
+    net = model()
+    convert(net, "int4", "int8")
+    expected = gradients(net, inputs())
+    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_inference_tensors_and_the_meta_device_are_fine() -> None:
+    net = model()
+    convert(net, "int4", None, site="forward")
+    with torch.inference_mode():
+        assert net(inputs()).shape == (2, 24, WIDTH)
+    meta = model().to("meta")
+    convert(meta, "int4", "int8")
+    assert meta(inputs().to("meta")).device.type == "meta"

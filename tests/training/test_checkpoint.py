@@ -12,6 +12,7 @@ from everything import differences, everything, same_bits, weights
 
 from gnmr.config import config_hash
 from gnmr.errors import RunFailed, UserError
+from gnmr.records.reader import read_json
 from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.step import TrainStep
 
@@ -155,7 +156,8 @@ def test_meta_names_every_file_and_the_run(half_way, tiny):
     folder = half_way / "checkpoints" / "step-00000006"
     meta = json.loads((folder / "meta.json").read_text())
     assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json"}
-    assert (meta["step"], meta["owner"]) == (6, f"{config_hash(tiny())}-s0")
+    fingerprint = read_json(half_way / "header.json")["data"]["fingerprint"]
+    assert (meta["step"], meta["owner"]) == (6, f"{config_hash(tiny())}-s0 on data {fingerprint[:12]}")
     assert meta["host"] == {
         "counters": {"step": 6, "tokens": 192, "nonfinite_total": 0, "nonfinite_streak": 0},
         "blocks": {"epoch": 0, "position": 12},

@@ -10,6 +10,7 @@ from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.training import run as run_module
 
 LR = 1e-2
 UNIT = "layers.1.mlp.up_proj"
@@ -48,7 +49,7 @@ def test_a_gradient(value, words, assembled, blocks_of, step_of):
     result = step([blocks[1]], LR)
     assert all(same_bits(a, b) for a, b in zip(before, state_of(parts), strict=True))
     assert result.skipped and result.nonfinite_unit == UNIT
-    assert math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+    assert math.isfinite(result.loss) and not math.isfinite(result.grad_norm_pre_clip)
     place = result.decision.units.index(UNIT)
     assert result.decision.risk[place] == math.inf and result.decision.active[place]
     assert [(e.event, e.cause) for e in result.decision.events if e.unit == UNIT] == [("promote", "nonfinite")]
@@ -156,6 +157,14 @@ def test_a_streak_ends_the_run_which_can_go_on_when_its_cause_is_gone(train, tmp
     tampered(lambda parts: None)
     train(folder, *words)  # from the checkpoint of step 4
     assert differences(want, everything(folder)) == []
+
+
+def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):
+    """Finite steps whose weights evaluate to NaN are no result."""
+    monkeypatch.setattr(run_module, "evaluate", lambda *_: math.nan)
+    with pytest.raises(RunFailed, match="the validation loss after step 4 is nan"):
+        train(tmp_path / "run")
+    assert (tmp_path / "run" / "FAILED").exists() and not read_jsonl(tmp_path / "run" / "eval.jsonl")
 
 
 def test_exit_code(gnmr, tiny_words, tmp_path, tampered):

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from everything import in_child
 from gnmr.config import config_hash
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training.run import run, run_folder
+from gnmr.training.run import _locked, run, run_folder
 
 
 @pytest.fixture(scope="module")
@@ -123,25 +125,21 @@ def test_a_damaged_order_is_told_and_the_run_marked(copied, train):
 def test_one_process_at_a_time(train, tmp_path):
     """A child holds the folder; the lock goes with the child, however it ends."""
     folder = tmp_path / "run"
-    ready, go = os.pipe(), os.pipe()
-
-    def holder() -> None:
-        from gnmr.training.run import _locked
-
-        with _locked(folder):
-            os.write(ready[1], b"x")
-            os.read(go[0], 1)
-            os._exit(3)
-
+    read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        holder()
-    os.read(ready[0], 1)
-    with pytest.raises(UserError, match="is being written by another process"):
-        train(folder)
-    assert [p.name for p in folder.iterdir()] == [".lock"]
-    os.write(go[1], b"x")
-    os.waitpid(pid, 0)
+        with _locked(folder):
+            os.write(write, b"x")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        with pytest.raises(UserError, match="is being written by another process"):
+            train(folder)
+        assert [p.name for p in folder.iterdir()] == [".lock"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     assert (train(folder) / "DONE").exists()
 
 

@@ -1,7 +1,7 @@
 """Risk signals, one file each.
 
 A signal turns what a step shows of every unit into one number per unit, its risk R; a unit is over threshold where
-R > 1. `Signal` is the whole interface: the policy, the records and replay know nothing else.
+R > 1. `Signal` is all that the controller and the policy know of one.
 """
 
 from __future__ import annotations

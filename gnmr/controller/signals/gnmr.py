@@ -64,7 +64,8 @@ class GnmrSignal:
     def observe(self, norm: Tensor, observed: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """See `Signal.observe`; the statistics are (GNMR, dGNMR). Does not wait for the device."""
         finite = norm.isfinite()
-        gnmr = torch.where(self.mean == 0, 1.0, norm / (self.mean + self.eps))
+        # Clamped: a ratio of finite norms may leave float64, and Inf must not enter the window.
+        gnmr = torch.where(self.mean == 0, 1.0, (norm / (self.mean + self.eps)).clamp(max=torch.finfo(norm.dtype).max))
         gnmr = torch.where(finite, gnmr, norm)
         full = self.count >= self.delta
         delta_gnmr = torch.where(full, gnmr / (self.window.mean(dim=0) + self.eps), 1.0)
@@ -95,4 +96,5 @@ class GnmrSignal:
                 raise ValueError(
                     f"signal state {name!r} has shape {tuple(state[name].shape)}, this signal needs {tuple(own.shape)}"
                 )
+        for name, own in self.state_dict().items():
             setattr(self, name, state[name].to(device=own.device, dtype=own.dtype).clone())
