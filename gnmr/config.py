@@ -199,6 +199,7 @@ class ControllerConfig:
             _positive(f"controller.{key}", getattr(self, key), optional=True)
         for key in ("delta", "max_o", "t_lock", "eps"):
             _positive(f"controller.{key}", getattr(self, key))
+            _require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
         for key in ("alpha", "beta"):
             _require(
                 getattr(self, key) is not None or getattr(self, f"{key}_init") is None,
