@@ -18,7 +18,7 @@ from gnmr.paths.saved import PathLinear, SharedState, exact
 from gnmr.paths.scaling import row_bytes, scale_dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """The converted operators of a model, in module order, and what they share."""
 
@@ -26,6 +26,7 @@ class Plan:
     low: Format
     recovery: Format | None
     shared: SharedState
+    _predicted: tuple[object, int] | None = None
 
     def exact(self) -> AbstractContextManager[None]:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation)."""
@@ -49,17 +50,20 @@ class Plan:
         storages = {}
         for operator in self.operators:
             for tensor in operator.kept():
-                storages[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+                storages[tensor.data_ptr()] = tensor.nbytes
         return sum(storages.values())
 
     def predicted_bytes(self) -> int:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format."""
-        copies = {}
-        for operator in self.operators:
-            if operator.read is not None and operator.weight.requires_grad:
-                rows, first_reader = operator.read
-                copies[first_reader, operator.format.name] = rows * bytes_per_row(operator, operator.format)
-        return sum(copies.values())
+        now = tuple((o.recovering, o.read, o.weight.requires_grad) for o in self.operators)
+        if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
+            copies = {}
+            for operator in self.operators:
+                if operator.read is not None and operator.weight.requires_grad:
+                    rows, first_reader = operator.read
+                    copies[first_reader, operator.format.name] = rows * bytes_per_row(operator, operator.format)
+            self._predicted = now, sum(copies.values())
+        return self._predicted[1]
 
     def extra_bytes(self) -> float:
         """Eq. 5: (p_high - p_low)/8 * sum of A_b over the units in recovery, each unit counted by itself."""

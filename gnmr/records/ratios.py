@@ -35,7 +35,7 @@ class RatioStream:
         self._file: BinaryIO | None = None
         self._units: list[str] = []
         self._dictionary = pa.array([], pa.string())
-        self._indices = np.empty(0, np.int16)
+        self._indices = np.empty(0, np.int32)
 
     def write(self, rows: RatioRows) -> None:
         """One batch with the observed units of a step, in one write to the file; nothing if there are none."""
@@ -48,7 +48,7 @@ class RatioStream:
         if new_units:
             self._units = list(rows.units)
             self._dictionary = pa.array(self._units, pa.string())
-            self._indices = np.arange(len(self._units), dtype=np.int16)
+            self._indices = np.arange(len(self._units), dtype=np.int32)
         batch = self._batch(rows, seen)
         if new_units:
             self._file.write(_with_dictionary(batch, with_schema=self._file.tell() == 0))
