@@ -105,3 +105,30 @@ def test_an_end_that_cannot_be_written_is_a_failed_run(
     assert (tmp_path / "FAILED").read_text().startswith("disk full") and not (tmp_path / "DONE").exists()
     assert (read_json(tmp_path / "summary.json") or {})["status"] == "failed"
     assert read_ratios(tmp_path).num_rows == 4
+
+
+def test_what_happens_after_done_changes_nothing_about_it(
+    tmp_path: Path, step_row: Make, ratio_rows: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C or a closed pipe while the views close must not turn a finished run into a failed one."""
+
+    def interrupted(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = RecordsConfig(live="off", wandb="off")
+    with Recorder(info(tmp_path), settings, None) as recorder:
+        recorder.start("a: 1\n", {"a": 1}, {}, "group")
+        recorder.step(step_row(1), ratio_rows(1))
+        monkeypatch.setattr(wandb_sink.WandbSink, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.finish("done")
+        assert recorder.finish("failed", "too late")["status"] == "done"
+    assert (tmp_path / "DONE").exists() and not (tmp_path / "FAILED").exists()
+    assert read_json(tmp_path / "summary.json")["status"] == "done"  # type: ignore[index]
+
+
+def test_a_run_without_measured_bytes_ends_well(tmp_path: Path, step_row: Make, ratio_rows: Make) -> None:
+    with Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None) as recorder:
+        recorder.start("a: 1\n", {"a": 1}, {}, "group")
+        recorder.step(step_row(1) | {"saved_bytes": None, "saved_bytes_predicted": None}, ratio_rows(1))
+        assert recorder.finish("done")["saved_bytes_mean"] is None

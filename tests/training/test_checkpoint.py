@@ -170,3 +170,35 @@ def test_a_folder_that_cannot_be_written(checkpointer):
     saver.folder.write_text("a file")
     with pytest.raises(RunFailed, match="while writing the checkpoint of step 3"):
         saver.save(3, {})
+
+
+def test_a_checkpoint_that_was_renamed_aside_is_left_alone(half_way, train):
+    (half_way / "checkpoints" / "step-00000006").rename(half_way / "checkpoints" / "step-00000006.bad")
+    train(half_way)
+    assert (half_way / "DONE").exists() and (half_way / "checkpoints" / "step-00000006.bad").is_dir()
+
+
+def test_what_a_kill_before_pruning_left_is_pruned_at_the_next_start(checkpointer):
+    for step in (1, 2, 3):
+        checkpointer(keep=5).save(step, {})
+    assert checkpointer(keep=1).newest() == 3
+    assert checkpointer().steps() == [3]
+
+
+def test_a_run_is_not_continued_on_other_data(half_way, tiny, text_file, tmp_path):
+    from gnmr.training.run import run
+
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[::-1])
+    saved = half_way / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(text_file), str(other)))
+    with pytest.raises(UserError, match="belongs to another run"):
+        run(tiny(f"run_dir={half_way}", f"data.path={other}"), lambda _: None)
+
+
+def test_the_header_keeps_what_began_the_run_and_adds_what_continued_it(half_way, train):
+    began = read_json(half_way / "header.json")
+    train(half_way)
+    ended = read_json(half_way / "header.json")
+    assert ended["command"] == began["command"]
+    assert [again["after_step"] for again in ended["resumed"]] == [6]
