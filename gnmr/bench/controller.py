@@ -28,7 +28,6 @@ DECISION_UNITS = 10_000
 # (owner, attribute, part) of what a step has because of the controller and the records.
 _PARTS = (
     (UnitNorms, "__call__", "norms"),
-    (step, "gradient_norms", "norms"),  # of the parameters outside the units, for the global norm
     (Controller, "observe_norms", "signal and policy"),
     (Controller, "apply", "switching"),
     (Plan, "saved_bytes", "records"),

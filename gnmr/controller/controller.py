@@ -79,8 +79,7 @@ class Decision:
         threshold = self.thresholds[list(self.columns).index(column)]
         if threshold is None:
             return 0
-        values = self.columns[column]
-        return int((self.observed & ((values > threshold) | ~np.isfinite(values))).sum())
+        return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
 
 
 class Controller:

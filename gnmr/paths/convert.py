@@ -55,11 +55,11 @@ class Plan:
 
     def predicted_bytes(self) -> int:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format."""
-        now = tuple((o.recovering, o.read, o.weight.requires_grad) for o in self.operators)
+        now = [(operator.recovering, operator.read) for operator in self.operators]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
             copies = {}
             for operator in self.operators:
-                if operator.read is not None and operator.weight.requires_grad:
+                if operator.read is not None:
                     rows, first_reader = operator.read
                     copies[first_reader, operator.format.name] = rows * bytes_per_row(operator, operator.format)
             self._predicted = now, sum(copies.values())

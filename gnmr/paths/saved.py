@@ -156,15 +156,14 @@ class PathLinear(nn.Linear):
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         copy, first_reader = shared.copy_of(x if isinstance(fmt, KeepFormat) else input, fmt, self.unit_name)
         output = _Linear.apply(x, weight, bias, fmt, quantizes, *copy)
-        self.read = (input.numel() // input.shape[-1], first_reader)
+        self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
 
-    def kept(self) -> Iterator[Tensor]:
+    def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
         node = self._node() if self._node is not None else None
-        if node is not None and node.holds_copy:
-            yield from node.saved_tensors[1:]
+        return node.saved_tensors[1:] if node is not None and node.holds_copy else ()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the graph of the last step."""

@@ -34,8 +34,7 @@ class RatioStream:
         self._path = path
         self._file: BinaryIO | None = None
         self._units: list[str] = []
-        self._dictionary = pa.array([], pa.string())
-        self._indices = np.empty(0, np.int32)
+        self._column: pa.Array = None  # the units of all rows, made with the first
 
     def write(self, rows: RatioRows) -> None:
         """One batch with the observed units of a step, in one write to the file; nothing if there are none."""
@@ -47,8 +46,8 @@ class RatioStream:
         new_units = rows.units != self._units
         if new_units:
             self._units = list(rows.units)
-            self._dictionary = pa.array(self._units, pa.string())
-            self._indices = np.arange(len(self._units), dtype=np.int32)
+            indices = np.arange(len(self._units), dtype=np.int32)
+            self._column = pa.DictionaryArray.from_arrays(indices, pa.array(self._units, pa.string()))
         batch = self._batch(rows, seen)
         if new_units:
             self._file.write(_with_dictionary(batch, with_schema=self._file.tell() == 0))
@@ -61,17 +60,19 @@ class RatioStream:
             self._file.close()
 
     def _batch(self, rows: RatioRows, seen: np.ndarray) -> pa.RecordBatch:
-        indices = self._indices[seen]
+        units: pa.Array = self._column
+        columns = [rows.norm, rows.gnmr, rows.delta_gnmr, rows.risk, rows.active, rows.lock]
+        if not seen.all():
+            units = units.filter(pa.array(seen))
+            columns = [column[seen] for column in columns]
+        *numbers, active, lock = columns
         return pa.RecordBatch.from_arrays(
             [
-                pa.array(np.full(len(indices), rows.step, np.int32)),
-                pa.DictionaryArray.from_arrays(indices, self._dictionary),
-                pa.array(rows.norm[seen].astype(np.float64, copy=False)),
-                pa.array(rows.gnmr[seen].astype(np.float64, copy=False)),
-                pa.array(rows.delta_gnmr[seen].astype(np.float64, copy=False)),
-                pa.array(rows.risk[seen].astype(np.float64, copy=False)),
-                pa.array(rows.active[seen].astype(bool, copy=False)),
-                pa.array(rows.lock[seen].astype(np.int32)),
+                pa.array(np.full(len(units), rows.step, np.int32)),
+                units,
+                *(pa.array(column) for column in numbers),
+                pa.array(active),
+                pa.array(lock.astype(np.int32)),
             ],
             schema=RATIO_SCHEMA,
         )

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -263,8 +264,8 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
         "loss": result.loss,
         "lr": lr,
         "grad_norm_pre_clip": result.grad_norm_pre_clip,
-        "num_candidates": int(decision.candidate.sum()),
-        "num_active": int(decision.in_force.sum()),
+        "num_candidates": int(np.count_nonzero(decision.candidate)),
+        "num_active": int(np.count_nonzero(decision.in_force)),
         "num_gnmr_over": decision.over("gnmr"),
         "num_delta_gnmr_over": decision.over("delta_gnmr"),
         "saved_bytes": result.saved_bytes,

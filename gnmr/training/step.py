@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.controller import Controller, Decision
-from gnmr.controller.norms import gradient_norms
+from gnmr.controller.norms import UnitNorms
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
 
@@ -63,23 +63,23 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
-        self._other_names = [name.removesuffix(".weight") for name, _ in others]
-        self._others = [p for _, p in others]
+        # The units first, then every other parameter by itself: all norms of a step in one batched call.
+        groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
+        names = controller.names + [name.removesuffix(".weight") for name, _ in others]
+        self._norms = UnitNorms(groups)
         position = {id(p): i for i, p in enumerate(self.parameters)}
-        places = [max(position[id(p)] for p in unit.parameters) for unit in controller.units]
-        places += [position[id(p)] for p in self._others]
-        names = controller.names + self._other_names
-        # Norms arrive units first; the backward pass runs from the last module to the first.
+        places = [max(position[id(p)] for p in group) for group in groups]
+        # The backward pass runs from the last module to the first.
         self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
 
     def __call__(self, micro_batches: Sequence[Tensor], lr: float) -> StepResult:
         """Takes one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 on the device. Waits for it once."""
         loss, saved, predicted = self._backward(micro_batches)
 
-        packet = self.controller.observe()
-        unit_norms = packet[0]
-        other_norms = gradient_norms(self._others) if self._others else unit_norms[:0]
-        grad_norm = torch.cat([unit_norms, other_norms]).square().sum().sqrt()
+        norms, observed = self._norms()
+        num_units = len(self.controller.units)
+        packet = self.controller.observe_norms(norms[:num_units], observed[:num_units])
+        grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
 
         if self.clip_norm is not None:
@@ -91,14 +91,12 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
         numbers = torch.stack([loss.double(), grad_norm, nonfinite.double()])
-        host = torch.cat([numbers, other_norms, packet.flatten()]).cpu()
-        n = len(other_norms)
+        host = torch.cat([numbers, norms, packet.flatten()]).cpu()
+        n = len(norms)
         skipped = bool(host[2])
         where = None
         if skipped:
-            where = self._first_nonfinite(
-                float(host[0]), host[3 + n :][: len(unit_norms)], host[3 : 3 + n], micro_batches
-            )
+            where = self._first_nonfinite(float(host[0]), host[3 : 3 + n], micro_batches)
         decision = self.controller.apply(host[3 + n :].view(packet.shape))
         return StepResult(float(host[0]), float(host[1]), skipped, where, saved, predicted, decision)
 
@@ -116,12 +114,11 @@ class TrainStep:
         self.plan.shared.forget()
         return total / len(micro_batches), saved, predicted
 
-    def _first_nonfinite(self, loss: float, units: Tensor, others: Tensor, micro_batches: Sequence[Tensor]) -> str:
+    def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""
         if not torch.tensor(loss).isfinite():
             found = first_nonfinite_forward(self.model, micro_batches)
             return found or "loss"
-        norms = torch.cat([units, others])
         for index, name in self._backward_order:
             if not norms[index].isfinite():
                 return name
