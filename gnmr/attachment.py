@@ -78,12 +78,12 @@ def attach(
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     ValueError for senseless values, before the model is touched.
     """
+    if recovery is None and warmup_steps:
+        raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
     probe = GnmrSignal(1, alpha, beta, delta)  # refuses senseless thresholds before anything is converted
     plan = convert(model, low, recovery, targets, site, rounding, seed)
     try:
         units = units_of(plan)
-        if recovery is None and warmup_steps:
-            raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
         frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]
         if frozen:
             warnings.warn(

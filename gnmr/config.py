@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -419,6 +420,14 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
         raise UserError(one_line(error)) from error
     assert isinstance(config, Config)
     return config
+
+
+def read(path: Path) -> Config:
+    """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
+    try:
+        return load(OmegaConf.load(path))  # type: ignore[arg-type]
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
 
 
 def one_line(error: Exception) -> str:

@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from yaml import YAMLError
 
-from gnmr.config import Config, ControllerConfig, load, one_line
+from gnmr.config import ControllerConfig, load, one_line
+from gnmr.config import read as read_config
 from gnmr.controller import Decision, Unit
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_ratios
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     path, words = Path(argv[0]), argv[1:]
     defaults, schedule_steps = ControllerConfig(), None
     if (path / "config.yaml").exists():
-        config = _config_of(path / "config.yaml")
+        config = read_config(path / "config.yaml")
         defaults, schedule_steps = config.controller, config.training.steps
         if (every := config.records.ratios_every) > 1:
             note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
@@ -82,13 +83,6 @@ def main(argv: list[str]) -> int:
     if out is not None:
         print(f"{'decisions':33}{out}")
     return 0
-
-
-def _config_of(path: Path) -> Config:
-    try:
-        return load(OmegaConf.load(path))  # type: ignore[arg-type]
-    except Exception as error:
-        raise UserError(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
 
 
 def parse(words: list[str], defaults: ControllerConfig) -> tuple[ControllerConfig, Path | None]:

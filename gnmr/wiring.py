@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from gnmr.attachment import units_of
 from gnmr.config import ControllerConfig
 from gnmr.controller import Controller, GnmrSignal, Threshold, TwoStage, Unit
-from gnmr.paths import Plan
 
 
 def build_controller(settings: ControllerConfig, units: list[Unit], steps: int) -> Controller:
@@ -22,11 +18,6 @@ def build_controller(settings: ControllerConfig, units: list[Unit], steps: int) 
         threshold(settings.beta, settings.beta_init),
         settings.delta,
         settings.eps,
-        units[0].parameters[0].device if units else torch.device("cpu"),
+        units[0].parameters[0].device,
     )
     return Controller(units, signal, settings.max_o, settings.t_lock, round(settings.warmup_frac * steps))
-
-
-def controller_of(settings: ControllerConfig, plan: Plan, steps: int) -> Controller:
-    """The controller over the operators of a plan."""
-    return build_controller(settings, units_of(plan), steps)

@@ -26,7 +26,8 @@ from torch import nn
 
 import gnmr
 from gnmr import models
-from gnmr.config import Config, config_hash, identity, load, one_line, to_dict
+from gnmr.attachment import units_of
+from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Controller, Decision
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
@@ -38,7 +39,7 @@ from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.optim import build_optimizer, learning_rate
 from gnmr.training.provenance import commit, machine
 from gnmr.training.step import StepResult, TrainStep, evaluate
-from gnmr.wiring import controller_of
+from gnmr.wiring import build_controller
 
 
 @dataclass
@@ -130,7 +131,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if training.compile:
         for layer in model.layers:
             layer.compile()
-    controller = controller_of(config.controller, plan, training.steps)
+    controller = build_controller(config.controller, units_of(plan), training.steps)
     optimizer = build_optimizer(model, config.optim)
     return Parts(config, folder, corpus, device, model, plan, controller, optimizer)
 
@@ -330,11 +331,9 @@ def _check_folder(folder: Path, config: Config) -> None:
             raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
         return
     try:
-        earlier = load(OmegaConf.load(saved))  # type: ignore[arg-type]
-    except Exception as error:
-        raise UserError(
-            f"{saved} cannot be read as a run's config ({one_line(error)}); choose another run_dir"
-        ) from error
+        earlier = read(saved)
+    except UserError as error:
+        raise UserError(f"{error}; choose another run_dir") from error
     ours, theirs = identity(config), identity(earlier)
     seed = "training.seed"
     ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
