@@ -9,27 +9,60 @@ controller.step()          # before clipping and optimizer.step()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gnmr.controller import Controller, Decision, GnmrSignal, Signal, Threshold, Unit
+from gnmr.controller import Context, Controller, Decision, GnmrSignal, Signal, Threshold, Unit
+from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.paths import Plan, convert
 
 
 def units_of(plan: Plan) -> list[Unit]:
     """Each converted operator as a unit of its own; monitored only where the plan has no recovery path."""
+    more_bits = 0 if plan.recovery is None else plan.recovery.bits - plan.low.bits
     return [
-        Unit(operator.unit_name, tuple(operator.parameters()), operator.switch if operator.recovery else None)
+        Unit(
+            operator.unit_name,
+            tuple(operator.parameters()),
+            operator.switch if operator.recovery else None,
+            cost=operator.in_features * more_bits / 8 if more_bits > 0 else 1.0,
+        )
         for operator in plan.operators
     ]
+
+
+def context_of(units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0) -> Context:
+    """What a signal is told of these units."""
+    names, cost = tuple(unit.name for unit in units), tuple(unit.cost for unit in units)
+    return Context(names, cost, units[0].parameters[0].device, max_o, steps, seed)
 
 
 class AttachedController(Controller):
     """A controller that knows the plan it routes."""
 
     plan: Plan
+
+    def attach_plan(self, plan: Plan, probe_tokens: int = 1) -> None:
+        """Takes the plan and has its operators measure what the signal needs of them."""
+        self.plan = plan
+        names = [name for name in self.needs if name in PATH_EVIDENCE]
+        self._probe = plan.probe(names, probe_tokens) if names else None
+
+    def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+        """As `Controller.measure`, with what the paths measured."""
+        found = super().measure(grad_scale)
+        if self._probe is not None:
+            # Squared gradients carry the loss scale twice.
+            scaled = {
+                name: value / grad_scale**2 if name.startswith("gap") else value
+                for name, value in self._probe.read().items()
+            }
+            self._probe.reset()
+            found |= scaled
+        return found
 
     def apply(self, packet: Tensor) -> Decision:
         """As `Controller.apply`; the step is over, so its compressed copies are let go too."""
@@ -64,7 +97,8 @@ def attach(
     site: str = "saved",
     rounding: str = "nearest",
     seed: int = 0,
-    signal: Signal | None = None,
+    signal: Signal | Callable[[Context], Signal] | None = None,
+    ranked: bool = False,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
 
@@ -73,14 +107,17 @@ def attach(
         low, recovery, targets, site, rounding, seed: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
-        signal: another risk signal in place of GNMR; alpha, beta and delta are then not used.
+        signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
+            one; alpha, beta and delta are then not used.
+        ranked: see `gnmr.controller.Controller`.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     ValueError for senseless values, before the model is touched.
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
-    probe = GnmrSignal(1, alpha, beta, delta)  # refuses senseless thresholds before anything is converted
+    one = Context(("unit",), (1.0,), torch.device("cpu"))
+    GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
     plan = convert(model, low, recovery, targets, site, rounding, seed)
     try:
         units = units_of(plan)
@@ -91,12 +128,14 @@ def attach(
                 f"(the first is {frozen[0]}): they stay on the low-cost path",
                 stacklevel=2,
             )
+        context = context_of(units, max_o, seed=seed)
         if signal is None:
-            device = units[0].parameters[0].device
-            signal = GnmrSignal(len(units), probe.alpha, probe.beta, probe.delta, probe.eps, device)
-        controller = AttachedController(units, signal, max_o, t_lock, warmup_steps)
+            signal = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
+        elif not hasattr(signal, "observe") or isinstance(signal, type):
+            signal = signal(context)
+        controller = AttachedController(units, signal, max_o, t_lock, warmup_steps, ranked)
+        controller.attach_plan(plan)
     except ValueError:
         plan.restore()
         raise
-    controller.plan = plan
     return controller

@@ -53,9 +53,17 @@ class OutlierConfig:
     number: int = 0
     """Channels per norm, per v/o pair and per up/down pair that are scaled; 0 switches it off."""
     gain: float = 1.0
-    """Factor on the chosen channels; the weights that read them are divided by it."""
+    """Factor on the chosen channels; the weights that read them are divided by it. A power of two is exact in BF16."""
+    window: list[int] = field(default_factory=list)
+    """First and last step of a window outside of which there are none; empty: from the start and for good."""
 
     def __post_init__(self) -> None:
+        _require(
+            len(self.window) in (0, 2) and (not self.window or 1 <= self.window[0] <= self.window[1]),
+            "model.outlier_channels.window",
+            self.window,
+            "must be empty, or [first step, last step] from 1",
+        )
         _require(self.number >= 0, "model.outlier_channels.number", self.number, "must be 0 or more")
         _positive("model.outlier_channels.gain", self.gain)
 
@@ -158,8 +166,11 @@ class PathsConfig:
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
     rounding: str = "nearest"
     """nearest (ties to even) or stochastic."""
+    probe_tokens: int = 1
+    """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
 
     def __post_init__(self) -> None:
+        _positive("paths.probe_tokens", self.probe_tokens)
         _one_of("paths.low", self.low, FORMATS)
         if self.recovery is not None:
             _one_of("paths.recovery", self.recovery, FORMATS)
@@ -168,14 +179,81 @@ class PathsConfig:
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
 
 
+STRESSES = ("none", "scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
+
+
+@dataclass(frozen=True)
+class StressConfig:
+    """Faults in the low-cost path of chosen units at known times (gnmr/paths/faults.py)."""
+
+    kind: str = "none"
+    """What fails; none: nothing."""
+    magnitude: float = 1.0
+    """How much: the factor on the scale, the noise in grid steps; bit_flip, nan and inf have none."""
+    share: float = 1.0
+    """Part of a unit's rows (tokens) that is hit."""
+    targets: list[str] = field(default_factory=lambda: ["*"])
+    """Patterns of the units that may be hit, as paths.targets."""
+    windows: list[list[int]] = field(default_factory=list)
+    """[[first step, number of steps], ...] in which every target is hit; empty: drawn from rate."""
+    rate: float = 0.0
+    """Windows per 1,000 unit-steps, drawn for each target by itself; without effect where windows are given."""
+    duration: int = 1
+    """Steps of a drawn window."""
+    history: int = 16
+    """Steps that stale_scale looks back."""
+    seed: int | None = None
+    """Draws the windows and what is random in them; null: training.seed."""
+
+    def __post_init__(self) -> None:
+        _one_of("stress.kind", self.kind, STRESSES)
+        _positive("stress.magnitude", self.magnitude)
+        _share("stress.share", self.share)
+        _positive("stress.share", self.share)
+        _require(len(self.targets) > 0, "stress.targets", self.targets, "needs at least one pattern")
+        for window in self.windows:
+            _require(
+                len(window) == 2 and min(window) >= 1,
+                "stress.windows",
+                self.windows,
+                "each must be [first step, number of steps], both 1 or more",
+            )
+        _require(
+            self.kind == "none" or len(self.windows) > 0 or self.rate > 0,
+            "stress.rate",
+            self.rate,
+            "give windows, or a rate above 0",
+        )
+        _require(0 <= self.rate <= 1000, "stress.rate", self.rate, "must lie between 0 and 1000")
+        _positive("stress.duration", self.duration)
+        _positive("stress.history", self.history)
+        _require(self.seed is None or 0 <= self.seed < 2**62, "stress.seed", self.seed, "must lie between 0 and 2^62")
+
+
+@dataclass(frozen=True)
+class SignalConfig:
+    """The risk signal (gnmr/controller/signals)."""
+
+    name: str = "gnmr_delta"
+    """One of docs/signals.md, or package.module:Class for one of your own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the signal's constructor takes; its own defaults where nothing is said."""
+
+
 @dataclass(frozen=True)
 class ControllerConfig:
     """Algorithms 1 and 2 (gnmr/controller)."""
 
     name: str = "gnmr"
     """Name of this choice, part of the arm's name."""
+    signal: SignalConfig = field(default_factory=SignalConfig)
+    routing: str = "thresholded"
+    """thresholded (max_o is a cap) or ranked (the max_o largest risks are always taken)."""
+    trigger: float = 1.0
+    """Multiplies all thresholds of the signal: over where R > trigger. `gnmr replay RUN calibrate=...` finds it."""
     alpha: float | None = 1.5
-    """Threshold of GNMR; null switches this signal off."""
+    """Threshold of GNMR; null switches this signal off. alpha, beta, delta and eps belong to the signals gnmr_delta,
+    gnmr and delta_gnmr; the others do not read them."""
     beta: float | None = 1.3
     """Threshold of dGNMR; null switches this signal off."""
     alpha_init: float | None = None
@@ -198,7 +276,8 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             _positive(f"controller.{key}", getattr(self, key), optional=True)
-        for key in ("delta", "max_o", "t_lock", "eps"):
+        _one_of("controller.routing", self.routing, ("thresholded", "ranked"))
+        for key in ("delta", "max_o", "t_lock", "eps", "trigger"):
             _positive(f"controller.{key}", getattr(self, key))
             _require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
         for key in ("alpha", "beta"):
@@ -213,9 +292,24 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, its schedule and clipping."""
+class TransformConfig:
+    """A gradient transform before the optimizer (gnmr/training/transforms)."""
 
+    name: str | None = None
+    """See conf/optim/transform; null: none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the transform's constructor takes; its published defaults where nothing is said."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
+    name: str = "adamw"
+    """adamw or scale."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer's constructor takes besides the keys below; adamw has none."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
     lr: float = 1e-3
     """Peak rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -229,6 +323,12 @@ class OptimConfig:
     """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
 
     def __post_init__(self) -> None:
+        _one_of("optim.name", self.name, ("adamw", "scale"))
+        if self.name != "adamw" and self.transform.name in ("spam", "stable_spam"):
+            raise UserError(
+                f"optim.transform.name={self.transform.name}: resets Adam's moments; it needs optim.name=adamw"
+            )
+        _require(self.name != "adamw" or not self.options, "optim.options", self.options, "adamw has none")
         _positive("optim.lr", self.lr)
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
@@ -309,6 +409,9 @@ class RecordsConfig:
 
     ratios_every: int = 1
     """Steps between rows of ratios.parquet."""
+    evidence: list[str] = field(default_factory=list)
+    """Evidence that ratios.parquet keeps besides what the signal shows (docs/signals.md): replay and calibration of
+    other signals need theirs. Each costs what measuring it costs."""
     live: str = "auto"
     """auto: a live view on a terminal, else plain lines; plain; off."""
     plain_every: int = 20
@@ -335,6 +438,7 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    stress: StressConfig = field(default_factory=StressConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     records: RecordsConfig = field(default_factory=RecordsConfig)
     experiment_name: str = "custom"
@@ -357,6 +461,11 @@ class Config:
                 "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
                 "recomputed forward pass would differ from the first; use paths.rounding=nearest"
             )
+        missing = {"gap_recovery", "gap_exact", "true_gap"} & set(self.records.evidence)
+        if missing and self.paths.recovery is None:
+            raise UserError(
+                f"records.evidence={self.records.evidence}: {', '.join(sorted(missing))} needs paths.recovery"
+            )
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(
                 f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
@@ -366,7 +475,14 @@ class Config:
     def arm_name(self) -> str:
         if self.arm is not None:
             return self.arm
-        return self.paths.name if self.paths.recovery is None else f"{self.paths.name}-{self.controller.name}"
+        parts = [self.paths.name]
+        if self.paths.recovery is not None:
+            signal = self.controller.signal.name.rpartition(":")[2]
+            parts.append(self.controller.name if signal == "gnmr_delta" else signal)
+            parts += ["ranked"] if self.controller.routing == "ranked" else []
+        parts += [self.optim.name] if self.optim.name != "adamw" else []
+        parts += [self.optim.transform.name] if self.optim.transform.name else []
+        return "-".join(parts)
 
 
 # Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they

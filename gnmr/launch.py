@@ -14,11 +14,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr import config as schema
 from gnmr.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from hydra.conf import HydraConf
 
 
 def conf_dir() -> Path:
@@ -52,24 +56,35 @@ def _hydra(argv: list[str], conf: Path, program: str) -> None:
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
     from hydra.types import RunMode
 
+    from gnmr.sweep import Sweep, in_worker
+
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
+    # Hydra takes plugins from its own namespaces only, so ours stands under the name of the one that it replaces.
+    Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"] = Sweep
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     failures: list[UserError | RunFailed] = []
     here = os.getpid()
 
-    def cell(composed: DictConfig) -> None:
-        """`run_cell`, its failures kept from Hydra, which would print all overrides with them."""
+    def cell(composed: DictConfig) -> UserError | RunFailed | None:
+        """`run_cell`; a failure is handed back, because Hydra would print all overrides with an exception."""
+        settings = HydraConfig.get()
+        if os.getpid() != here and _by_joblib(settings):
+            return in_worker(lambda: attempt(composed), here)
+        return attempt(composed)
+
+    def attempt(composed: DictConfig) -> UserError | RunFailed | None:
         try:
             run_cell(composed)
         except (UserError, RunFailed) as error:
-            if os.getpid() != here:  # a worker of the launcher: Hydra carries it over
-                raise
             failures.append(error)
             settings = HydraConfig.get()
             if settings.mode == RunMode.MULTIRUN:
                 say(f"#{settings.job.num} failed: {error}")
+            return error
+        return None
 
     before, sys.argv = sys.argv, [program, *argv]
     try:
@@ -87,11 +102,7 @@ def run_cell(composed: DictConfig) -> None:
 
     settings = HydraConfig.get()
     with open_dict(composed):
-        if (
-            settings.mode == RunMode.MULTIRUN
-            and "Joblib" in settings.launcher._target_
-            and composed.records.live == "auto"
-        ):
+        if settings.mode == RunMode.MULTIRUN and _by_joblib(settings) and composed.records.live == "auto":
             composed.records.live = "plain"  # several pictures would paint over each other
     config = schema.load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
@@ -100,6 +111,10 @@ def run_cell(composed: DictConfig) -> None:
     from gnmr.training.run import run
 
     run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
+
+
+def _by_joblib(settings: HydraConf) -> bool:
+    return "Joblib" in settings.launcher._target_
 
 
 def say(text: str) -> None:
@@ -136,12 +151,20 @@ def compose(overrides: list[str]) -> schema.Config:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
 
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra_compose("config", overrides, return_hydra_config=True)
-        HydraConfig.instance().set_config(composed)
-        tree = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-        OmegaConf.resolve(tree)
-        return schema.load(tree)
+        return load_composed(hydra_compose("config", overrides, return_hydra_config=True))
+
+
+def load_composed(composed: DictConfig) -> schema.Config:
+    """`schema.load` of what Hydra composed, its own settings included: ${hydra:...} refers to them."""
+    from hydra.core.hydra_config import HydraConfig
+
+    current = HydraConfig.instance()
+    before = current.cfg
+    try:
+        current.set_config(composed)
+        return schema.load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+    finally:
+        current.cfg = before

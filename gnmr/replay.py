@@ -8,10 +8,12 @@ in the order of the units' first rows.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +27,59 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from yaml import YAMLError
 
-from gnmr.config import ControllerConfig, load, one_line
+from gnmr.config import ControllerConfig, SignalConfig, load, one_line
 from gnmr.config import read as read_config
-from gnmr.controller import Decision, Unit
+from gnmr.controller import Controller, Decision, Unit
+from gnmr.controller.evidence import EVIDENCE, missing
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_ratios
 from gnmr.wiring import build_controller
 
 _HELP = """\
 usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
+       gnmr replay FILE calibrate=SHARE [signal=NAME|all] [key=value ...]
 
-  FILE     a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed;
-           a missing row is a unit that was not observed in that step)
-  keys     alpha beta max_o t_lock delta alpha_init beta_init init_frac warmup_frac eps, as in conf/controller;
-           default: the run's own values, for a file those of conf/controller/gnmr.yaml
-  out      one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t
-           (in force in step t + 1), largest risk first
+  FILE       a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed;
+             a missing row is a unit that was not observed in that step)
+  keys       alpha beta max_o t_lock delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
+             conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
+  signal     another signal (docs/signals.md), its options as signal.options.KEY=VALUE; what it needs besides norms must
+             have been recorded (records.evidence)
+  out        one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step
+             t (in force in step t + 1), largest risk first
+  calibrate  finds the controller.trigger (for random and fixed sets the option share) at which the mean share of
+             unit-steps on the recovery path is SHARE; all: for every signal whose evidence is there
 
   gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
+  gnmr replay runs/act_quant_stress/RUN calibrate=0.01 signal=all
 """
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Recorded norms of T steps and U units."""
+    """Recorded evidence of T steps and U units."""
 
     units: list[str]
     norm: np.ndarray  # (T, U) float64
     observed: np.ndarray  # (T, U) bool
+    more: dict[str, np.ndarray] = field(default_factory=dict)
+    """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.controller.evidence."""
+    cost: tuple[float, ...] | None = None
+    """What each unit's recovery costs; None: unknown, all the same."""
+
+    @property
+    def evidence(self) -> set[str]:
+        return {"norm", "observed", *self.more}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of the command line, checked."""
+
+    settings: ControllerConfig
+    out: Path | None = None
+    calibrate: float | None = None
+    all_signals: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -68,59 +95,91 @@ def main(argv: list[str]) -> int:
         if (every := config.records.ratios_every) > 1:
             note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
             print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
-    settings, out = parse(words, defaults)
+    asked = parse(words, defaults)
     norms = read_norms(path)
+    steps = schedule_steps or len(norms.norm)
+    if asked.calibrate is not None:
+        from gnmr.calibration import calibrate_and_print
 
-    decisions = replay(norms, settings, schedule_steps or len(norms.norm))
-    tally = Tally(len(norms.units), settings.max_o)
-    with _lines(out) as write:
+        return calibrate_and_print(norms, asked.settings, steps, asked.calibrate, asked.all_signals)
+
+    decisions = replay(norms, asked.settings, steps)
+    tally = Tally(len(norms.units), asked.settings.max_o)
+    with _lines(asked.out) as write:
         for decision in _shown(decisions, len(norms.norm)):
             tally.add(decision)
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
             write({"step": decision.step, **line})
     for name, value in tally.summary().items():
         print(f"{name:33}{value}")
-    if out is not None:
-        print(f"{'decisions':33}{out}")
+    if asked.out is not None:
+        print(f"{'decisions':33}{asked.out}")
     return 0
 
 
-def parse(words: list[str], defaults: ControllerConfig) -> tuple[ControllerConfig, Path | None]:
-    """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller; and `out`."""
+def parse(words: list[str], defaults: ControllerConfig) -> Asked:
+    """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller."""
     known = {field.name for field in fields(ControllerConfig)} - {"name"}
-    changes: dict[str, Any] = {}
-    out = None
+    changes: list[str] = []
+    out, calibrate, all_signals = None, None, False
     for word in words:
         key, sign, text = word.partition("=")
         if key == "out" and text:
             out = Path(text)
-        elif not sign or key not in known:
-            raise UserError(f"replay: {word!r} is not understood; use {', '.join(sorted(known))} or out, as key=value")
+        elif key == "calibrate" and text:
+            calibrate = _share(text)
+        elif key == "signal" and text:
+            all_signals = text == "all"
+            changes += [] if all_signals else [f"signal.name={text}"]
+        elif not sign or key.partition(".")[0] not in known:
+            more = ", ".join(sorted(known - {"signal"}))
+            raise UserError(
+                f"replay: {word!r} is not understood; use {more}, signal, signal.options.*, calibrate or out, as "
+                "key=value"
+            )
         else:
-            changes[key] = text
+            changes.append(word)
     try:
-        values = OmegaConf.from_dotlist([f"{key}={text}" for key, text in changes.items()])
+        values = OmegaConf.from_dotlist(changes)
+        if values.get("signal", {}).get("name", defaults.signal.name) != defaults.signal.name:
+            defaults = replace(defaults, signal=SignalConfig())  # another signal's options are not this one's
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(_plain(defaults), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: must be a file in a folder that exists")
-    return replace(tree.controller, name=defaults.name), out
+    if calibrate is not None and out is not None:
+        raise UserError("out: a calibration makes no decisions to write; leave out= or calibrate= out")
+    if all_signals and calibrate is None:
+        raise UserError("signal=all: only with calibrate=SHARE; name one signal")
+    return Asked(replace(tree.controller, name=defaults.name), out, calibrate, all_signals)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UserError(f"calibrate={text}: must be a share of the unit-steps above 0, at most 1")
+    return share
 
 
 def _plain(settings: ControllerConfig) -> dict[str, Any]:
-    return {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return asdict(settings)
 
 
 def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
+    cost: tuple[float, ...] | None = None
     if path.is_dir():
         try:
             table = read_ratios(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise UserError(f"{path}: ratios.parquet cannot be read ({one_line(error)})") from error
-        order = (read_json(path / "header.json") or {}).get("units")
+        header = read_json(path / "header.json") or {}
+        order, cost = header.get("units"), tuple(header["cost"]) if header.get("cost") else None
         if table.num_rows == 0:
             raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
     elif not path.exists():
@@ -152,7 +211,11 @@ def read_norms(path: Path) -> Norms:
     dense[step - 1, codes], observed[step - 1, codes] = norm, True
     if observed.sum() < len(step):
         raise UserError(f"{path}: a step and unit stand in two rows")
-    return Norms(units, dense, observed)
+    more = {}
+    for name in EVIDENCE.keys() & set(table.column_names) - {"norm"}:
+        more[name] = np.zeros(dense.shape)
+        more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
+    return Norms(units, dense, observed, more, cost)
 
 
 def _read_file(path: Path) -> pa.Table:
@@ -181,10 +244,30 @@ def replay(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Ite
     def ignore(_recovering: bool) -> None:
         """There is no operator to switch."""
 
-    nothing = nn.Parameter(torch.empty(0))
-    controller = build_controller(settings, [Unit(name, (nothing,), ignore) for name in norms.units], schedule_steps)
-    for norm, observed in zip(torch.from_numpy(norms.norm), torch.from_numpy(norms.observed), strict=True):
-        yield controller.apply(controller.observe_norms(norm, observed))
+    costs = norms.cost or (1.0,) * len(norms.units)
+    nothing = (nn.Parameter(torch.empty(0)),)
+    units = [Unit(name, nothing, ignore, cost) for name, cost in zip(norms.units, costs, strict=True)]
+    controller = build(settings, units, schedule_steps, norms.evidence)
+    columns = {"norm": norms.norm, "observed": norms.observed} | {
+        name: values for name, values in norms.more.items() if name in controller.needs
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    for step in range(len(norms.norm)):
+        yield controller.apply(controller.observe({name: values[step] for name, values in tensors.items()}))
+
+
+def build(settings: ControllerConfig, units: list[Unit], steps: int, evidence: set[str]) -> Controller:
+    """The controller, UserError where the signal needs what was not recorded."""
+    try:
+        controller = build_controller(settings, units, steps)
+    except ValueError as error:
+        raise UserError(f"replay: {error}") from error
+    if lacking := missing(controller.needs, tuple(evidence)):
+        raise UserError(
+            f"replay: signal {settings.signal.name} needs {', '.join(lacking)}, which was not recorded: train with "
+            f"records.evidence=[{','.join(lacking)}]"
+        )
+    return controller
 
 
 class Tally:
@@ -192,15 +275,15 @@ class Tally:
 
     def __init__(self, num_units: int, max_o: int) -> None:
         self.num_units, self.max_o = num_units, max_o
-        self.steps = self.promoted = self.full = self.gnmr_over = self.delta_gnmr_over = 0
+        self.steps = self.promoted = self.full = 0
+        self.over: Counter[str] = Counter()
         self.ever = np.zeros(num_units, dtype=bool)
 
     def add(self, decision: Decision) -> None:
         self.steps += 1
         self.promoted += int(decision.in_force.sum())
         self.full += int(decision.in_force.sum()) >= self.max_o
-        self.gnmr_over += decision.over("gnmr")
-        self.delta_gnmr_over += decision.over("delta_gnmr")
+        self.over.update({column: decision.over(column) for column in decision.columns})
         self.ever |= decision.in_force
 
     def summary(self) -> dict[str, str]:
@@ -211,8 +294,7 @@ class Tally:
             "units": f"{self.num_units}",
             "promotion_frac": f"{self.promoted / unit_steps:.6f}",
             "hit_max_o_frac": f"{self.full / self.steps:.6f}",
-            "gnmr_over_frac": f"{self.gnmr_over / unit_steps:.6f}",
-            "delta_gnmr_over_frac": f"{self.delta_gnmr_over / unit_steps:.6f}",
+            **{f"{column}_over_frac": f"{number / unit_steps:.6f}" for column, number in self.over.items()},
             "units ever on the recovery path": f"{self.ever.sum()}",
         }
 

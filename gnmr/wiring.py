@@ -1,23 +1,43 @@
-"""From the config to the controller: shares of the run's steps become steps."""
+"""From the config to the controller: shares of the run's steps become steps, names become signals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from gnmr.attachment import context_of
 from gnmr.config import ControllerConfig
-from gnmr.controller import Controller, GnmrSignal, Threshold, TwoStage, Unit
+from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
+
+_GNMR = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
+"""The paper's signals, whose thresholds have keys of their own in conf/controller."""
 
 
-def build_controller(settings: ControllerConfig, units: list[Unit], steps: int) -> Controller:
-    """The controller of conf/controller over `units`, for a run of `steps` steps."""
+def build_controller(
+    settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0, record: Sequence[str] = ()
+) -> Controller:
+    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options."""
+    return Controller(
+        units,
+        signal_of(settings, units, steps, seed),
+        settings.max_o,
+        settings.t_lock,
+        round(settings.warmup_frac * steps),
+        ranked=settings.routing == "ranked",
+        trigger=settings.trigger,
+        record=record,
+    )
 
-    def threshold(main: float | None, init: float | None) -> Threshold | None:
+
+def signal_of(settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0) -> Signal:
+    """The signal of conf/controller/signal for these units."""
+
+    def threshold(name: str) -> Threshold | None:
+        main, init = getattr(settings, name), getattr(settings, f"{name}_init")
         return main if main is None or init is None else TwoStage(init, main, round(settings.init_frac * steps))
 
-    signal = GnmrSignal(
-        len(units),
-        threshold(settings.alpha, settings.alpha_init),
-        threshold(settings.beta, settings.beta_init),
-        settings.delta,
-        settings.eps,
-        units[0].parameters[0].device,
-    )
-    return Controller(units, signal, settings.max_o, settings.t_lock, round(settings.warmup_frac * steps))
+    options: dict[str, Any] = dict(settings.signal.options)
+    if (name := settings.signal.name) in _GNMR:
+        options = {"delta": settings.delta, "eps": settings.eps} | options
+        options |= {key: threshold(key) for key in _GNMR[name]}
+    return build_signal(name, options, context_of(units, settings.max_o, steps, seed))

@@ -71,7 +71,7 @@ def test_monitoring_alone() -> None:
     model = net()
     controller = gnmr.attach(model, low="int4", recovery=None, targets=["?"])
     assert not any(train(model, 8, controller))
-    assert (controller.signal.count == 8).all()
+    assert (controller.signal.history.count == 8).all()
 
 
 def test_state_dict_holds_the_generator_of_stochastic_rounding() -> None:

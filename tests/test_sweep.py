@@ -42,6 +42,8 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     assert [line for line in again.out.splitlines() if line.endswith("skipped")] == [
         f"{folder} is done: skipped" for folder in cells(tmp_path).values()
     ]
+    assert "sweep: 2 cells, 2 done already, 0 of 4 steps to do\n" in again.out
+    assert "sweep: 2 of 2 cells done (2 before), 0 failed, in 0:00:" in again.out
     assert before == {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
     for seed, folder in cells(tmp_path).items():  # each tells how it is run alone
@@ -71,6 +73,9 @@ def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words,
     assert ended.code == 1
     assert ended.err.startswith("gnmr: run FAILED: 1 steps in a row") and ended.err.count("\n") == 1
     assert "#0 failed: 1 steps in a row" in ended.out
+    line, reason = ended.out.splitlines()[-2:]
+    assert line.startswith("sweep: 1 of 2 cells done, 1 failed, in 0:0")
+    assert reason.startswith(f"  {cells(tmp_path)[0]}: 1 steps in a row")
     assert done(tmp_path) == [1] and (cells(tmp_path)[0] / "FAILED").exists()
 
     again = gnmr("train", *words)
@@ -133,24 +138,3 @@ def test_editing_conf_changes_no_later_cell(gnmr, tiny_words, tmp_path, monkeypa
     assert gnmr("train", *tiny_words, "-m", SEEDS).code == 0
     assert done(tmp_path) == [0, 1] and not conf.exists()
     assert not list((tmp_path / "scratch").iterdir())
-
-
-def test_joblib(gnmr, tiny_words, tmp_path):
-    """Cells in processes of their own, side by side; skipping and exit codes as with the basic launcher."""
-    from joblib.externals.loky import get_reusable_executor
-
-    words = [*tiny_words, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    try:
-        first = gnmr("train", *words, SEEDS)
-        assert (first.code, done(tmp_path)) == (0, [0, 1]), first.err
-        (cells(tmp_path)[1] / "DONE").unlink()
-        before = (cells(tmp_path)[0] / "DONE").stat().st_mtime_ns
-        # One cell that is done, one that is not, one whose config makes no sense.
-        second = gnmr("train", *words, "training.seed=0,1,-1")
-        assert second.code == 2 and "\ngnmr: training.seed=-1: must lie" in second.err
-        assert done(tmp_path) == [0, 1] and len(cells(tmp_path)) == 2
-    finally:
-        get_reusable_executor().shutdown(wait=True)
-    assert (cells(tmp_path)[0] / "DONE").stat().st_mtime_ns == before
-    losses = [read_json(folder / "summary.json")["final_val_loss"] for folder in cells(tmp_path).values()]
-    assert losses[0] != losses[1]

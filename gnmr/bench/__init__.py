@@ -27,10 +27,11 @@ BENCHMARKS = {
     "hf": ("hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
     "startup": ("process", "startup", "gnmr --help, and gnmr train to its first step"),
     "memory": ("process", "memory", "peak memory of gnmr train"),
+    "theory": ("theory", "theory", "the paper's theorems 1 and 2 as numbers: recovery gaps, false triggers"),
 }
 
 _HELP = """\
-usage: gnmr bench [NAME ...] [overrides] [repeats=N] [clock=wall|cpu] [out=FILE.json]
+usage: gnmr bench [NAME ...] [overrides] [repeats=N] [clock=wall|cpu] [run=FOLDER] [out=FILE.json]
 
 {names}
 
@@ -39,6 +40,7 @@ usage: gnmr bench [NAME ...] [overrides] [repeats=N] [clock=wall|cpu] [out=FILE.
   repeats    measurements of each figure; default: the benchmark's own choice
   clock      wall (default), or cpu: CPU time of all threads, for a machine that is busy with other things; best with
              training.threads=1. startup is measured by the wall clock always
+  run        theory: a run folder, whose recorded norms are counted and resampled too
   out        the figures as JSON, with commit, machine, versions and date
 
 Arms of a comparison take turns in one process, so that a machine that is busy with other things slows them alike. A
@@ -46,6 +48,7 @@ figure is the median; its spread is that of the middle half, or the 95 % interva
 
   gnmr bench controller decision
   gnmr bench saved scale=60m training.batch_size=2 repeats=5 out=saved-60m.json
+  gnmr bench theory run=runs/act_quant_stress/RUN out=theory.json
 """
 
 
@@ -73,7 +76,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, list[Figure]] = {}
     for name in chosen:
         found[name] = _function(name)(setting)
-        show(name, found[name], console)
+        _function(name, "show_", show)(name, found[name], console)
     write(record(found, shlex.join(["gnmr", "bench", *argv]), machine))
     if asked.out is not None:
         print(f"figures: {asked.out}")
@@ -109,6 +112,11 @@ def _parse(argv: list[str]) -> _Asked:
             if not value:
                 raise UserError("out=: give a file")
             asked.out = Path(value)
+        elif key == "run" and sign:
+            if not value:
+                raise UserError("run=: give a run folder")
+            quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+            asked.overrides.append(f"run_dir='{quoted}'")
         elif (sign or word.startswith("~")) and not word.startswith("-"):
             asked.overrides.append(word)
         else:
@@ -131,7 +139,7 @@ def _measurable(names: list[str], setting: Setting) -> list[str]:
     return chosen
 
 
-def _function(name: str, prefix: str = "") -> Callable[[Setting], Any]:
-    """A benchmark's function, or with a prefix the one that goes with it; one that does nothing where there is none."""
+def _function(name: str, prefix: str = "", otherwise: Callable[..., Any] = lambda _setting: None) -> Callable[..., Any]:
+    """A benchmark's function, or with a prefix the one that goes with it; `otherwise` where there is none."""
     module, function, _ = BENCHMARKS[name]
-    return getattr(import_module(f"gnmr.bench.{module}"), prefix + function, lambda _setting: None)
+    return getattr(import_module(f"gnmr.bench.{module}"), prefix + function, otherwise)

@@ -28,7 +28,7 @@ DECISION_UNITS = 10_000
 # (owner, attribute, part) of what a step has because of the controller and the records.
 _PARTS = (
     (UnitNorms, "__call__", "norms"),
-    (Controller, "observe_norms", "signal and policy"),
+    (Controller, "observe", "signal and policy"),
     (Controller, "apply", "switching"),
     (Plan, "saved_bytes", "records"),
     (Plan, "predicted_bytes", "records"),
@@ -119,7 +119,7 @@ def decision(setting: Setting) -> list[Figure]:
     for number in setting.rounds(f"decision: {DECISION_UNITS:,} units", 200, warm_up=20):
         norm = torch.from_numpy(rng.lognormal(sigma=0.5, size=DECISION_UNITS))
         began = clock()
-        packet = controller.observe_norms(norm, observed)
+        packet = controller.observe({"norm": norm, "observed": observed})
         chosen = clock()
         controller.apply(packet)
         if number >= 0:

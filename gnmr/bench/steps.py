@@ -17,6 +17,8 @@ def train_step(parts: Parts) -> TrainStep:
         parts.optimizer,
         parts.config.optim.clip_norm,
         measure_saved=not parts.config.training.activation_checkpointing,
+        transform=parts.transform,
+        probe_tokens=parts.config.paths.probe_tokens,
     )
 
 

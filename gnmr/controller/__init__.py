@@ -2,19 +2,22 @@
 
 from gnmr.controller.controller import Controller, Decision, Event
 from gnmr.controller.policy import Choice, decide
-from gnmr.controller.signals import GnmrSignal, Signal
+from gnmr.controller.signals import Context, Evidence, GnmrSignal, Signal, build_signal
 from gnmr.controller.thresholds import Threshold, TwoStage
 from gnmr.controller.units import Unit
 
 __all__ = [
     "Choice",
+    "Context",
     "Controller",
     "Decision",
     "Event",
+    "Evidence",
     "GnmrSignal",
     "Signal",
     "Threshold",
     "TwoStage",
     "Unit",
+    "build_signal",
     "decide",
 ]

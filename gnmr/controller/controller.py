@@ -9,6 +9,7 @@ Norms of step t exist only after its backward pass, so the set chosen from step 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.controller.evidence import MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.policy import Choice, decide
-from gnmr.controller.signals import Signal
+from gnmr.controller.signals.base import Evidence, Signal
 from gnmr.controller.units import Unit
 
 
@@ -34,8 +36,8 @@ class Event:
     event: str
     """promote or release."""
     cause: str
-    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), nonfinite
-    or warmup;
+    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
+    of the largest risks of a ranked signal, under its threshold), nonfinite or warmup;
     release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)."""
     risk: float | None
     """R of the unit at that step, None where it has none."""
@@ -51,6 +53,8 @@ class Decision:
     """(U,) float64, gradient norm."""
     observed: np.ndarray
     """(U,) bool, the unit had a gradient."""
+    evidence: dict[str, np.ndarray]
+    """(U,) float64 each: the evidence that `Controller(record=...)` asked for."""
     columns: dict[str, np.ndarray]
     """(U,) float64 each: the statistics behind the risk."""
     risk: np.ndarray
@@ -66,7 +70,7 @@ class Decision:
     rank: np.ndarray
     """(U,) int64, place by risk among the candidates, 0 the riskiest."""
     thresholds: tuple[float | None, ...]
-    """Threshold of each column in this step."""
+    """Threshold of each column in this step, `trigger` included."""
     events: list[Event]
 
     def by_risk(self, chosen: np.ndarray) -> list[str]:
@@ -75,7 +79,7 @@ class Decision:
         return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
 
     def over(self, column: str) -> int:
-        """How many observed units exceed this column's threshold; a non-finite norm counts as over."""
+        """How many observed units exceed this column's threshold; NaN counts as over."""
         threshold = self.thresholds[list(self.columns).index(column)]
         if threshold is None:
             return 0
@@ -93,12 +97,23 @@ class Controller:
         t_lock: steps for which a triggered unit stays a candidate.
         warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
             the history builds up and nothing is decided.
+        ranked: the max_o largest positive risks are taken in every step, whatever the thresholds (table 11).
+        trigger: multiplies every threshold; a unit is over where R > trigger.
+        record: names of evidence that each `Decision` shall hold.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
 
     def __init__(
-        self, units: Sequence[Unit], signal: Signal, max_o: int = 4, t_lock: int = 1, warmup_steps: int = 0
+        self,
+        units: Sequence[Unit],
+        signal: Signal,
+        max_o: int = 4,
+        t_lock: int = 1,
+        warmup_steps: int = 0,
+        ranked: bool = False,
+        trigger: float = 1.0,
+        record: Sequence[str] = (),
     ) -> None:
         if not units:
             raise ValueError("no units: there is nothing to control")
@@ -108,8 +123,14 @@ class Controller:
         for name, value, least in (("max_o", max_o, 1), ("t_lock", t_lock, 1), ("warmup_steps", warmup_steps, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+        if not (trigger > 0 and math.isfinite(trigger)):
+            raise ValueError(f"trigger={trigger!r}: must be a positive number")
+        self.needs = tuple(dict.fromkeys([*signal.needs, *record]))
+        """Evidence besides norm and observed that every step has to bring."""
+        missing(self.needs, ())  # refuses unknown names
         self.units = list(units)
         self.names = names
+        self.ranked, self.trigger, self.record = ranked, trigger, tuple(record)
         self.signal = signal
         self.max_o, self.t_lock, self.warmup_steps = max_o, t_lock, warmup_steps
         self.t = 0
@@ -119,6 +140,7 @@ class Controller:
         if 0 < num_recoverable < max_o:
             warnings.warn(f"max_o={max_o} is above the number of units, {num_recoverable}: it caps there", stacklevel=2)
         self._norms = UnitNorms([unit.parameters for unit in units])
+        self._micro = MicroNorms(self.units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
@@ -136,54 +158,76 @@ class Controller:
         """Units on the recovery path now, in unit order."""
         return [name for name, active in zip(self.names, self._active, strict=True) if active]
 
-    def step(self, grad_scale: float = 1.0) -> Decision:
+    def micro_step(self) -> None:
+        """Call it after each micro-batch's backward pass; only signals that need micro_square make it do anything."""
+        if self._micro is not None:
+            self._micro.add()
+
+    def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """Observes this step's gradients and routes the units for the next one. Waits for the device once.
 
         Call it after the backward pass of the whole step (all micro-batches) and before clipping. Where gradients
-        still carry a loss scale, give it as `grad_scale`.
+        still carry a loss scale, give it as `grad_scale`. `evidence`: what the signal needs and this controller cannot
+        measure by itself, each (U,); ValueError names what is missing.
         """
-        return self.apply(self.observe(grad_scale).cpu())
+        return self.apply(self.observe(self.measure(grad_scale) | dict(evidence or {})).cpu())
 
     @torch.no_grad()
-    def observe(self, grad_scale: float = 1.0) -> Tensor:
-        """Norms, risk and choice of this step as one (rows, U) float64 tensor. Does not wait for the device.
-
-        For loops that want to bring other numbers to the host in the same transfer; hand the host copy to `apply`.
-        """
+    def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+        """The evidence that this controller can make of its units alone. Does not wait for the device."""
         norm, observed = self._norms()
-        return self.observe_norms(norm / grad_scale, observed)
+        found = {"norm": norm / grad_scale, "observed": observed} | self.measure_micro(grad_scale)
+        if "weight_std" in self.needs:
+            found["weight_std"] = weight_std(self.units)
+        return found
+
+    def measure_micro(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+        """micro_square where the signal needs it."""
+        return {} if self._micro is None else {"micro_square": self._micro.take() / grad_scale**2}
 
     @torch.no_grad()
-    def observe_norms(self, norm: Tensor, observed: Tensor) -> Tensor:
-        """As `observe`, from given norms (U,) float64 and `observed` (U,) bool, for replay and for foreign norms."""
+    def observe(self, evidence: Evidence) -> Tensor:
+        """Risk and choice of this step as one (rows, U) float64 tensor. Does not wait for the device.
+
+        For loops that bring other numbers to the host in the same transfer (hand the host copy to `apply`), for replay
+        and for foreign norms. `evidence`: norm (U,) float64, observed (U,) bool and what `needs` names.
+        """
+        if lacking := missing(self.needs, tuple(evidence)):
+            raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
         self.t += 1
-        risk, columns = self.signal.observe(norm, observed, self.t)
+        norm, observed = evidence["norm"], evidence["observed"]
+        risk, columns = self.signal.observe(evidence, self.t)
         if self.t < self.warmup_steps:
             nothing = torch.zeros_like(self._recoverable)
             choice = Choice(nothing, self._recoverable, self._lock, torch.arange(len(self.units), device=self._device))
         else:
-            choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock)
+            trigger = 0.0 if self.ranked else self.trigger
+            choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
         self._lock = choice.lock
-        rows = [norm, risk, *columns, observed, choice.candidate, choice.active, choice.lock, choice.rank]
+        recorded = [evidence[name] for name in self.record]
+        rows = [norm, risk, *columns, *recorded, observed, choice.candidate, choice.active, choice.lock, choice.rank]
         return torch.stack([row.to(torch.float64) for row in rows])
 
     def apply(self, packet: Tensor) -> Decision:
         """Switches the units as `observe` chose; `packet` is its result, on the host."""
-        norm, risk, *columns, observed, candidate, active, lock, rank = packet.numpy()
+        norm, risk, *found, observed, candidate, active, lock, rank = packet.numpy()
+        names = self.signal.columns
+        columns, recorded = found[: len(names)], found[len(names) :]
         in_force = self._active
         decision = Decision(
             step=self.t,
             units=self.names,
             norm=norm,
             observed=observed.astype(bool),
-            columns=dict(zip(self.signal.columns, columns, strict=True)),
+            columns=dict(zip(names, columns, strict=True)),
+            evidence=dict(zip(self.record, recorded, strict=True)),
             risk=risk,
             candidate=candidate.astype(bool),
             in_force=in_force,
             active=active.astype(bool),
             lock=lock.astype(np.int64),
             rank=rank.astype(np.int64),
-            thresholds=self.signal.thresholds(self.t),
+            thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
         )
         self._pending = []
@@ -218,7 +262,9 @@ class Controller:
             for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
             if threshold is not None
         }
-        return max(ratios, key=lambda name: ratios[name], default="risk")
+        highest = max(ratios, key=lambda name: ratios[name], default="risk")
+        over = ratios and ratios[highest] > 1
+        return "rank" if self.ranked and not over else highest
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next decision depends on: step count, active set, locks and the signal's history."""

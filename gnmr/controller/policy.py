@@ -34,13 +34,22 @@ class Choice(NamedTuple):
 _UNOBSERVED, _NO_CANDIDATE = -1.0, -2.0  # below every risk, which is 0 or more
 
 
-def decide(risk: Tensor, observed: Tensor, recoverable: Tensor, lock: Tensor, max_o: int, t_lock: int) -> Choice:
+def decide(
+    risk: Tensor,
+    observed: Tensor,
+    recoverable: Tensor,
+    lock: Tensor,
+    max_o: int,
+    t_lock: int,
+    trigger: float = 1.0,
+) -> Choice:
     """One step of Algorithm 2.
 
     `risk` (U,) float64, Inf for a non-finite norm, never NaN; `observed` and `recoverable` (U,) bool; `lock` (U,)
-    int64. Does not wait for the device.
+    int64. A unit is over threshold where R > `trigger`: 1 in the paper; 0 makes every unit with a risk a candidate,
+    so that the max_o largest risks are always taken (the ranked signals of table 11). Does not wait for the device.
     """
-    over = (risk > 1) & observed & recoverable
+    over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
     key = torch.where(observed, risk, _UNOBSERVED)
     key = torch.where(candidate, key, _NO_CANDIDATE)

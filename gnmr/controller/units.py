@@ -19,6 +19,8 @@ class Unit:
     name: str
     parameters: tuple[nn.Parameter, ...]
     switch: Callable[[bool], None] | None = None
+    cost: float = 1.0
+    """What its recovery costs, in any unit that is the same for all (Eq. 5: extra bytes a token)."""
 
     def __post_init__(self) -> None:
         if not self.parameters:

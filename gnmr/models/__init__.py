@@ -10,9 +10,9 @@ from gnmr.config import ModelConfig
 from gnmr.models.gpt import GPT
 from gnmr.models.layers import Decoder
 from gnmr.models.llama import Llama
-from gnmr.models.outliers import add_outlier_channels
+from gnmr.models.outliers import OutlierWindow, add_outlier_channels
 
-__all__ = ["GPT", "Decoder", "Llama", "add_outlier_channels", "build", "parameter_count"]
+__all__ = ["GPT", "Decoder", "Llama", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
 
 
 def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:

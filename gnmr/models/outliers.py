@@ -16,12 +16,15 @@ up/down pair, because GELU(gain * x) is not gain * GELU(x).
 
 The logits stay the same at initialisation (to rounding; to the last bit where `gain` is a power of two), the
 activations do not, nor do the gradients: training takes another course from the first step on.
+
+`OutlierWindow` does the same to a model in training, for some steps, and takes it back: a stress that comes and goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +34,6 @@ from gnmr.models.layers import Block, Decoder, SwiGLU
 from gnmr.models.llama import Llama
 
 
-@torch.no_grad()
 def add_outlier_channels(model: Decoder, number: int, gain: float, generator: torch.Generator | None = None) -> None:
     """Scales `number` channels of every source above by `gain` > 0, in place; call it once, after `init_weights`.
 
@@ -39,14 +41,68 @@ def add_outlier_channels(model: Decoder, number: int, gain: float, generator: to
     on its seed and the architecture alone. In FP32 the weights are exact to rounding; do it before a cast to BF16.
     Raises `UserError`, with nothing changed, where `number` exceeds the narrowest source.
     """
-    pairs = list(_pairs(model))
-    narrowest = min(_width(source) for source, _, _ in pairs)
-    if number > narrowest:
-        raise UserError(f"model.outlier_channels.number={number}: the narrowest activation has {narrowest} channels")
+    _scale(model, _draw(model, number, generator), gain)
+
+
+class OutlierWindow:
+    """Outlier channels in the live weights during the steps `start` to `stop`, both included; steps count from 1.
+
+    Call `begin_step` before each step. The model's function stays as it is at both switches: to rounding, and to the
+    last bit, BF16 included, where `gain` is a power of two, which is what to use. The optimizer's moments are left
+    alone: what it adds to a divided column during the window is multiplied by `gain` at its end.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        number: int,
+        gain: float,
+        start: int,
+        stop: int,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Draws the channels as `add_outlier_channels` does and leaves the weights alone.
+
+        Raises `UserError` for too many channels and a window that ends before it begins.
+        """
+        if not 1 <= start <= stop:
+            raise UserError(f"outlier channels from step {start} to {stop}: needs 1 <= start <= stop")
+        self._model, self._gain, self.start, self.stop = model, gain, start, stop
+        self._channels = _draw(model, number, generator)
+        self.on = False
+        """The weights hold the outlier channels now."""
+
+    def begin_step(self, step: int) -> None:
+        """Switches them on or off where `step` asks for it; only these two steps may wait for the device."""
+        wanted = self.start <= step <= self.stop
+        if wanted != self.on:
+            _scale(self._model, self._channels, self._gain if wanted else 1 / self._gain)
+            self.on = wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers (JSON will do): whether it is on, and which channels of each source."""
+        return {"on": self.on, "channels": [channels.tolist() for channels in self._channels]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For a model whose weights are those of the moment of `state_dict`; they are not touched."""
+        self.on = state["on"]
+        self._channels = [torch.tensor(channels, dtype=torch.int64) for channels in state["channels"]]
+
+
+def _draw(model: Decoder, number: int, generator: torch.Generator | None) -> list[Tensor]:
+    """`number` channels of each source, in module order, (number,) int64 on the CPU."""
+    widths = [_width(source) for source, _, _ in _pairs(model)]
+    if number > min(widths):
+        raise UserError(f"model.outlier_channels.number={number}: the narrowest activation has {min(widths)} channels")
     device = "cpu" if generator is None else generator.device
-    for source, readers, columns in pairs:
-        scale = torch.ones(_width(source), dtype=torch.float32, device=device)
-        scale[torch.randperm(len(scale), generator=generator, device=device)[:number]] = gain
+    return [torch.randperm(width, generator=generator, device=device)[:number].cpu() for width in widths]
+
+
+@torch.no_grad()
+def _scale(model: Decoder, channels: list[Tensor], gain: float) -> None:
+    for (source, readers, columns), chosen in zip(_pairs(model), channels, strict=True):
+        scale = torch.ones(_width(source), device="cpu")
+        scale[chosen] = gain
         for parameter in source.parameters():  # a norm's gain and bias, a linear's rows and bias
             parameter.mul_(scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)))
         for reader in readers:

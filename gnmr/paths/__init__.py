@@ -1,7 +1,19 @@
 """Low-cost and recovery paths of linear operators. Knows nothing of the controller."""
 
 from gnmr.paths.convert import Plan, convert
+from gnmr.paths.faults import Fault, FaultSchedule, Window
 from gnmr.paths.formats import FORMATS
+from gnmr.paths.probe import STATISTICS, Probe
 from gnmr.paths.saved import PathLinear
 
-__all__ = ["FORMATS", "PathLinear", "Plan", "convert"]
+__all__ = [
+    "FORMATS",
+    "STATISTICS",
+    "Fault",
+    "FaultSchedule",
+    "PathLinear",
+    "Plan",
+    "Probe",
+    "Window",
+    "convert",
+]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.paths.formats import Format, KeepFormat, get_format
+from gnmr.paths.probe import Probe
 from gnmr.paths.saved import PathLinear, SharedState, exact
 from gnmr.paths.scaling import row_bytes, scale_dtype
 
@@ -37,9 +37,24 @@ class Plan:
         for operator in self.operators:
             if type(operator) is not PathLinear:
                 continue
-            for name in ("unit_name", "low", "recovery", "recovering", "shared", "read", "_node"):
+            for name in ("unit_name", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
                 delattr(operator, name)
             operator.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
+        """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
+
+        ValueError for an unknown name, a stride below 1, and a gap to the recovery path of a static plan.
+        """
+        if self.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact"} & set(names))):
+            raise ValueError(f"{', '.join(gaps)}: this plan has no recovery path")
+        self.shared.forget()  # and what an earlier probe measured of the last tensor
+        self.shared.probe = Probe(self.operators, names, tokens)
+        return self.shared.probe
+
+    def unprobe(self) -> None:
+        """Ends it; operators are as if there had never been a probe."""
+        self.shared.probe = None
 
     def saved_bytes(self) -> int:
         """Bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
@@ -115,6 +130,17 @@ def bytes_per_row(operator: PathLinear, fmt: Format) -> int:
     return row_bytes(operator.in_features, fmt.bits) + scale_dtype(dtype).itemsize
 
 
+def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
+    chosen, empty = [], list(patterns)
+    for name in names:
+        found = [p for p in patterns if fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}")]
+        if found:
+            chosen.append(name)
+            empty = [pattern for pattern in empty if pattern not in found]
+    return chosen, empty
+
+
 def convert(
     model: nn.Module,
     low: str,
@@ -147,14 +173,8 @@ def convert(
             raise ValueError(f"{name}={value!r}: must be {' or '.join(choices)}")
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    matches: Counter[str] = Counter(dict.fromkeys(targets, 0))
-    chosen: dict[str, nn.Linear] = {}
-    for name, module in linears.items():
-        for pattern in targets:
-            if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"):
-                matches[pattern] += 1
-                chosen[name] = module
-    empty = [pattern for pattern, count in matches.items() if count == 0]
+    names, empty = select(linears, targets)
+    chosen = {name: linears[name] for name in names}
     if empty or not targets:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
         raise ValueError(f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'}")
@@ -173,6 +193,6 @@ def convert(
         module.__class__ = PathLinear
         assert isinstance(module, PathLinear)
         module.unit_name, module.low, module.recovery = name, low_format, recovery_format
-        module.recovering, module.shared, module.read, module._node = False, shared, None, None
+        module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
         operators.append(module)
     return Plan(operators, low_format, recovery_format, shared)

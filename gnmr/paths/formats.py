@@ -40,6 +40,10 @@ class Format:
         """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
         raise NotImplementedError
 
+    def step(self, scaled: Tensor) -> Tensor:
+        """Distance between the neighbouring values around `scaled` (float32), same shape."""
+        raise NotImplementedError
+
     def values(self) -> Tensor:
         """The value of every code, (2^bits,) float32."""
         return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
@@ -59,6 +63,9 @@ class IntFormat(Format):
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
+
+    def step(self, scaled: Tensor) -> Tensor:
+        return torch.ones_like(scaled)
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,13 @@ class FloatFormat(Format):
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         table = self._table("values", codes.device).to(dtype)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+    def step(self, scaled: Tensor) -> Tensor:
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        power = (
+            scaled.view(torch.int32) & 0x7F800000
+        )  # of two, at or below; zero and subnormals: the smallest normal one
+        return power.clamp_(min=(128 - bias) << 23).view(torch.float32) * 2.0**-self.mantissa_bits
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         """Small constant tables, made once per device."""

@@ -9,6 +9,9 @@ input is quantized, per token, in the format of the path in force; that is the p
 
 Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
+
+Two things may look in, both off by default: a probe that measures the low path's error (`probe.py`), and faults that
+break the low path of chosen operators (`faults.py`); a broken copy is never shared.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +29,45 @@ from torch.nn import functional as F
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.scaling import compress, decompress
 
+if TYPE_CHECKING:
+    from gnmr.paths.faults import Injector
+    from gnmr.paths.probe import Measured, Probe
+
 
 class SharedState:
     """What all converted operators of a model have in common.
 
     - the compressed copies of the tensor that was read last, so that its other readers find them;
     - the generator of stochastic rounding (None: round to nearest);
-    - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path).
+    - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
+    - the probe, if there is one.
     """
 
     def __init__(self, site: str, generator: torch.Generator | None) -> None:
         self.quantize_forward = site == "forward"
         self.generator = generator
         self.exact = False
-        self._last: _Read | None = None
+        self.probe: Probe | None = None
+        self._last: Read | None = None
 
-    def copy_of(self, x: Tensor, fmt: Format, reader: str) -> tuple[tuple[Tensor, ...], str]:
-        """(what `reader` keeps of `x` in `fmt`, the first operator that read this very tensor)."""
+    def read_of(self, x: Tensor, reader: str) -> Read:
+        """What is known of this very tensor since its first operator read it."""
         last = self._last
         if last is None or not last.is_of(x):
-            last = _Read(x, reader)
+            last = Read(x, reader)
             # A parameter or an inference tensor can change without a new version number (fused optimizers, .data).
             if not (x.is_leaf and x.requires_grad) and not x.is_inference():
                 self._last = last  # in one assignment: another thread finds all of it or none
+        return last
+
+    def copy_of(self, x: Tensor, fmt: Format, reader: str) -> tuple[tuple[Tensor, ...], str]:
+        """(what `reader` keeps of `x` in `fmt`, the first operator that read this very tensor)."""
+        read = self.read_of(x, reader)
         if isinstance(fmt, KeepFormat):
-            return (x.detach(),), last.reader  # the tensor itself; held here it would outlive its step
-        if fmt.name not in last.copies:
-            last.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
-        return last.copies[fmt.name], last.reader
+            return (x.detach(),), read.reader  # the tensor itself; held here it would outlive its step
+        if fmt.name not in read.copies:
+            read.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
+        return read.copies[fmt.name], read.reader
 
     def forget(self) -> None:
         """Lets go of the copies of the last tensor (each step's end)."""
@@ -61,17 +75,18 @@ class SharedState:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what belongs to a step."""
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "probe": None}
 
 
-class _Read:
-    """A tensor that was read, and its compressed copies so far."""
+class Read:
+    """A tensor that was read: its compressed copies so far, and what the probe measured of it."""
 
     def __init__(self, x: Tensor, reader: str) -> None:
         self._tensor = weakref.ref(x)
         self._version = -1 if x.is_inference() else x._version
         self.reader = reader
         self.copies: dict[str, tuple[Tensor, ...]] = {}
+        self.measured: dict[str, Any] = {}
 
     def is_of(self, x: Tensor) -> bool:
         return self._tensor() is x and self._version == x._version
@@ -82,9 +97,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fmt: Format, quantized: bool, *copy: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fmt: Format,
+        quantized: bool,
+        measured: Measured | None,
+        *copy: Tensor,
     ) -> Tensor:
-        ctx.fmt, ctx.x_shape, ctx.x_dtype = fmt, x.shape, x.dtype
+        ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
         ctx.holds_copy = ctx.needs_input_grad[1]
         ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
         if quantized and not isinstance(fmt, KeepFormat):
@@ -109,6 +131,9 @@ class _Linear(torch.autograd.Function):
                 x_2d = decompress(copy[0], copy[1], ctx.fmt, width, ctx.x_dtype)
             grad_weight = grad_2d.t() @ x_2d
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
+        if ctx.measured is not None:  # here, not in forward: checkpointing runs that twice
+            ctx.measured.add(grad_2d)
+            ctx.measured = None
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
@@ -123,6 +148,8 @@ class PathLinear(nn.Linear):
     recovery: Format | None
     recovering: bool
     shared: SharedState
+    fault: Injector | None
+    """What may break the low path."""
     read: tuple[int, str] | None
     """(rows, first reader of the same tensor) of the last forward pass that kept something."""
     _node: weakref.ref[Any] | None
@@ -154,8 +181,16 @@ class PathLinear(nn.Linear):
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        copy, first_reader = shared.copy_of(x if isinstance(fmt, KeepFormat) else input, fmt, self.unit_name)
-        output = _Linear.apply(x, weight, bias, fmt, quantizes, *copy)
+        copy: tuple[Tensor, ...]
+        fault = self.fault.for_step(input) if self.fault is not None else None
+        if fault is not None and not self.recovering:
+            copy, first_reader = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
+        else:
+            copy, first_reader = shared.copy_of(x if isinstance(fmt, KeepFormat) else input, fmt, self.unit_name)
+        measured = None
+        if keeps and shared.probe is not None and shared.probe.enabled:
+            measured = shared.probe.measure(self, input, x, fault, copy)
+        output = _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy)
         self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
@@ -166,8 +201,8 @@ class PathLinear(nn.Linear):
         return node.saved_tensors[1:] if node is not None and node.holds_copy else ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without the graph of the last step."""
-        return {**self.__dict__, "_node": None}
+        """For pickle and deepcopy: without the graph of the last step, whole."""
+        return {**self.__dict__, "_node": None, "fault": None}
 
     def extra_repr(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gnmr.paths.formats import Format
 
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,12 +37,17 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
     """
     # One float32 copy, worked on in place. (An explicit copy first: mixed-dtype arithmetic is slow on CPUs.)
     scaled = rows.to(torch.float32, copy=True)
-    largest = torch.maximum(scaled.amax(dim=1, keepdim=True), -scaled.amin(dim=1, keepdim=True))
-    scale = (largest / fmt.max).clamp(min=_TINY).to(scale_dtype(rows.dtype))
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
     noise = None if generator is None else torch.rand(scaled.shape, generator=generator, device=scaled.device)
     codes = fmt.encode(scaled.div_(scale.float()), noise)
     return pack(codes, fmt.bits), scale
+
+
+def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """(N, 1) in `dtype`: the scale of each of the float32 `rows` (N, D); NaN for a row with a NaN or an Inf."""
+    largest = torch.maximum(rows.amax(dim=1, keepdim=True), -rows.amin(dim=1, keepdim=True))
+    scale = (largest / fmt.max).clamp(min=TINY).to(dtype)
+    return torch.where(largest.isfinite(), scale, torch.nan)
 
 
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:

@@ -1,107 +1,144 @@
-"""The ratio rows of a run: an Arrow stream that can be appended to and cut, and its Parquet file.
+"""The ratio rows of a run: a file of rows of fixed size that can be appended to and cut, and its Parquet file.
 
-An Arrow stream is a sequence of messages: the schema, a dictionary (the unit names), then record batches that hold
-indices into it. A reader takes the end of the file for the end of the stream, so a file without the optional end
-marker can be appended to message by message, and cut by truncating it after any batch. A later dictionary message
-replaces the earlier one; each process writes its own once, so a resumed run need not know the old one.
+ratios.rows begins with one line of JSON, the units and the names of the signal's columns. Behind it stands one packed
+little-endian record per observed unit and recorded step. A step costs one small write, a file that a kill cut short
+ends in a part of a record that readers leave out, and cutting a run back to a step is a truncation.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from gnmr.records.reader import iter_stream
-from gnmr.records.schema import RATIO_SCHEMA, RatioRows
+from gnmr.records.schema import RatioRows, ratio_schema
 
-_SCHEMA_MESSAGE = RATIO_SCHEMA.serialize().to_pybytes()
-_END_MARKER = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
+_UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order
+
+
+def _row_type(columns: Sequence[str]) -> np.dtype:
+    numbers = [(name, "<f8") for name in ("norm", *columns, "risk")]
+    return np.dtype([("step", "<i4"), ("unit", "<i4"), *numbers, ("active", "?"), ("lock", "<i4")])
 
 
 class RatioStream:
-    """Appends to ratios.arrows, one batch a step; the file appears with the first row."""
+    """Appends to ratios.rows, one write a step; the file appears with the first row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._units: list[str] = []
-        self._column: pa.Array = None  # the units of all rows, made with the first
+        self._names: tuple[list[str], tuple[str, ...]] | None = None
+        self._rows = np.empty(0)
 
     def write(self, rows: RatioRows) -> None:
-        """One batch with the observed units of a step, in one write to the file; nothing if there are none."""
-        seen = np.asarray(rows.observed, bool)
+        """The observed units of a step, in one write to the file; nothing if there are none."""
+        seen = rows.observed
         if not seen.any():
             return
         if self._file is None:
-            self._file = self._path.open("ab")
-        new_units = rows.units != self._units
-        if new_units:
-            self._units = list(rows.units)
-            indices = np.arange(len(self._units), dtype=np.int32)
-            self._column = pa.DictionaryArray.from_arrays(indices, pa.array(self._units, pa.string()))
-        batch = self._batch(rows, seen)
-        if new_units:
-            self._file.write(_with_dictionary(batch, with_schema=self._file.tell() == 0))
-        else:
-            self._file.write(batch.serialize())
+            self._open(rows)
+        assert self._file is not None and self._names == (rows.units, tuple(rows.columns)), "a run's units stay"
+        table = self._rows
+        table["step"] = rows.step
+        table["norm"], table["risk"], table["active"], table["lock"] = rows.norm, rows.risk, rows.active, rows.lock
+        for name, values in rows.columns.items():
+            table[name] = values
+        self._file.write(table.tobytes() if seen.all() else table[seen].tobytes())
         self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _batch(self, rows: RatioRows, seen: np.ndarray) -> pa.RecordBatch:
-        units: pa.Array = self._column
-        columns = [rows.norm, rows.gnmr, rows.delta_gnmr, rows.risk, rows.active, rows.lock]
-        if not seen.all():
-            units = units.filter(pa.array(seen))
-            columns = [column[seen] for column in columns]
-        *numbers, active, lock = columns
-        return pa.RecordBatch.from_arrays(
-            [
-                pa.array(np.full(len(units), rows.step, np.int32)),
-                units,
-                *(pa.array(column) for column in numbers),
-                pa.array(active),
-                pa.array(lock.astype(np.int32)),
-            ],
-            schema=RATIO_SCHEMA,
-        )
+    def _open(self, rows: RatioRows) -> None:
+        units, columns = list(rows.units), tuple(rows.columns)
+        self._file = self._path.open("ab")
+        if self._file.tell() == 0:
+            self._file.write(_head(units, columns))
+        else:
+            units, columns, _ = _read_head(self._path) or (units, columns, 0)
+        assert columns == tuple(rows.columns) and set(rows.units) <= set(units), "another run's rows"
+        place = {unit: index for index, unit in enumerate(units)}
+        self._names = list(rows.units), columns
+        self._rows = np.empty(len(rows.units), _row_type(columns))
+        self._rows["unit"] = [place[unit] for unit in rows.units]
+
+
+def _head(units: Sequence[str], columns: Sequence[str]) -> bytes:
+    return json.dumps({"units": list(units), "columns": list(columns)}).encode() + b"\n"
+
+
+def _read_head(path: Path) -> tuple[list[str], tuple[str, ...], int] | None:
+    """(units, columns, offset of the first row); None for a file that is missing or ends within its first line."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n"):
+        return None
+    head = json.loads(line)
+    return head["units"], tuple(head["columns"]), len(line)
+
+
+def read_stream(path: Path) -> pa.Table:
+    """All whole rows of ratios.rows; none if it is missing."""
+    head = _read_head(path)
+    if head is None:
+        return ratio_schema(()).empty_table()
+    units, columns, _ = head
+    return pa.Table.from_batches(list(_batches(path)), ratio_schema(columns, _metadata(units)))
+
+
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """A file's whole rows, a row group at a time. Read, not mapped: a resumed run may cut it meanwhile."""
+    head = _read_head(path)
+    if head is None:
+        return
+    units, columns, offset = head
+    kind = _row_type(columns)
+    schema = ratio_schema(columns, _metadata(units))
+    dictionary = pa.array(units, pa.string())
+    with path.open("rb") as file:
+        file.seek(offset)
+        while len(data := file.read(_ROWS_PER_GROUP * kind.itemsize)) >= kind.itemsize:
+            rows = np.frombuffer(data, kind, count=len(data) // kind.itemsize)
+            arrays: list[pa.Array] = [pa.array(np.ascontiguousarray(rows[name])) for name in kind.names or ()]
+            arrays[1] = pa.DictionaryArray.from_arrays(arrays[1], dictionary)
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def cut_stream(path: Path, last_step: int) -> None:
-    """Drops the rows after `last_step` and a torn last batch. Rows stand in order of their step."""
-    if not path.exists():
+    """Drops the rows after `last_step` and a torn last row. Rows stand in order of their step."""
+    head = _read_head(path)
+    if head is None:
+        if path.exists():
+            os.truncate(path, 0)
         return
-    end, rest = 0, None
-    for batch, after in iter_stream(path):
-        steps = batch.column("step")
-        if steps[-1].as_py() > last_step:
-            rest = batch.filter(pc.less_equal(steps, last_step))  # only batches that came from Parquet mix steps
-            break
-        end = after
-    os.truncate(path, end)
-    if rest is not None and rest.num_rows:
-        with path.open("ab") as file:
-            file.write(_with_dictionary(rest, with_schema=end == 0))
+    kind, offset = _row_type(head[1]), head[2]
+    whole = (path.stat().st_size - offset) // kind.itemsize
+    kept = 0
+    if whole:
+        steps = np.memmap(path, kind, "r", offset, (whole,))["step"]
+        kept = int(np.searchsorted(steps, last_step, side="right"))
+    os.truncate(path, offset + kept * kind.itemsize)
 
 
 def stream_to_parquet(stream: Path, parquet: Path) -> None:
     """Copies what the stream holds, a row group at a time; written beside and renamed."""
     beside = parquet.with_name(parquet.name + ".tmp")
+    head = _read_head(stream)
+    schema = ratio_schema(()) if head is None else ratio_schema(head[1], _metadata(head[0]))
     try:
-        with pq.ParquetWriter(beside, RATIO_SCHEMA, compression="zstd", use_dictionary=["step", "unit"]) as writer:
-            for table in _grouped(batch for batch, _ in iter_stream(stream)):
-                writer.write_table(table)
+        with pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=["step", "unit"]) as writer:
+            for batch in _batches(stream):
+                writer.write_batch(batch)
         os.replace(beside, parquet)
     finally:
         beside.unlink(missing_ok=True)
@@ -111,28 +148,21 @@ def parquet_to_stream(parquet: Path, stream: Path) -> None:
     """The inverse of `stream_to_parquet`, for a run that goes on after its stream was deleted."""
     beside = stream.with_name(stream.name + ".tmp")
     with pq.ParquetFile(parquet) as source, beside.open("wb") as file:
+        schema = source.schema_arrow
+        units = json.loads(schema.metadata[_UNITS])
+        columns = [name for name in schema.names if name not in ratio_schema(()).names]
+        place = {unit: index for index, unit in enumerate(units)}
+        file.write(_head(units, columns))
         for batch in source.iter_batches():
-            file.write(_with_dictionary(batch.cast(RATIO_SCHEMA), with_schema=file.tell() == 0))
+            rows = np.empty(batch.num_rows, _row_type(columns))
+            for name in schema.names:
+                if name != "unit":
+                    rows[name] = batch.column(name).to_numpy(zero_copy_only=False)
+            unit = batch.column("unit")
+            rows["unit"] = np.array([place[name] for name in unit.dictionary.to_pylist()])[unit.indices.to_numpy()]
+            file.write(rows.tobytes())
     os.replace(beside, stream)
 
 
-def _with_dictionary(batch: pa.RecordBatch, with_schema: bool) -> bytes:
-    """The messages of a batch and of its dictionary, without the end marker."""
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, RATIO_SCHEMA) as stream:
-        stream.write_batch(batch)
-    return sink.getvalue()[0 if with_schema else len(_SCHEMA_MESSAGE) :].removesuffix(_END_MARKER)
-
-
-def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches of single steps gathered to tables of one row group each."""
-    group: list[pa.RecordBatch] = []
-    num_rows = 0
-    for batch in batches:
-        group.append(batch)
-        num_rows += batch.num_rows
-        if num_rows >= _ROWS_PER_GROUP:
-            yield pa.Table.from_batches(group, RATIO_SCHEMA).combine_chunks()
-            group, num_rows = [], 0
-    if group:
-        yield pa.Table.from_batches(group, RATIO_SCHEMA).combine_chunks()
+def _metadata(units: Sequence[str]) -> dict[bytes, bytes]:
+    return {_UNITS: json.dumps(list(units)).encode()}

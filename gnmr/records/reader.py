@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gnmr.records.schema import RATIO_SCHEMA
+from gnmr.records.ratios import read_stream
+from gnmr.records.schema import ratio_schema
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -47,36 +48,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_ratios(folder: Path) -> pa.Table:
-    """The ratio rows of a run: ratios.parquet, or while it runs (or after a kill) what the stream holds."""
-    parquet, stream = folder / "ratios.parquet", folder / "ratios.arrows"
+    """The ratio rows of a run: ratios.parquet, or while it runs (or after a kill) what ratios.rows holds."""
+    parquet, stream = folder / "ratios.parquet", folder / "ratios.rows"
     if stream.exists():
         return read_stream(stream)
     if parquet.exists():
         return pq.read_table(parquet)
-    return RATIO_SCHEMA.empty_table()
-
-
-def read_stream(path: Path) -> pa.Table:
-    """All whole batches of an Arrow stream file; a batch that a kill cut short is left out."""
-    return pa.Table.from_batches([batch for batch, _ in iter_stream(path)], schema=RATIO_SCHEMA)
-
-
-def iter_stream(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Each whole batch of an Arrow stream file and the offset of the byte after it; none if the file is missing.
-
-    The file is read, not mapped: a resumed run may cut it while a report still holds its rows.
-    """
-    if not path.exists():
-        return
-    try:
-        with pa.OSFile(str(path), "rb") as file, pa.ipc.open_stream(file) as stream:
-            for batch in stream:
-                yield batch, file.tell()
-    except pa.ArrowInvalid:
-        return
-    except OSError as error:
-        if error.errno is not None:  # Arrow's own complaint about a short message has none
-            raise
+    return ratio_schema(()).empty_table()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -80,11 +80,15 @@ class Recorder:
         self._writer.events(rows)
         self._view.events(rows)
 
+    def faults(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of `FAULT_FIELDS`, all windows of the run."""
+        self._writer.faults(rows)
+
     def say(self, text: str) -> None:
         """One line to whoever watches."""
         self._view.say(text)
 
-    def finish(self, status: str, reason: str | None = None) -> dict[str, Any]:
+    def finish(self, status: str, reason: str | None = None, peak_memory_bytes: int | None = None) -> dict[str, Any]:
         """Ends the run and returns its summary; status as in `RunWriter.finish`. W&B comes after DONE.
 
         Only the first call counts.
@@ -95,7 +99,7 @@ class Recorder:
             return self._summary
         info = self._info
         try:
-            self._summary = summary = self._writer.finish(status, reason, info.num_units, info.max_o)
+            self._summary = summary = self._writer.finish(status, reason, info.num_units, info.max_o, peak_memory_bytes)
         except RunFailed as error:
             if status != "failed":
                 self.finish("failed", str(error))

@@ -7,8 +7,9 @@ A run folder holds
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     events.jsonl    one `EVENT_FIELDS` row a promotion or release
-    ratios.arrows   `RATIO_SCHEMA` rows as they are made (Arrow stream); becomes ratios.parquet when the run ends and
-                    is deleted when it is DONE
+    faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
+    ratios.rows     `ratio_schema` rows as they are made (gnmr.records.ratios); becomes ratios.parquet when the run ends
+                    and is deleted when it is DONE
     ratios.parquet
     summary.json    `SUMMARY_FIELDS`
     order/          the saved permutations of the training blocks
@@ -23,6 +24,7 @@ number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` tu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,14 +38,13 @@ STEP_FIELDS: dict[str, str] = {
     "grad_norm_pre_clip": "global gradient norm before clipping",
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t)",
     "num_active": "units on the recovery path during this step",
-    "num_gnmr_over": "units with GNMR > alpha in this step",
-    "num_delta_gnmr_over": "units with dGNMR > beta in this step",
+    "over": "units over the threshold of each of the signal's columns: {column: number}",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
-    "skipped": "true where a non-finite loss or gradient kept the optimizer from stepping",
-    "nonfinite_total": "skipped steps so far (never resets)",
-    "nonfinite_streak": "skipped steps in a row (resets)",
+    "skipped": "true where a non-finite loss or gradient, or a gradient transform, kept the optimizer from stepping",
+    "nonfinite_total": "steps with a non-finite loss or gradient so far (never resets)",
+    "nonfinite_streak": "such steps in a row (resets)",
     "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
     "step_time_s": "wall time of the step, s",
 }
@@ -59,25 +60,37 @@ EVENT_FIELDS: dict[str, str] = {
     "step": "step whose norms led to it; in force from the next step on (0: in force from the start)",
     "unit": "the unit's id",
     "event": "promote or release",
-    "cause": "promote: gnmr, delta_gnmr, nonfinite or warmup; release: lock (it ran out), max_o (riskier units took "
-    "the places) or warmup (it ended)",
+    "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), nonfinite or "
+    "warmup; release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)",
     "risk": "R of the unit at that step; null where it has none",
 }
 
-RATIO_SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int32()),
-        pa.field("unit", pa.dictionary(pa.int32(), pa.string())),
-        pa.field("norm", pa.float64()),
-        pa.field("gnmr", pa.float64()),
-        pa.field("delta_gnmr", pa.float64()),
-        pa.field("risk", pa.float64()),
-        pa.field("active", pa.bool_()),
-        pa.field("lock", pa.int32()),
-    ]
-)
-"""One row per observed unit and recorded step. norm, gnmr, delta_gnmr and risk belong to this step's gradient, active
-says whether the unit was on the recovery path during this step, lock is its lock after the step's decision."""
+FAULT_FIELDS: dict[str, str] = {
+    "step": "first step of the window",
+    "end": "its last step",
+    "unit": "the unit whose low-cost path fails",
+    "kind": "what fails, as in conf/stress",
+    "magnitude": "how much, see gnmr/paths/faults.py",
+}
+
+
+def ratio_schema(columns: Sequence[str], metadata: dict[bytes, bytes] | None = None) -> pa.Schema:
+    """One row per observed unit and recorded step; `columns` are the signal's statistics and recorded evidence.
+
+    norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
+    this step, lock is its lock after the step's decision.
+    """
+    return pa.schema(
+        [
+            pa.field("step", pa.int32()),
+            pa.field("unit", pa.dictionary(pa.int32(), pa.string())),
+            *(pa.field(name, pa.float64()) for name in ("norm", *columns, "risk")),
+            pa.field("active", pa.bool_()),
+            pa.field("lock", pa.int32()),
+        ],
+        metadata,
+    )
+
 
 SUMMARY_FIELDS: dict[str, str] = {
     "status": "done, failed or interrupted",
@@ -88,9 +101,12 @@ SUMMARY_FIELDS: dict[str, str] = {
     "final_val_ppl": "val_ppl of the last evaluation, null if none",
     "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none",
     "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps",
-    "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps",
-    "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps",
+    "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps; null under a signal without GNMR",
+    "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps; null under a signal without dGNMR",
+    "over_frac": "unit-steps over the threshold of each of the signal's columns over all unit-steps: {column: share}",
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
+    "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
+    "that is not done",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
 }
@@ -108,8 +124,7 @@ class RatioRows:
     units: list[str]
     observed: np.ndarray  # (U,) bool
     norm: np.ndarray  # (U,) float64, gradient norm before clipping
-    gnmr: np.ndarray  # (U,) float64
-    delta_gnmr: np.ndarray  # (U,) float64
+    columns: dict[str, np.ndarray]  # (U,) float64 each: the signal's statistics, then recorded evidence
     risk: np.ndarray  # (U,) float64, inf for a non-finite norm
     active: np.ndarray  # (U,) bool, in force during this step
     lock: np.ndarray  # (U,) int64, after this step's decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,28 @@ from gnmr.records.reader import iter_jsonl, read_jsonl
 from gnmr.records.schema import SUMMARY_FIELDS
 
 
-def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reason: str | None) -> dict[str, Any]:
+def summarize(
+    folder: Path,
+    num_recoverable: int,
+    max_o: int,
+    status: str,
+    reason: str | None,
+    peak_memory_bytes: int | None = None,
+) -> dict[str, Any]:
     """`SUMMARY_FIELDS` of a run folder.
 
     num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
     nothing (no step trained, no units) is null. Reads steps.jsonl row by row.
     """
-    steps = promoted = at_max_o = gnmr_over = delta_gnmr_over = saved_bytes = measured = 0
+    steps = promoted = at_max_o = saved_bytes = measured = 0
+    over: Counter[str] = Counter()
     wall_time_s = 0.0
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
     for last, _ in iter_jsonl(folder / "steps.jsonl"):
         steps += 1
         promoted += last["num_active"]
         at_max_o += last["num_active"] >= max_o
-        gnmr_over += last["num_gnmr_over"]
-        delta_gnmr_over += last["num_delta_gnmr_over"]
+        over.update(last["over"])
         if last["saved_bytes"] is not None:  # null under activation checkpointing
             saved_bytes += last["saved_bytes"]
             measured += 1
@@ -31,6 +39,7 @@ def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reaso
     evals = read_jsonl(folder / "eval.jsonl")
     final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
     unit_steps = steps * num_recoverable
+    over_frac = {column: _share(number, unit_steps) for column, number in over.items()}
     summary = {
         "status": status,
         "reason": reason,
@@ -40,9 +49,11 @@ def summarize(folder: Path, num_recoverable: int, max_o: int, status: str, reaso
         "final_val_ppl": final["val_ppl"],
         "promotion_frac": _share(promoted, unit_steps),
         "hit_max_o_frac": _share(at_max_o, steps),
-        "gnmr_over_frac": _share(gnmr_over, unit_steps),
-        "delta_gnmr_over_frac": _share(delta_gnmr_over, unit_steps),
+        "gnmr_over_frac": over_frac.get("gnmr"),
+        "delta_gnmr_over_frac": over_frac.get("delta_gnmr"),
+        "over_frac": over_frac,
         "saved_bytes_mean": _share(saved_bytes, measured),
+        "peak_memory_bytes": peak_memory_bytes,
         "nonfinite_total": last["nonfinite_total"],
         "wall_time_s": wall_time_s,
     }

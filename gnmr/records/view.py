@@ -20,6 +20,7 @@ from gnmr.records.schema import RatioRows
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
+_COLUMNS_SHOWN = 3  # of the signal; more do not fit
 
 
 @dataclass(frozen=True)
@@ -192,16 +193,16 @@ def _unit_table(ratios: RatioRows) -> Table:
     """The riskiest observed units, riskiest first."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("riskiest units (● in recovery)", ratio=1, no_wrap=True, overflow="ellipsis")
-    for name, width in (("norm", 8), ("GNMR", 7), ("dGNMR", 7), ("risk", 7), ("lock", 4)):
-        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    shown = list(ratios.columns)[:_COLUMNS_SHOWN]
+    for name in ("norm", *shown, "risk", "lock"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "lock" else 7)
     risk = np.where(ratios.observed, np.nan_to_num(ratios.risk, nan=-1.0, posinf=np.inf), -np.inf)
     for i in np.argsort(-risk, kind="stable")[: min(_UNITS_SHOWN, int(ratios.observed.sum()))]:
         active = bool(ratios.active[i])
         table.add_row(
             Text(f"{'●' if active else ' '} {ratios.units[i]}"),
             f"{ratios.norm[i]:.2e}",
-            _ratio(ratios.gnmr[i]),
-            _ratio(ratios.delta_gnmr[i]),
+            *(_ratio(ratios.columns[name][i]) for name in shown),
             _ratio(ratios.risk[i]),
             str(int(ratios.lock[i]) or ""),
             style="bold cyan" if active else "",
@@ -220,8 +221,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
         ("unit-steps on the recovery path", _or_none(summary["promotion_frac"], "{:.2%}")),
         ("steps at max_o", _or_none(summary["hit_max_o_frac"], "{:.2%}")),
-        ("unit-steps with GNMR > alpha", _or_none(summary["gnmr_over_frac"], "{:.2%}")),
-        ("unit-steps with dGNMR > beta", _or_none(summary["delta_gnmr_over_frac"], "{:.2%}")),
+        *(
+            (f"unit-steps over {column}'s threshold", _or_none(share, "{:.2%}"))
+            for column, share in summary["over_frac"].items()
+        ),
         ("kept for backward, mean", None if saved is None else _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),

@@ -28,8 +28,6 @@ STEP_METRICS = {
     "step_time_s": "train/step_time_s",
     "num_candidates": "recovery/num_candidates",
     "num_active": "recovery/num_active",
-    "num_gnmr_over": "recovery/num_gnmr_over",
-    "num_delta_gnmr_over": "recovery/num_delta_gnmr_over",
     "saved_bytes": "memory/saved_bytes",
     "saved_bytes_predicted": "memory/saved_bytes_predicted",
 }
@@ -158,6 +156,7 @@ class WandbSink:
 
     def _step_metrics(self, row: dict[str, Any], ratios: RatioRows | None) -> dict[str, Any]:
         metrics = {name: row[key] for key, name in STEP_METRICS.items()}
+        metrics |= {f"recovery/{column}_over": number for column, number in row["over"].items()}
         if ratios is not None:
             self._count(ratios)
             if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:
@@ -175,8 +174,7 @@ class WandbSink:
         for i, unit in enumerate(ratios.units):
             metrics[f"recovery_total/{unit}"] = int(self._active_total[i])
             if ratios.observed[i]:
-                metrics[f"ratio/{unit}"] = float(ratios.gnmr[i])
-                metrics[f"delta_ratio/{unit}"] = float(ratios.delta_gnmr[i])
+                metrics |= {f"{name}/{unit}": float(column[i]) for name, column in ratios.columns.items()}
                 metrics[f"risk/{unit}"] = float(ratios.risk[i])
         return {name: value for name, value in metrics.items() if not math.isnan(value)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,11 +13,11 @@ from typing import Any
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines, cut_jsonl, replace_json, replace_text
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
-from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, STEP_FIELDS, RatioRows
+from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.summary import summarize
 
 _JSONL = {"steps.jsonl": STEP_FIELDS, "eval.jsonl": EVAL_FIELDS, "events.jsonl": EVENT_FIELDS}
-_RATIOS = ("ratios.arrows", "ratios.parquet")
+_RATIOS = ("ratios.rows", "ratios.parquet")
 _ENDS = ("DONE", "FAILED", "summary.json")
 _RESERVE_BYTES = 256 * 1024
 
@@ -51,7 +52,7 @@ class RunWriter:
             # Random bytes, so that a file system that compresses allocates all of them.
             self._reserve.write_bytes(os.urandom(_RESERVE_BYTES))
             self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}
-            self._ratios = RatioStream(folder / "ratios.arrows")
+            self._ratios = RatioStream(folder / "ratios.rows")
 
     def write_header(self, config_yaml: str, header: dict[str, Any]) -> None:
         """config.yaml (the resolved config) and header.json (any JSON tree; non-finite numbers as strings)."""
@@ -72,12 +73,20 @@ class RunWriter:
         if rows:
             self._append("events.jsonl", rows)
 
+    def faults(self, rows: list[dict[str, Any]]) -> None:
+        """All windows of injected faults, rows of `FAULT_FIELDS`; replaces what a start before wrote."""
+        with self._guard("faults.jsonl"):
+            assert all(row.keys() == FAULT_FIELDS.keys() for row in rows)
+            replace_text(self.folder / "faults.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def ratios(self, rows: RatioRows) -> None:
         """The observed units of one step."""
-        with self._guard("ratios.arrows"):
+        with self._guard("ratios.rows"):
             self._ratios.write(rows)
 
-    def finish(self, status: str, reason: str | None, num_recoverable: int, max_o: int) -> dict[str, Any]:
+    def finish(
+        self, status: str, reason: str | None, num_recoverable: int, max_o: int, peak_memory_bytes: int | None = None
+    ) -> dict[str, Any]:
         """Closes the records and returns the summary; the marker (DONE or FAILED) comes last.
 
         status: done, failed or interrupted (which gets no marker). The ratio stream is deleted only for done. May be
@@ -85,7 +94,7 @@ class RunWriter:
         """
         assert status in ("done", "failed", "interrupted"), status
         self.close()
-        stream, parquet = self.folder / "ratios.arrows", self.folder / "ratios.parquet"
+        stream, parquet = self.folder / "ratios.rows", self.folder / "ratios.parquet"
         if status == "done":
             with self._guard("ratios.parquet"):
                 if stream.exists():
@@ -95,7 +104,7 @@ class RunWriter:
             with suppress(OSError):  # the stream is kept, so nothing is lost
                 stream_to_parquet(stream, parquet)
         self._reserve.unlink(missing_ok=True)
-        summary = summarize(self.folder, num_recoverable, max_o, status, reason)
+        summary = summarize(self.folder, num_recoverable, max_o, status, reason, peak_memory_bytes)
         with suppress(OSError) if status == "failed" else self._guard("summary.json"):
             replace_json(self.folder / "summary.json", summary)
         if status == "done":

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from gnmr.errors import UserError
-from gnmr.report.arms import Comparison, compare
+from gnmr.report.arms import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.layout import Table
+from gnmr.report.regimes import REGIME_MAP
 from gnmr.report.runs import Run, find_runs, load
 from gnmr.report.tables import run_table, tables
 
@@ -27,21 +28,36 @@ def main(argv: list[str]) -> int:
     add("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, or any folder above run folders")
     add("--out", metavar="DIR", type=Path, help="folder for report.md and the PNGs (default: report/ in RUN's folder)")
     add("--no-plots", dest="plots", action="store_false", help="tables only")
-    arguments = parser.parse_args(argv)
-    report(arguments.runs, arguments.out, Console(), plots=arguments.plots)
+    add("--against", metavar="ARM", help="the arm that all others are tested against (default: the static low path)")
+    add("--strict", action="store_true", help="refuse runs of one experiment and scale that cannot be compared")
+    given = parser.parse_args(argv)
+    report(given.runs, given.out, Console(), plots=given.plots, against=given.against, strict=given.strict)
     return 0
 
 
-def report(paths: list[Path], out: Path | None, console: Console, plots: bool = True) -> None:
+def report(
+    paths: list[Path],
+    out: Path | None,
+    console: Console,
+    plots: bool = True,
+    against: str | None = None,
+    strict: bool = False,
+) -> None:
     """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG.
 
-    `out` None: report/ in the path, or in the common parent of several. Raises `UserError` for a path that is missing
-    or holds no run, and for an `out` that cannot be written.
+    `out` None: report/ in the path, or in the common parent of several. `against`: label or name of the arm that the
+    others are tested against. Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot
+    be written, for an `against` that no arm fits or that is missing where it would be needed, and, where `strict`, for
+    runs of one experiment and scale that cannot be compared; a regime map compares within its cells alone.
     """
     runs, unreadable = _load(find_runs(paths))
     root = _common(paths)
     out = out if out is not None else root / "report"
     comparisons = compare(runs)
+    if strict:
+        refuse_rivals(comp for comp in comparisons if comp.kind.experiment != REGIME_MAP)
+    if against is not None:
+        choose_baseline(comparisons, against)
     found = tables(comparisons)
     for table in found:
         table.print(console)

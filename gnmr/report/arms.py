@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from gnmr.errors import UserError
 from gnmr.report.runs import Run
+from gnmr.report.statistics import as_percent, paired
 
 _WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
-_EQUAL_IN_A_PAIR = ("model.", "optim.", "training.dtype", "training.eval_blocks")
+_MODEL = ("model.", "training.dtype", "training.eval_blocks")
+QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
+"""What a path does besides its format."""
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b")
+_SAME_BUDGET = 1.5
+"""Largest factor between two mean promotion shares that count as one budget."""
+_OF_THE_MACHINE = re.compile(r"disk full|out of memory|cannot write|while writing")
+"""FAILED for these is no divergence: the run says nothing about its arm."""
+
+_NAMES = ("arm", "paths.name", "controller.name")
+
+Outcomes = Mapping[int, float]
+"""By seed: log perplexity at the end, inf for a run that diverged."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,53 @@ class Arm:
     def settings(self) -> dict[str, Any]:
         return self.runs[0].settings
 
+    @cached_property
+    def outcomes(self) -> Outcomes:
+        """Of the runs that ended by themselves: log perplexity (the last validation loss), inf where the run diverged.
+
+        A run diverged that is FAILED, the machine's failures aside, or whose last validation loss is not finite.
+        """
+        found = {}
+        for run in self.with_status("done", "failed"):
+            loss = run.summary.get("final_val_loss")
+            if run.status == "failed":
+                if not _OF_THE_MACHINE.search(run.reason or ""):
+                    found[run.seed] = math.inf
+            elif loss is not None:
+                found[run.seed] = float(loss) if math.isfinite(loss) else math.inf
+        return found
+
+    @property
+    def diverged(self) -> list[int]:
+        """Seeds."""
+        return [seed for seed, loss in self.outcomes.items() if math.isinf(loss)]
+
+    @property
+    def signal(self) -> str:
+        """Name of the risk signal; runs from before there was a choice have the paper's."""
+        return str(self.settings.get("controller.signal.name", "gnmr_delta"))
+
+    @property
+    def ranked(self) -> bool:
+        return self.settings.get("controller.routing") == "ranked"
+
+    @property
+    def promoted(self) -> float | None:
+        """Mean promotion share over the done seeds."""
+        return self.mean("promotion_frac")
+
+    @property
+    def always(self) -> str | None:
+        """The one format that every unit has throughout: a static arm's, or that of the signals that never choose.
+
+        `always_high` counts from 99 % promotion on, since its set acts one step late and max_o caps it.
+        """
+        if not self.routed or self.signal == "always_low":
+            return self.settings.get("paths.low")
+        if self.signal == "always_high" and (self.promoted or 0) > 0.99:
+            return self.settings.get("paths.recovery")
+        return None
+
     @property
     def low_bits(self) -> int | None:
         return bits(self.settings.get("paths.low"))
@@ -87,6 +149,20 @@ class Arm:
     def stat(self, field: str) -> Stat | None:
         """Over the done seeds, of a field of the summary."""
         return stat(run.summary.get(field) for run in self.done)
+
+    def mean(self, field: str) -> float | None:
+        found = self.stat(field)
+        return None if found is None else found.mean
+
+    def over_fracs(self) -> dict[str, float]:
+        """Shares of unit-steps over the threshold of each of the signal's columns, means over the done seeds."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for run in self.done:
+            old = {column: run.summary.get(f"{column}_over_frac") for column in ("gnmr", "delta_gnmr")}
+            for column, share in (run.summary.get("over_frac") or old).items():
+                if share is not None:
+                    found[column].append(share)
+        return {column: float(np.mean(shares)) for column, shares in found.items()}
 
     @property
     def sort_key(self) -> tuple[int, int, str]:
@@ -119,6 +195,8 @@ class Comparison:
     arms: list[Arm]
     rivals: list[Kind] = field(default_factory=list)
     """Other comparisons of the same experiment and scale: not to be compared with this one."""
+    against: Arm | None = None
+    """The arm that all others are held against where one was asked for; see `choose_baseline`."""
 
     @property
     def name(self) -> str:
@@ -133,17 +211,101 @@ class Comparison:
         return sorted({run.seed for run in self.runs})
 
     def reference(self, arm: Arm) -> Arm | None:
-        """The 16-bit arm of the same model and optimizer with the most seeds in common; None without one."""
+        """The static 16-bit arm to compare with; None without one."""
+        return self._bound(arm, lambda other: other.sixteen_bit)
+
+    def low(self, arm: Arm) -> Arm | None:
+        """The static arm on the arm's low path, under the same injected faults."""
+        return self._bound(arm, self._on(arm, 0))
+
+    def recovery(self, arm: Arm) -> Arm | None:
+        """The static arm on the arm's recovery path; without injected faults where there is one."""
+        return self._bound(arm, self._on(arm, 1))
+
+    def baseline(self, arm: Arm) -> Arm | None:
+        """What the arm is held against: the arm of `choose_baseline`, else the static low path."""
+        return self.against or self.low(arm)
+
+    def random(self, arm: Arm) -> Arm | None:
+        """The routed arm whose signal is `random` and whose mean promotion is nearest, at most a factor of 1.5 away.
+
+        It differs from the arm in nothing but its controller. None for static arms and random ones.
+        """
+
+        def distance(other: Arm) -> float:
+            shares = (arm.promoted, other.promoted)
+            return abs(math.log(shares[0] / shares[1])) if shares[0] and shares[1] else math.inf
+
+        if arm.always or arm.signal == "random":
+            return None
         candidates = [
-            other for other in self.arms if other.sixteen_bit and _pair_settings(other) == _pair_settings(arm)
+            other for other in self.arms if other.signal == "random" and other.routed and _same_but_routing(arm, other)
         ]
-        if arm in candidates:
-            return arm
-        return max(candidates, key=lambda other: len(paired_seeds(arm, other)), default=None)
+        nearest = min(candidates, key=distance, default=None)
+        return nearest if nearest and distance(nearest) <= math.log(_SAME_BUDGET) else None
+
+    def formats(self, arm: Arm) -> tuple[str | None, str | None]:
+        """Formats of the low and the recovery path that the arm is measured between.
+
+        A static arm is measured between those of the routed arms beside it, if any; else the narrowest static format
+        is low and the widest one below 16 bits, or the widest, is recovery.
+        """
+        if arm.routed:
+            return arm.settings.get("paths.low"), arm.settings.get("paths.recovery")
+        beside = [other for other in self.arms if _same(arm, other, _MODEL)]
+        pairs = [self.formats(other) for other in beside if other.routed]
+        own = [pair for pair in pairs if pair[0] == arm.always]
+        if pairs:
+            return (own or pairs)[0]
+        narrowest, *wider = sorted(beside, key=lambda other: other.sort_key)
+        wide = [other for other in wider if not other.sixteen_bit] or wider
+        return narrowest.always, wide[-1].always if wide else None
+
+    def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
+        """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
+        wanted = self.formats(arm)[place]
+        keys = ("stress.", *QUANTIZER) if place == 0 else QUANTIZER if bits(wanted) != 16 else ()
+        return lambda other: wanted is not None and other.always == wanted and _same(arm, other, keys)
+
+    def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
+        """The static arm that fits, of the same model and optimizer.
+
+        Gradient transforms and optimizers are arms of their own: plain AdamW stands for all of them, where there is one
+        of the same rate if possible. Among equals an arm of one format throughout comes before a routed one (except
+        for faults, which spare the recovery path of a routed arm alone), then the one with most seeds in common.
+        """
+        candidates = [
+            other
+            for other in self.arms
+            if fits(other)
+            and _same(arm, other, _MODEL)
+            and (_same(arm, other, ("optim.",)) or (_plain(other) and not _plain(arm)))
+        ]
+
+        def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, int]:
+            faults = other.settings.get("stress.kind") not in (None, "none")
+            same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
+            common = len(arm.outcomes.keys() & other.outcomes.keys())
+            return _plain(other), same_rate, not faults, other.routed == faults, other is arm, common
+
+        return max(candidates, key=rank, default=None)
+
+    def apart(self) -> dict[str, tuple[str, list[str]]]:
+        """What keeps this comparison apart from its rivals: {what: (here, there)}."""
+        kinds = [self.kind, *self.rivals]
+        told = {
+            "data": [short(kind.fingerprint) for kind in kinds],
+            "seq_len": [str(kind.seq_len) for kind in kinds],
+            "tokens per step": [_number(kind.tokens_per_step) for kind in kinds],
+            "steps": [_number(kind.steps) for kind in kinds],
+        }
+        return {
+            what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told.items() if set(others) - {mine}
+        }
 
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
-        return [key for key in _varying(self.arms) if not key.startswith(_WHAT_AN_ARM_IS)]
+        return [key for key in varying(self.arms) if not key.startswith(_WHAT_AN_ARM_IS)]
 
 
 def bits(number_format: Any) -> int | None:
@@ -154,16 +316,12 @@ def bits(number_format: Any) -> int | None:
     return int(plain[1]) if plain else None
 
 
-def paired_seeds(arm: Arm, other: Arm) -> list[int]:
-    """Seeds done in both."""
-    return sorted({run.seed for run in arm.done} & {run.seed for run in other.done})
-
-
 def paired_difference(arm: Arm, reference: Arm) -> Stat | None:
-    """Per-seed difference of the final validation perplexity to the reference's, in percent of the reference's."""
-    mine, theirs = ({run.seed: run.summary.get("final_val_ppl") for run in side.done} for side in (arm, reference))
-    pairs = [(mine[seed], theirs[seed]) for seed in paired_seeds(arm, reference)]
-    return stat(100 * (a / b - 1) for a, b in pairs if a is not None and b)
+    """Mean and spread of the per-seed differences of log perplexity, as percent; None where a run diverged."""
+    found = paired(arm.outcomes, reference.outcomes)
+    if found.mean is None:
+        return None
+    return Stat(found.n, as_percent(found.mean), None if found.sd is None else as_percent(found.sd))
 
 
 def compare(runs: Iterable[Run]) -> list[Comparison]:
@@ -183,6 +341,53 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for comparison in comparisons:
         comparison.arms.sort(key=lambda arm: arm.sort_key)
     return sorted(comparisons, key=lambda comparison: _order(comparison.kind))
+
+
+def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
+    """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
+    for comparison in comparisons:
+        if told := comparison.apart():
+            raise UserError(f"{comparison.name}: these runs cannot be compared, they differ in {_told_apart(told)}")
+
+
+def choose_baseline(comparisons: list[Comparison], name: str) -> None:
+    """Makes the arm of that label (or name, where only one arm has it) the baseline of every comparison that has it.
+
+    Raises `UserError` where no comparison has it, where a name fits several arms, and where the arm is missing in a
+    comparison whose rivals have it: it would have to be compared across data, length or batch.
+    """
+    for comparison in comparisons:
+        named = [arm for arm in comparison.arms if arm.label == name]
+        named = named or [arm for arm in comparison.arms if arm.name == name]
+        if len(named) > 1:
+            raise UserError(f"--against {name}: several arms have this name: {_labels(named)}")
+        comparison.against = named[0] if named else None
+    having = {comparison.kind for comparison in comparisons if comparison.against}
+    if not having:
+        known = _labels(arm for comparison in comparisons for arm in comparison.arms)
+        raise UserError(f"--against {name}: no such arm; there are {known}")
+    for comparison in comparisons:
+        if not comparison.against and having & set(comparison.rivals):
+            raise UserError(
+                f"--against {name}: {comparison.name} has runs that cannot be compared with this arm's, they differ in "
+                f"{_told_apart(comparison.apart())}"
+            )
+
+
+def _told_apart(told: dict[str, tuple[str, list[str]]]) -> str:
+    return ", ".join(f"{what} ({mine} and {', '.join(others)})" for what, (mine, others) in told.items())
+
+
+def _labels(arms: Iterable[Arm]) -> str:
+    return ", ".join(dict.fromkeys(arm.label for arm in arms))
+
+
+def short(fingerprint: str | None) -> str:
+    return str(fingerprint or "unknown")[:8]
+
+
+def _number(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
 
 
 def _kind(run: Run) -> Kind:
@@ -215,21 +420,46 @@ def _label(comparisons: list[Comparison]) -> None:
     keys: dict[str, list[str]] = defaultdict(list)
     for comparison in comparisons:
         for name in {arm.name for arm in comparison.arms}:
-            for key in _varying([arm for arm in comparison.arms if arm.name == name]):
+            for key in varying([arm for arm in comparison.arms if arm.name == name]):
                 if key not in keys[name]:
                     keys[name].append(key)
     for comparison in comparisons:
         for arm in comparison.arms:
-            told = [f"{key.rsplit('.', 1)[-1]}={arm.settings.get(key)}" for key in keys[arm.name]]
-            if len(told) > 4:
-                told = [arm.runs[0].hash]
-            arm.label = " ".join([arm.name, *told])
+            told = tell(arm, keys[arm.name])
+            arm.label = " ".join([arm.name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
 
 
-def _varying(arms: list[Arm]) -> list[str]:
-    keys = dict.fromkeys(key for arm in arms for key in arm.settings)
-    return [key for key in keys if len({repr(arm.settings.get(key)) for arm in arms}) > 1]
+def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
+    """The arm's values of these settings in few words: a signal is its bare name, what is not set is unsaid."""
+    told = []
+    for key in keys:
+        value = arm.settings.get(key)
+        if key in ("controller.signal.name", "controller.routing"):
+            told.append(str(value))
+        elif value is not None or key in ("controller.alpha", "controller.beta"):
+            told.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
+    return told
 
 
-def _pair_settings(arm: Arm) -> dict[str, Any]:
-    return {key: value for key, value in arm.settings.items() if key.startswith(_EQUAL_IN_A_PAIR)}
+def varying(arms: Iterable[Arm]) -> list[str]:
+    """Keys in which the arms' settings differ, names aside."""
+    settings = [arm.settings for arm in arms]
+    keys = dict.fromkeys(key for one in settings for key in one if key not in _NAMES)
+    return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
+
+
+def _same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
+    """Whether two arms agree in all settings whose keys begin so."""
+    mine, theirs = arm.settings, other.settings
+    return all(mine.get(key) == theirs.get(key) for key in mine.keys() | theirs.keys() if key.startswith(keys))
+
+
+def _same_but_routing(arm: Arm, other: Arm) -> bool:
+    apart = ("controller.", "records.", "paths.probe_tokens")
+    return all(key.startswith(apart) for key in varying([arm, other]))
+
+
+def _plain(arm: Arm) -> bool:
+    """Whether the optimizer is AdamW that neither clips nor transforms the gradient."""
+    get = arm.settings.get
+    return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")

@@ -84,10 +84,13 @@ def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
     return figure
 
 
-def mean_of_units(ratios: Ratios) -> Series:
-    """GNMR of each recorded step averaged over the units that have a finite one."""
-    known = np.isfinite(ratios.gnmr_SU)
-    total = np.where(known, ratios.gnmr_SU, 0.0).sum(axis=1)
+def mean_of_units(ratios: Ratios) -> Series | None:
+    """GNMR of each recorded step averaged over the units that have a finite one; None under a signal without GNMR."""
+    gnmr_SU = ratios.columns.get("gnmr")
+    if gnmr_SU is None:
+        return None
+    known = np.isfinite(gnmr_SU)
+    total = np.where(known, gnmr_SU, 0.0).sum(axis=1)
     return ratios.steps, np.where(known.any(axis=1), total / np.maximum(known.sum(axis=1), 1), np.nan)
 
 

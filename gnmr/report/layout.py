@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gnmr.report.arms import Stat
+from gnmr.report.statistics import Paired, as_percent
 
 NOTHING = "-"
 
@@ -80,6 +81,18 @@ def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "")
         return NOTHING
     spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
     return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
+
+
+def relative(paired: Paired) -> str:
+    """Mean difference of log perplexity and its 95 % interval as percent; where runs diverged, how many of each arm."""
+    if any(paired.diverged):
+        mine, theirs = paired.diverged
+        return f"diverged {mine} : {theirs}"
+    if paired.mean is None:
+        return NOTHING
+    ends = map(as_percent, paired.interval or ())
+    told = ", ".join(f"{end:+.2f}" for end in ends) or NOTHING
+    return f"{as_percent(paired.mean):+.2f} [{told}] %"
 
 
 def percent(share: float | None) -> str:

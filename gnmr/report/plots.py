@@ -11,13 +11,20 @@ from matplotlib.figure import Figure
 
 from gnmr.report.arms import Comparison
 from gnmr.report.curves import Curves, losses, mean_gnmr, mean_of_units, saved_bytes
+from gnmr.report.regimes import REGIME_MAP
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks
-from gnmr.report.unit_plots import gnmr_traces, risk_map
+from gnmr.report.tradeoff import tradeoff
+from gnmr.report.tradeoff_plot import quality_against_promotion
+from gnmr.report.unit_plots import risk_map, traces
 
 
 def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
-    """Draws everything that the records of these runs hold into `out`; the files, in order."""
+    """Draws everything that the records of these runs hold into `out`; the files, in order.
+
+    A regime map's runs, hundreds of small ones, have no plots of their own.
+    """
+    comparisons = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
     stems = [_slug(f"{comparison.kind.experiment}-{comparison.kind.scale}") for comparison in comparisons]
     arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
     shared = looks(dict.fromkeys(arm.label for arm in arms))
@@ -39,15 +46,19 @@ def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figur
     if any(run.last_step for run in comparison.runs):
         yield "loss", losses(comparison, shared), comparison.runs
         yield "saved-bytes", saved_bytes(comparison, shared), [arm.first for arm in comparison.arms]
+    if tradeoff(comparison).rows:
+        yield "promotion", quality_against_promotion(comparison), comparison.runs
     means: Curves = {}
     for arm in comparison.arms:
         for run in arm.runs:
             ratios = run.ratios()  # one run's at a time: a long run's matrices are large
             if len(ratios.steps) == 0:
                 continue
-            means[run.folder] = mean_of_units(ratios)
+            if (mean := mean_of_units(ratios)) is not None:
+                means[run.folder] = mean
             if run is arm.first:
-                yield f"gnmr-{_slug(arm.label)}", gnmr_traces(arm, run, ratios), [run]
+                name = "risk-trace" if mean is None else "gnmr"
+                yield f"{name}-{_slug(arm.label)}", traces(arm, run, ratios), [run]
             if run is arm.first and arm.routed:
                 yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios), [run]
     if means:

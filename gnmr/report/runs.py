@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,11 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gnmr import config
 from gnmr.errors import UserError
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS
+from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios
+from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, ratio_schema
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
-_TEXT_FIELDS = ("nonfinite_unit",)
+_NO_NUMBERS = ("nonfinite_unit", "over")
 
 Columns = dict[str, np.ndarray]
 """One float64 array per field, NaN where a row has no number."""
@@ -36,7 +37,8 @@ class Ratios:
 
     steps: np.ndarray  # (S,) int64, ascending
     units: list[str]
-    gnmr_SU: np.ndarray  # float32
+    norm_SU: np.ndarray  # float32
+    columns: dict[str, np.ndarray]  # (S, U) float32 each: the signal's statistics, then recorded evidence
     risk_SU: np.ndarray  # float32, inf for a non-finite norm
     active_SU: np.ndarray  # bool, on the recovery path during the step
 
@@ -93,12 +95,17 @@ class Run:
             "final_val_ppl": _last(evals["val_ppl"]),
             "promotion_frac": share("num_active"),
             "hit_max_o_frac": float(np.mean(steps["num_active"] >= max_o)) if number and max_o else None,
-            "gnmr_over_frac": share("num_gnmr_over"),
-            "delta_gnmr_over_frac": share("num_delta_gnmr_over"),
+            "over_frac": {column: number / unit_steps for column, number in self._over().items()} if unit_steps else {},
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
             "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
         }
+
+    def _over(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for row, _ in iter_jsonl(self.folder / "steps.jsonl"):
+            total.update(row.get("over") or {})
+        return total
 
     @property
     def last_step(self) -> int:
@@ -132,13 +139,15 @@ class Run:
         table = read_ratios(self.folder).unify_dictionaries()
         if table.num_rows == 0:
             empty = np.zeros((0, 0), np.float32)
-            return Ratios(np.zeros(0, np.int64), [], empty, empty, empty.astype(bool))
+            return Ratios(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
         known = [name for name in self.header.get("units") or [] if name in set(names)]
         order = known + [name for name in names if name not in set(known)]
         column = np.array([order.index(name) for name in names])[unit.indices.to_numpy()]
         steps, row = np.unique(table["step"].to_numpy(), return_inverse=True)
+
+        columns = [name for name in table.column_names if name not in ratio_schema(()).names]
 
         def matrix(field: str, missing: Any, dtype: Any) -> np.ndarray:
             dense = np.full((len(steps), len(order)), missing, dtype)
@@ -148,7 +157,8 @@ class Run:
         return Ratios(
             steps.astype(np.int64),
             order,
-            matrix("gnmr", np.nan, np.float32),
+            matrix("norm", np.nan, np.float32),
+            {name: matrix(name, np.nan, np.float32) for name in columns},
             matrix("risk", np.nan, np.float32),
             matrix("active", False, bool),
         )
@@ -235,7 +245,7 @@ def _status(folder: Path) -> tuple[str, str | None]:
 
 
 def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
-    return {field: np.array([_number(row.get(field)) for row in rows]) for field in fields if field not in _TEXT_FIELDS}
+    return {field: np.array([_number(row.get(field)) for row in rows]) for field in fields if field not in _NO_NUMBERS}
 
 
 def _number(value: Any) -> float:

@@ -1,37 +1,44 @@
-"""The report's tables: arms side by side, and the paper's tables 1 and 3 with our runs in them."""
+"""The report's tables of one comparison: its arms side by side, tested against a baseline and against random."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, Kind, paired_difference, paired_seeds
+from gnmr.report.arms import Arm, Comparison, paired_difference, short
 from gnmr.report.cells import cell_lines
-from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, size
+from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, relative, size
+from gnmr.report.paper_tables import paper_tables
+from gnmr.report.regimes import REGIME_MAP, regime_tables
 from gnmr.report.runs import Run
+from gnmr.report.statistics import BETTER, FEWEST, FEWEST_DIVERGED, LEVEL, Paired, gap_closed, paired, verdicts
+from gnmr.report.tradeoff import tradeoff
 
-_Figure = TypeVar("_Figure")
+TESTED = ["n", "difference\n[95 % interval]", "d_z", "p\n(Holm)", "verdict"]
+"""Columns of `tested`."""
 
 
 def tables(comparisons: list[Comparison]) -> list[Table]:
-    """All tables: two for each comparison, then the paper's two for each experiment."""
-    found = []
-    for comparison in comparisons:
-        found += [quality(comparison), control(comparison)]
-    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
-        of_experiment = [comparison for comparison in comparisons if comparison.kind.experiment == experiment]
-        found += [table_1(experiment, of_experiment), table_3(experiment, of_experiment)]
-    return [table for table in found if table.rows]
+    """All tables: those of each comparison, then the paper's for each experiment; of a regime map its own alone."""
+    plain = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
+    found = [table for comparison in plain for table in comparison_tables(comparison)]
+    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in plain):
+        found += paper_tables(experiment, [comp for comp in plain if comp.kind.experiment == experiment])
+    return [table for table in [*found, *regime_tables(comparisons)] if table.rows]
+
+
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """Quality, the two tested comparisons, quality against promotion, and cost; those that have rows."""
+    found = [quality(comparison), *against_baseline(comparison), against_random(comparison)]
+    return [table for table in [*found, tradeoff(comparison), control(comparison)] if table.rows]
 
 
 def quality(comparison: Comparison) -> Table:
     """Final validation loss and perplexity of each arm, and its paired difference to the 16-bit arm."""
-    table = Table(f"{comparison.name}: validation", ["arm", "seeds done", "val perplexity", "val loss", "vs 16-bit"])
+    columns = ["arm", "seeds done", "diverged", "val perplexity", "val loss", "vs 16-bit"]
+    table = Table(f"{comparison.name}: validation", columns)
     unpaired, partial = [], []
     for arm in comparison.arms:
         reference = comparison.reference(arm)
@@ -41,13 +48,17 @@ def quality(comparison: Comparison) -> Table:
             difference = NOTHING
             unpaired.append(arm.label)
         else:
-            difference = measure(paired_difference(arm, reference), 2, sign=True, unit=" %")
-            seeds = paired_seeds(arm, reference)
-            if seeds != sorted(run.seed for run in arm.done):
+            change = paired(arm.outcomes, reference.outcomes)
+            spread = paired_difference(arm, reference)
+            difference = measure(spread, 2, sign=True, unit=" %") if spread else relative(change)
+            seeds = sorted(arm.outcomes.keys() & reference.outcomes.keys())
+            if seeds != sorted(arm.outcomes):
                 partial.append(f"{arm.label} on {_seeds(seeds)}")
         ppl, loss = arm.stat("final_val_ppl"), arm.stat("final_val_loss")
         done = f"{len(arm.done)} of {len(comparison.seeds)}"
-        table.rows.append([arm.label, done, measure(ppl, 2), measure(loss, 4), difference])
+        diverged = str(len(arm.diverged) or NOTHING)
+        table.rows.append([arm.label, done, diverged, measure(ppl, 2), measure(loss, 4), difference])
+    table = table.without_empty(["diverged"])
     table.notes = [_what(comparison), *_apart(comparison), *cell_lines(comparison)]
     if unpaired:
         table.notes.append(f"No 16-bit arm of the same model and optimizer to compare with: {', '.join(unpaired)}.")
@@ -56,89 +67,72 @@ def quality(comparison: Comparison) -> Table:
     if keys := comparison.differing_settings():
         table.notes.append(f"Mind: the arms differ in more than their paths and controller: {', '.join(keys)}.")
     table.notes.append(
-        f"± is the sample standard deviation over seeds ({NOTHING}: fewer than two); vs 16-bit is the mean of the "
-        "per-seed differences of perplexity. No test of significance was made."
+        f"± is the sample standard deviation over the done seeds ({NOTHING}: fewer than two); vs 16-bit is the mean of "
+        "the per-seed differences of log perplexity, as percent."
     )
+    return table
+
+
+def against_baseline(comparison: Comparison) -> list[Table]:
+    """Each arm against its baseline, with the test; one table, and one family of tests, for each baseline."""
+    found: dict[str, tuple[Arm, list[Arm]]] = {}
+    for arm in comparison.arms:
+        baseline = comparison.baseline(arm)
+        if baseline is not None and baseline is not arm:
+            found.setdefault(baseline.label, (baseline, []))[1].append(arm)
+    tables = []
+    for baseline, arms in found.values():
+        table = Table(f"{comparison.name}: against {baseline.label}", ["arm", *TESTED, "gap\nclosed"])
+        family = [paired(arm.outcomes, baseline.outcomes) for arm in arms]
+        gaps = [_gap(comparison, arm, one.n) for arm, one in zip(arms, family, strict=True)]
+        table.rows = [[arm.label, *tested, gap] for arm, tested, gap in zip(arms, _tested(family), gaps, strict=True)]
+        table = table.without_empty(["d_z", "gap\nclosed"])
+        table.notes = [_how_tested(family), *_unclear_gaps(comparison, arms)]
+        tables.append(table)
+    return tables
+
+
+def against_random(comparison: Comparison) -> Table:
+    """Each routed arm against the arm that picks its units at random at the same mean promotion."""
+    table = Table(f"{comparison.name}: against random at the same budget", ["arm", "promoted", *TESTED])
+    found = [(arm, other) for arm in comparison.arms if (other := comparison.random(arm))]
+    family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
+    cells = zip(found, _tested(family), strict=True)
+    table.rows = [[arm.label, percent(arm.promoted), *tested] for (arm, _), tested in cells]
+    table = table.without_empty(["d_z"])
+    randoms = dict.fromkeys(f"{other.label} ({percent(other.promoted)} promoted)" for _, other in found)
+    table.notes = [f"The random arm is the one with the nearest promotion: {', '.join(randoms)}.", _how_tested(family)]
     return table
 
 
 def control(comparison: Comparison) -> Table:
     """What the controller did and what the arm cost; means over the done seeds."""
-    columns = ["arm", "promoted", "hit\nmax_o", "GNMR\n> α", "dGNMR\n> β", "saved", "of\n16-bit", "wall\ntime"]
+    columns = ["arm", "promoted", "hit\nmax_o", "over threshold", "saved", "of\n16-bit", "wall\ntime"]
     table = Table(f"{comparison.name}: control and cost", columns)
     for arm in comparison.arms:
-        saved, reference = _mean(arm, "saved_bytes_mean"), comparison.reference(arm)
-        full = _mean(reference, "saved_bytes_mean") if reference else None
+        saved, reference = arm.mean("saved_bytes_mean"), comparison.reference(arm)
+        full = reference.mean("saved_bytes_mean") if reference else None
+        over = [f"{column} {percent(share)}" for column, share in arm.over_fracs().items()]
         table.rows.append(
             [
                 arm.label,
-                percent(_mean(arm, "promotion_frac")) if arm.routed else NOTHING,
-                percent(_mean(arm, "hit_max_o_frac")) if arm.routed else NOTHING,
-                percent(_mean(arm, "gnmr_over_frac")),
-                percent(_mean(arm, "delta_gnmr_over_frac")),
+                percent(arm.promoted) if arm.routed else NOTHING,
+                percent(arm.mean("hit_max_o_frac")) if arm.routed else NOTHING,
+                "\n".join(over) or NOTHING,
                 size(saved),
                 percent(saved / full) if saved is not None and full else NOTHING,
-                duration(_mean(arm, "wall_time_s")),
+                duration(arm.mean("wall_time_s")),
             ]
         )
     table.notes = [
-        "Means over done seeds. Promoted and over the thresholds: shares of unit-steps; hit max_o: share of steps; "
-        "saved: bytes kept for backward by the converted linears, mean over steps."
+        "Means over done seeds. Promoted and over the threshold of each of the signal's columns: shares of unit-steps; "
+        "hit max_o: share of steps; saved: bytes kept for backward by the converted linears, mean over steps."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
-    if skipped := [arm.label for arm in comparison.arms if (_mean(arm, "nonfinite_total") or 0) > 0]:
+    if skipped := [arm.label for arm in comparison.arms if (arm.mean("nonfinite_total") or 0) > 0]:
         table.notes.append(f"Steps skipped for a non-finite loss or gradient: {', '.join(skipped)}.")
     if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
         table.notes.append(f"Wall times are of different machines: {'; '.join(machines)}.")
-    return table
-
-
-def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
-    """Arms by scales: validation perplexity, the paper's beside it at the paper's scales."""
-    table = Table(f"{experiment}: validation perplexity by scale (the paper's table 1)", ["arm"])
-    theirs: list[str] = []
-    labels = _labels(comparisons)
-    rows: dict[str, list[str]] = {label: [label] for label in labels}
-    for comparison, name in zip(comparisons, _names(comparisons), strict=True):
-        arms = {arm.label: arm for arm in comparison.arms}
-        scale = comparison.kind.scale
-        table.columns.append(f"{name}\n{count(comparison.kind.tokens)} tokens")
-        for label in labels:
-            rows[label].append(_perplexity(arms.get(label)))
-        if scale not in published.TABLE_1_TOKENS:
-            continue
-        theirs.append(f"paper,\n{name}\n{count(published.TABLE_1_TOKENS[scale])}")
-        table.columns.append(theirs[-1])
-        for label in labels:
-            ppl = _published(published.val_ppl, comparison.kind, arms.get(label))
-            rows[label].append(NOTHING if ppl is None else "x" if math.isinf(ppl) else f"{ppl:.2f}")
-    table.rows = list(rows.values())
-    if any(row[place] == "x" for row in table.rows for place in range(1, len(row))):
-        table.notes.append("x: every run of ours failed, or the paper's failed to converge.")
-    table.notes += _beside_the_paper(comparisons, bool(theirs))
-    return table
-
-
-def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
-    """Shares of unit-steps over the thresholds, the paper's beside them where scale and thresholds are the paper's."""
-    theirs = ["paper,\nGNMR > α", "paper,\ndGNMR > β"]
-    columns = ["arm", "scale", "α", "β", "GNMR > α", theirs[0], "dGNMR > β", theirs[1]]
-    table = Table(f"{experiment}: shares of unit-steps over threshold (the paper's table 3)", columns)
-    for comparison, name in zip(comparisons, _names(comparisons), strict=True):
-        for arm in comparison.arms:
-            ours = [_mean(arm, field) for field in ("gnmr_over_frac", "delta_gnmr_over_frac")]
-            if ours == [None, None]:
-                continue
-            alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
-            paper = _published(published.over_fracs, comparison.kind, arm) or (None, None)
-            shown = [percent(share) for pair in zip(ours, paper, strict=True) for share in pair]
-            thresholds = [NOTHING if value is None else str(value) for value in (alpha, beta)]
-            table.rows.append([arm.label, name, *thresholds, *shown])
-    table = table.without_empty(theirs)
-    if not set(theirs) & set(table.columns):
-        table.notes.append("The paper has no shares for these scales and thresholds, so none stand beside ours.")
-    else:
-        table.notes += _beside_the_paper(comparisons, True)
     return table
 
 
@@ -153,6 +147,58 @@ def run_table(runs: list[Run], root: Path) -> Table:
     return table
 
 
+def _tested(family: Sequence[Paired]) -> list[list[str]]:
+    """The cells of `TESTED` for each comparison of one family."""
+    rows = []
+    for one, (p, verdict) in zip(family, verdicts(family), strict=True):
+        d_z = NOTHING if one.d_z is None else f"{one.d_z:+.2f}"
+        told = NOTHING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+        rows.append([str(one.n), relative(one), d_z, told, verdict.replace(" shown", "\nshown")])
+    return rows
+
+
+def _how_tested(family: Sequence[Paired]) -> str:
+    tests = sum(one.p is not None for one in family)
+    told = (
+        "Perplexity relative to the other arm's, same seed; below 0 is better. Two-sided paired t-test on the "
+        f"logarithm, p by Holm over the {tests} tests of this table; a verdict needs p < {LEVEL} and {FEWEST} pairs. "
+        "The interval is of one comparison; d_z: mean over standard deviation."
+    )
+    if any(any(one.diverged) for one in family):
+        told += (
+            " Where a run diverged (the arm's : the other's): exact sign and Fisher's tests, p twice the smaller, "
+            f"{FEWEST_DIVERGED} pairs."
+        )
+    return told
+
+
+def _gap(comparison: Comparison, arm: Arm, expected: int) -> str:
+    """Share of the gap closed; the seeds that it rests on where they are others than the expected number."""
+    low, recovery = comparison.low(arm), comparison.recovery(arm)
+    if low is None or recovery is None or arm is recovery:
+        return NOTHING
+    closed = gap_closed(low.outcomes, arm.outcomes, recovery.outcomes)
+    if closed is None:
+        return NOTHING
+    return f"{100 * closed[0]:.0f} %" + (f" (n={closed[1]})" if closed[1] != expected else "")
+
+
+def _unclear_gaps(comparison: Comparison, arms: Iterable[Arm]) -> list[str]:
+    """What the gap is, and the line that says where it is itself not shown."""
+    notes = []
+    for arm in arms:
+        low, recovery = comparison.low(arm), comparison.recovery(arm)
+        if low is None or recovery is None or low is recovery:
+            continue
+        ((_, found),) = verdicts([paired(recovery.outcomes, low.outcomes)])
+        told = f"Gap closed: share of the way from {low.label} to {recovery.label}, mean log perplexities."
+        if found != BETTER:
+            told += " The gap itself is not shown by the test, so shares of it mean little."
+        if told not in notes:
+            notes.append(told)
+    return notes
+
+
 def _promotions(arm: Arm) -> str:
     causes = Counter(
         str(event.get("cause")) for run in arm.done for event in run.events if event.get("event") == "promote"
@@ -165,84 +211,17 @@ def _what(comparison: Comparison) -> str:
     kind, data = comparison.kind, comparison.runs[0].data
     return (
         f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens ({count(kind.tokens)} in all), blocks of "
-        f"{kind.seq_len}, data {data.get('name', 'unknown')} {_short(kind.fingerprint)}, commit "
+        f"{kind.seq_len}, data {data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "
         f"{', '.join(sorted({run.commit for run in comparison.runs}))}."
     )
 
 
 def _apart(comparison: Comparison) -> list[str]:
     """The line that says what keeps this comparison apart from others of its experiment and scale."""
-    kinds = [comparison.kind, *comparison.rivals]
-    told = {
-        "data": [_short(kind.fingerprint) for kind in kinds],
-        "seq_len": [str(kind.seq_len) for kind in kinds],
-        "tokens per step": [count(kind.tokens_per_step) for kind in kinds],
-        "steps": [count(kind.steps) for kind in kinds],
-    }
-    differ = [
-        f"{what} ({mine} here, {', '.join(sorted(set(others) - {mine}))} there)"
-        for what, (mine, *others) in told.items()
-        if set(others) - {mine}
-    ]
+    differ = [f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in comparison.apart().items()]
     if not differ:
         return []
     return [f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."]
-
-
-def _beside_the_paper(comparisons: list[Comparison], shown: bool) -> list[str]:
-    notes = []
-    kinds = [comparison.kind for comparison in comparisons]
-    if others := sorted({kind.scale for kind in kinds if kind.scale not in published.TABLE_1_TOKENS}):
-        scales, here = ", ".join(published.TABLE_1_TOKENS), ", ".join(others)
-        notes.append(f"The paper's scales are {scales}; it has no figures for scale {here}, so none stand beside ours.")
-    if shown:
-        names = {comparison.runs[0].data.get("name", "unknown") for comparison in comparisons}
-        data = f"; the paper's data is C4, ours {', '.join(sorted(names))}" if names != {"c4"} else ""
-        notes.append(f"The paper's figures: {published.SOURCE}{data}.")
-    return notes
-
-
-def _published(look_up: Callable[..., _Figure | None], kind: Kind, arm: Arm | None) -> _Figure | None:
-    """The paper's figure for an arm of its act-quant stress setting; none for a two-stage or warmed-up arm."""
-    if arm is None or arm.settings.get("paths.site") != "saved":
-        return None
-    get = arm.settings.get
-    if arm.routed and (
-        get("controller.name") != "gnmr" or get("controller.alpha_init") or get("controller.warmup_frac")
-    ):
-        return None
-    return look_up(kind.scale, arm.low_bits, arm.recovery_bits, get("controller.alpha"), get("controller.beta"))
-
-
-def _perplexity(arm: Arm | None) -> str:
-    if arm is None:
-        return NOTHING
-    if len(arm.with_status("failed")) == len(arm.runs):
-        return "x"
-    return measure(arm.stat("final_val_ppl"), 2)
-
-
-def _labels(comparisons: list[Comparison]) -> list[str]:
-    arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
-    return list(dict.fromkeys(arm.label for arm in arms))
-
-
-def _names(comparisons: list[Comparison]) -> list[str]:
-    """The scales; where several comparisons have one, numbered."""
-    scales = [comparison.kind.scale for comparison in comparisons]
-    return [
-        f"{scale} ({scales[: place + 1].count(scale)})" if scales.count(scale) > 1 else scale
-        for place, scale in enumerate(scales)
-    ]
-
-
-def _mean(arm: Arm, field: str) -> float | None:
-    found = arm.stat(field)
-    return None if found is None else found.mean
-
-
-def _short(fingerprint: str | None) -> str:
-    return str(fingerprint or "unknown")[:8]
 
 
 def _seeds(seeds: list[int]) -> str:

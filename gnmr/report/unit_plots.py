@@ -1,4 +1,4 @@
-"""Plots of one run's units: GNMR of single operators (the paper's figure 2), risk of all."""
+"""Plots of one run's units: GNMR or risk of single operators (the paper's figure 2), risk of all."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ _LEAST, _MOST = 1 / 3, 3.0
 """Ends of the risk map's colours; 1 is the middle."""
 
 
-def gnmr_traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
-    """GNMR of the four operators with the highest peaks, each before the band of all: the paper's figure 2."""
+def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
+    """The four operators with the highest peaks, each before the band of all, as in the paper's figure 2.
+
+    GNMR, or under a signal without it the risk R.
+    """
     figure, grid = new_figure(10, 6.0, rows=2, columns=2, share=True)
-    gnmr = np.where(np.isfinite(ratios.gnmr_SU), ratios.gnmr_SU, np.nan)
+    what, values = ("GNMR", ratios.columns["gnmr"]) if "gnmr" in ratios.columns else ("risk R", ratios.risk_SU)
+    values = np.where(np.isfinite(values), values, np.nan)
     width = bin_width(int(ratios.steps[-1]), 300)
-    steps, highest = binned(ratios.steps, gnmr, width, "max")
+    steps, highest = binned(ratios.steps, values, width, "max")
     lowest_all, median_all, highest_all = _band(highest)
-    peaks = np.nan_to_num(gnmr, nan=-np.inf).max(axis=0)
+    peaks = np.nan_to_num(values, nan=-np.inf).max(axis=0)
+    trigger = _trigger(run)
     for axes, unit in zip(grid, np.argsort(-peaks, kind="stable"), strict=False):
         axes.fill_between(steps, lowest_all, highest_all, color=BAND, lw=0, label="all operators")
         axes.plot(steps, median_all, color=FAINT, lw=0.8, label="their median")
         axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this operator")
-        if run.settings.get("controller.alpha") is not None:
-            axes.plot(*_alpha_line(run), color=COLOURS[1], lw=1.3, ls="--", label="α")
+        if what != "GNMR":
+            axes.axhline(trigger, color=COLOURS[1], lw=1.3, ls="--", label="trigger")
+        elif run.settings.get("controller.alpha") is not None:
+            xs, alphas = _alpha_line(run)
+            axes.plot(xs, [trigger * alpha for alpha in alphas], color=COLOURS[1], lw=1.3, ls="--", label="α")
         if arm.routed:
             _rug(axes, ratios.steps[ratios.active_SU[:, unit]], 0.03, "|", INK, "on the recovery path")
         if np.isinf(ratios.risk_SU).any():
@@ -42,20 +50,20 @@ def gnmr_traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     for axes in grid[len(ratios.units) :]:
         axes.set_visible(False)
     for axes in grid[::2]:
-        axes.set_ylabel(f"GNMR{of_steps('highest', width)}")
+        axes.set_ylabel(f"{what}{of_steps('highest', width)}")
     _ratio_axis(grid[0])
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=6)
-    head(figure, f"GNMR of the operators with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
+    head(figure, f"{what} of the operators with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
     return figure
 
 
 def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
-    """Risk of every unit by step; black strips mark the steps in which a unit was on the recovery path."""
+    """Risk of every unit by step, in units of the trigger; black strips: the unit was on the recovery path."""
     number = len(ratios.units)
     figure = Figure(figsize=(11, 1.9 + number * float(np.clip(9.0 / number, 0.085, 0.19))), layout="constrained")
     axes, side = figure.subplots(1, 2, width_ratios=(12, 1), sharey=True)
     width = bin_width(int(ratios.steps[-1]), 600)
-    _, risk = binned(ratios.steps, ratios.risk_SU, width, "max")
+    _, risk = binned(ratios.steps, ratios.risk_SU / _trigger(run), width, "max")
     _, active = binned(ratios.steps, ratios.active_SU.astype(float), width, "mean")
     extent = (0.5, len(risk) * width + 0.5, number - 0.5, -0.5)
     image = axes.imshow(
@@ -69,14 +77,14 @@ def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     axes.imshow(_strips(active.T), extent=extent, aspect="auto", interpolation="nearest")
     axes.grid(False)
     step_axis(axes)
-    axes.set_title(f"candidates are red{of_steps('highest risk', width)}; black: on the recovery path")
+    axes.set_title(f"over the trigger is red{of_steps('highest risk', width)}; black: on the recovery path")
     every = max(1, round(number / 60))
     axes.set_yticks(range(0, number, every), ratios.units[::every], fontsize=6.5)
     side.barh(range(number), 100 * ratios.active_SU.mean(axis=0), color=INK, height=0.7)
     side.set_xlabel("on recovery\npath [% of steps]", fontsize=8)
     side.tick_params(left=False, labelleft=False)
     side.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
-    bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label="risk R")
+    bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label="risk R / trigger")
     bar.ax.minorticks_off()
     bar.set_ticks([_LEAST, 0.5, 1, 2, _MOST], labels=["⅓", "½", "1", "2", "3"])
     head(figure, f"Risk of every unit: {_of_run(arm, run)}")
@@ -100,6 +108,11 @@ def _alpha_line(run: Run) -> tuple[list[float], list[float]]:
         return [1.0, end], [alpha, alpha]
     change = float(get("controller.init_frac", 0)) * end
     return [1.0, change, change, end], [float(first), float(first), alpha, alpha]
+
+
+def _trigger(run: Run) -> float:
+    """What multiplies all thresholds."""
+    return float(run.settings.get("controller.trigger") or 1.0)
 
 
 def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str, label: str) -> None:

@@ -14,8 +14,9 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +36,12 @@ from gnmr.paths import Plan
 _META = "meta.json"
 
 
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Checkpointer:
     """Saves and loads everything that the next step depends on."""
 
@@ -47,9 +54,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         controller: Controller,
         plan: Plan,
+        extras: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
+        self._extras = dict(extras or {})
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
@@ -60,6 +69,7 @@ class Checkpointer:
             "controller": {k: v for k, v in controller.items() if k not in ("units", "t")},
             "plan": self._plan.state_dict(),
             "rng": {"cpu": torch.get_rng_state()},
+            "extras": {name: extra.state_dict() for name, extra in self._extras.items()},
         }
         if next(self._model.parameters()).is_cuda:
             state["rng"]["cuda"] = torch.cuda.get_rng_state()
@@ -149,6 +159,8 @@ class Checkpointer:
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
         self._plan.load_state_dict(state["plan"])
+        for name, extra in self._extras.items():
+            extra.load_state_dict(state["extras"][name])
         torch.set_rng_state(state["rng"]["cpu"])
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.config import OptimConfig
+from gnmr.training.scale import build_scale
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -21,12 +22,16 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * cosine)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of conf/optim, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
 
-    The fused kernel is the one that can leave weights and moments as they are on a flag that lives on the device,
+    ValueError for options that SCALE does not have.
+
+    AdamW's fused kernel is the one that can leave weights and moments as they are on a flag that lives on the device,
     which `skip_where` uses.
     """
+    if config.name == "scale":
+        return build_scale(model, config, config.options)
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -9,15 +9,16 @@ import errno
 import fcntl
 import math
 import platform
+import resource
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,14 +32,15 @@ from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Controller, Decision
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
-from gnmr.paths import Plan, convert
+from gnmr.paths import Fault, FaultSchedule, Plan, Window, convert
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
-from gnmr.training.checkpoint import Checkpointer
+from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.optim import build_optimizer, learning_rate
 from gnmr.training.provenance import commit, machine
 from gnmr.training.step import StepResult, TrainStep, evaluate
+from gnmr.training.transforms import Transform, build_transform
 from gnmr.wiring import build_controller
 
 
@@ -64,6 +66,16 @@ class Parts:
     plan: Plan
     controller: Controller
     optimizer: torch.optim.Optimizer
+    transform: Transform | None = None
+    stress: list[Stress] = field(default_factory=list)
+    """What a window of outlier channels and injected faults do to the model before a step, in this order."""
+    faults: FaultSchedule | None = None
+
+
+class Stress(Stateful, Protocol):
+    """A disturbance of known place and time."""
+
+    def begin_step(self, step: int) -> None: ...
 
 
 def run(config: Config, say: Callable[[str], None], command: str | None = None) -> Path:
@@ -116,8 +128,13 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     generator = torch.Generator().manual_seed(training.seed)
     model = models.build(config.model, corpus.vocab_size, training.seq_len)
     model.init_weights(generator)
-    outliers = config.model.outlier_channels
-    if outliers.number > 0:
+    outliers, stress = config.model.outlier_channels, list[Stress]()
+    if outliers.number > 0 and outliers.window:
+        start, stop = outliers.window
+        if stop > training.steps:
+            raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+        stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
+    elif outliers.number > 0:
         models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
     model.to(device=device, dtype=getattr(torch, training.dtype))
     model.activation_checkpointing = training.activation_checkpointing
@@ -131,9 +148,42 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if training.compile:
         for layer in model.layers:
             layer.compile()
-    controller = build_controller(config.controller, units_of(plan), training.steps)
-    optimizer = build_optimizer(model, config.optim)
-    return Parts(config, folder, corpus, device, model, plan, controller, optimizer)
+    try:
+        record = config.records.evidence
+        controller = build_controller(config.controller, units_of(plan), training.steps, training.seed, record)
+    except ValueError as error:
+        raise UserError(f"controller: {error}") from error
+    _check_evidence(config, controller.needs, plan, model)
+    try:
+        optimizer = build_optimizer(model, config.optim)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        transform = build_transform(config.optim.transform.name, config.optim.transform.options, named)
+    except ValueError as error:
+        raise UserError(f"optim: {error}") from error
+    faults = build_faults(config, plan)
+    if faults is not None:
+        stress.append(faults)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults)
+
+
+def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
+    """The schedule of conf/stress, None without one. UserError for units and windows that the run does not have."""
+    stress, training = config.stress, config.training
+    if stress.kind == "none":
+        return None
+    try:
+        return FaultSchedule(
+            plan,
+            Fault(stress.kind, stress.magnitude, stress.share, stress.history),
+            stress.targets,
+            training.steps,
+            windows=stress.windows,
+            rate=stress.rate,
+            duration=stress.duration,
+            seed=training.seed if stress.seed is None else stress.seed,
+        )
+    except ValueError as error:
+        raise UserError(f"stress: {error}") from error
 
 
 def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
@@ -148,6 +198,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         parts.optimizer,
         parts.controller,
         parts.plan,
+        _extras(parts),
     )
     counters = Counters()
     newest = checkpointer.newest()
@@ -178,9 +229,11 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             recorder.start(
                 OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
             )
+            if parts.faults is not None:
+                recorder.faults([fault_row(window) for window in parts.faults.windows])
             with _signals() as stop:
                 status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
-            recorder.finish(status, reason)
+            recorder.finish(status, reason, peak_memory_bytes(parts.device))
         except KeyboardInterrupt:
             recorder.finish("interrupted", "stopped by a second Ctrl-C, without a checkpoint")
             raise
@@ -213,6 +266,8 @@ def loop(
         parts.optimizer,
         config.optim.clip_norm,
         measure_saved=not training.activation_checkpointing,
+        transform=parts.transform,
+        probe_tokens=config.paths.probe_tokens,
     )
 
     def save() -> None:
@@ -223,13 +278,16 @@ def loop(
         began = time.perf_counter()
         step = counters.step + 1
         lr = learning_rate(step, training.steps, config.optim)
+        for stress in parts.stress:
+            stress.begin_step(step)
         micro_batches = [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
         result = take_step(micro_batches, lr)
 
         counters.step = step
         counters.tokens += training.tokens_per_step
-        counters.nonfinite_total += result.skipped
-        counters.nonfinite_streak = counters.nonfinite_streak + 1 if result.skipped else 0
+        nonfinite = result.nonfinite_unit is not None
+        counters.nonfinite_total += nonfinite
+        counters.nonfinite_streak = counters.nonfinite_streak + 1 if nonfinite else 0
         if counters.nonfinite_streak == 1:
             streak_began, streak_unit = step, str(result.nonfinite_unit)
         recorder.step(
@@ -256,6 +314,13 @@ def loop(
     return "done", None
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest resident size of this process (Linux), on CUDA what PyTorch allocated there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) -> dict[str, Any]:
     """A row of `records.schema.STEP_FIELDS`."""
     decision = result.decision
@@ -267,8 +332,7 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
         "grad_norm_pre_clip": result.grad_norm_pre_clip,
         "num_candidates": int(np.count_nonzero(decision.candidate)),
         "num_active": int(np.count_nonzero(decision.in_force)),
-        "num_gnmr_over": decision.over("gnmr"),
-        "num_delta_gnmr_over": decision.over("delta_gnmr"),
+        "over": {column: decision.over(column) for column in decision.columns},
         "saved_bytes": result.saved_bytes,
         "saved_bytes_predicted": result.saved_bytes_predicted,
         "skipped": result.skipped,
@@ -279,15 +343,20 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
     }
 
 
+def fault_row(window: Window) -> dict[str, Any]:
+    """A row of `records.schema.FAULT_FIELDS`."""
+    row = asdict(window)
+    return {"step": row.pop("start"), **row}
+
+
 def ratio_rows(decision: Decision) -> RatioRows:
-    """The decision as rows of `records.schema.RATIO_SCHEMA`."""
+    """The decision as rows of `records.schema.ratio_schema`."""
     return RatioRows(
         step=decision.step,
         units=decision.units,
         observed=decision.observed,
         norm=decision.norm,
-        gnmr=decision.columns["gnmr"],
-        delta_gnmr=decision.columns["delta_gnmr"],
+        columns=decision.columns | decision.evidence,
         risk=decision.risk,
         active=decision.in_force,
         lock=decision.lock,
@@ -312,6 +381,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
             "vocab_size": corpus.vocab_size,
         },
         "units": parts.controller.names,
+        "cost": [unit.cost for unit in parts.controller.units],
         "recoverable": parts.plan.recovery is not None,
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "arm": config.arm_name,
@@ -319,6 +389,31 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "scale": config.scale_name,
         "seed": config.training.seed,
     }
+
+
+_ORACLE_PARAMETERS = 100_000_000
+
+
+def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
+    """UserError for evidence that this run cannot give."""
+    key, accumulation = f"controller.signal.name={config.controller.signal.name}", config.training.accumulation
+    if "micro_square" in needs and accumulation < 2:
+        raise UserError(f"{key}: needs micro-batches, training.accumulation={accumulation}; use 2 or more")
+    if "true_gap" in needs:
+        number = sum(p.numel() for p in model.parameters())
+        if number > _ORACLE_PARAMETERS:
+            raise UserError(
+                f"{key}: runs both paths in every step, which is for small models: this one has {number:,} parameters, "
+                f"{_ORACLE_PARAMETERS:,} at the most"
+            )
+        if plan.recovery is None:
+            raise UserError(f"{key}: needs both paths, and paths.recovery is null")
+
+
+def _extras(parts: Parts) -> dict[str, Stateful]:
+    """What else the next step depends on."""
+    extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
+    return extras if parts.transform is None else extras | {"transform": parts.transform}
 
 
 def _check_folder(folder: Path, config: Config) -> None:

@@ -1,7 +1,8 @@
 """One training step as a function of explicit inputs.
 
-    micro-batches -> forward, loss (FP32), backward -> norms of all gradients -> controller's choice for the next step
-                  -> clip -> AdamW, selected by "loss and all gradients are finite"
+    micro-batches -> forward, loss (FP32), backward -> norms of all gradients, evidence that the signal needs
+                  -> gradient transform -> clip -> optimizer, selected by "loss and all gradients are finite"
+                  -> controller's choice for the next step
 
 Nothing waits for the device until the one transfer at the end, which brings the loss, the norms and the controller's
 choice to the host together.
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.controller import Controller, Decision
+from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share, weight_std
 from gnmr.controller.norms import UnitNorms
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
+from gnmr.training.transforms import StepContext, Transform
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class StepResult:
     grad_norm_pre_clip: float
     """Global 2-norm of the gradient before clipping."""
     skipped: bool
-    """The optimizer did not step: the loss or a gradient was not finite."""
+    """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
     nonfinite_unit: str | None
     """Where the first non-finite number was found, see `first_nonfinite`; None in a finite step."""
     saved_bytes: int | None
@@ -57,9 +60,15 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         clip_norm: float | None = None,
         measure_saved: bool = True,
+        transform: Transform | None = None,
+        probe_tokens: int = 1,
     ) -> None:
         self.model, self.plan, self.controller, self.optimizer = model, plan, controller, optimizer
-        self.clip_norm, self.measure_saved = clip_norm, measure_saved
+        self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
+        needs = controller.needs
+        measured = [name for name in needs if name in PATH_EVIDENCE]
+        self._probe = plan.probe(measured, probe_tokens) if measured else None
+        self._updates = UpdateNorms(controller.units) if "update_norm" in needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
@@ -74,45 +83,109 @@ class TrainStep:
 
     def __call__(self, micro_batches: Sequence[Tensor], lr: float) -> StepResult:
         """Takes one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 on the device. Waits for it once."""
+        controller, step = self.controller, self.controller.t + 1
+        evidence: dict[str, Tensor] = {}
+        if "true_gap" in controller.needs:
+            evidence["true_gap"] = self._true_gap(micro_batches)
         loss, saved, predicted = self._backward(micro_batches)
 
         norms, observed = self._norms()
-        num_units = len(self.controller.units)
-        packet = self.controller.observe_norms(norms[:num_units], observed[:num_units])
+        num_units = len(controller.units)
+        evidence |= {"norm": norms[:num_units], "observed": observed[:num_units]} | controller.measure_micro()
+        evidence |= self._measured()
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
 
+        skip, now, factor = nonfinite, grad_norm, 1.0
+        if self.transform is not None:
+            context = StepContext(step, loss, grad_norm, nonfinite, self.optimizer)
+            asked = self.transform(self.parameters, context)
+            skip = nonfinite if asked is None else nonfinite | asked
+            factor = self.transform.lr_factor(step)
         if self.clip_norm is not None:
-            clip_gradients(self.parameters, grad_norm, self.clip_norm)
+            if self.transform is not None:
+                now = UnitNorms([(p,) for p in self.parameters])()[0].square().sum().sqrt()
+            clip_gradients(self.parameters, now, self.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        skip_where(self.optimizer, nonfinite)
+            group["lr"] = lr * factor
+        if self._updates is not None:
+            self._updates.before()
+        skip_where(self.optimizer, skip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._updates is not None:
+            evidence["update_norm"] = self._updates.after()
 
-        numbers = torch.stack([loss.double(), grad_norm, nonfinite.double()])
+        packet = controller.observe(evidence)
+        numbers = torch.stack([loss.double(), grad_norm, nonfinite.double(), skip.double()])
         host = torch.cat([numbers, norms, packet.flatten()]).cpu()
-        n = len(norms)
-        skipped = bool(host[2])
+        start, end = len(numbers), len(numbers) + len(norms)
         where = None
-        if skipped:
-            where = self._first_nonfinite(float(host[0]), host[3 : 3 + n], micro_batches)
-        decision = self.controller.apply(host[3 + n :].view(packet.shape))
-        return StepResult(float(host[0]), float(host[1]), skipped, where, saved, predicted, decision)
+        if bool(host[2]):
+            where = self._first_nonfinite(float(host[0]), host[start:end], micro_batches)
+        decision = controller.apply(host[end:].view(packet.shape))
+        return StepResult(float(host[0]), float(host[1]), bool(host[3]), where, saved, predicted, decision)
 
     def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, int | None, int | None]:
         total: Tensor | None = None
         saved = predicted = None
+        if self._probe is not None:
+            self._probe.reset()
+            reads = getattr(self.controller.signal, "reads", lambda _step: True)
+            self._probe.enabled = bool(self.controller.record) or reads(self.controller.t + 1)
         for block in micro_batches:
             loss = loss_of(self.model, block)
             if self.measure_saved:
                 saved = max(saved or 0, self.plan.saved_bytes())
                 predicted = max(predicted or 0, self.plan.predicted_bytes())
             (loss / len(micro_batches)).backward()
+            self.controller.micro_step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step needs at least one micro-batch"
         self.plan.shared.forget()
         return total / len(micro_batches), saved, predicted
+
+    def _measured(self) -> dict[str, Tensor]:
+        """Evidence of the paths, the weights and the optimizer, where it is needed."""
+        found = {} if self._probe is None else self._probe.read()
+        if "weight_std" in self.controller.needs:
+            found["weight_std"] = weight_std(self.controller.units)
+        if "spike_share" in self.controller.needs:
+            found["spike_share"] = spike_share(self.controller.units, self.optimizer)
+        return found
+
+    def _true_gap(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Both paths on this step's batch (corollary 1's gaps), (U,). Two more forward and backward passes.
+
+        The paths in force and the generator of stochastic rounding are afterwards as they were.
+        """
+        plan, units = self.plan, self.controller.units
+        in_force, generator = [operator.recovering for operator in plan.operators], plan.state_dict()
+        probe_was = self._probe is not None and self._probe.enabled
+        if self._probe is not None:
+            self._probe.enabled = False
+        gradients: list[list[list[Tensor]]] = []
+        for recovering in (False, True):
+            plan.load_state_dict(generator)
+            for operator in plan.operators:
+                operator.switch(recovering)
+            for block in micro_batches:
+                (loss_of(self.model, block) / len(micro_batches)).backward()
+            plan.shared.forget()
+            gradients.append([[p.grad.float() for p in unit.parameters if p.grad is not None] for unit in units])
+            self.optimizer.zero_grad(set_to_none=True)
+        plan.load_state_dict(generator)
+        for operator, recovering in zip(plan.operators, in_force, strict=True):
+            operator.switch(recovering)
+        if self._probe is not None:
+            self._probe.enabled = probe_was
+        nothing = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        return torch.stack(
+            [
+                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+                for low, high in zip(*gradients, strict=True)
+            ]
+        )
 
     def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""

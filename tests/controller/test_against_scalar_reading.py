@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import torch
+from contexts import context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar import ScalarController
@@ -39,13 +40,13 @@ def histories(draw: st.DrawFn) -> tuple[dict, list[list[float | None]]]:
 def make(num_units: int, alpha, beta, delta, max_o, t_lock, log: list[list[bool]] | None = None) -> Controller:
     switched = [[] for _ in range(num_units)] if log is None else log
     units = [Unit(f"u{i}", (nn.Parameter(torch.zeros(1)),), switched[i].append) for i in range(num_units)]
-    return Controller(units, GnmrSignal(num_units, alpha, beta, delta), max_o, t_lock)
+    return Controller(units, GnmrSignal(context(num_units), alpha=alpha, beta=beta, delta=delta), max_o, t_lock)
 
 
 def feed(controller: Controller, row: list[float | None]):
     norm = torch.tensor([0.0 if n is None else n for n in row], dtype=torch.float64)
     observed = torch.tensor([n is not None for n in row])
-    return controller.apply(controller.observe_norms(norm, observed))
+    return controller.apply(controller.observe({"norm": norm, "observed": observed}))
 
 
 def decided_by_rounding(risks: list[float | None]) -> bool:

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from contexts import context
 from torch import Tensor, nn
 
-from gnmr.controller import Controller, Decision, GnmrSignal, TwoStage, Unit
+from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage, Unit
 
 
 class Script:
@@ -21,7 +22,7 @@ class Script:
         units = [
             Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
         ]
-        self.controller = Controller(units, GnmrSignal(num_units, **signal), max_o, t_lock, warmup_steps)
+        self.controller = Controller(units, GnmrSignal(context(num_units), **signal), max_o, t_lock, warmup_steps)
 
     def _switch(self, name: str):
         def switch(recovering: bool) -> None:
@@ -33,7 +34,7 @@ class Script:
     def __call__(self, *norms: float | None) -> Decision:
         norm = torch.tensor([0.0 if n is None else n for n in norms], dtype=torch.float64)
         observed = torch.tensor([n is not None for n in norms])
-        return self.controller.apply(self.controller.observe_norms(norm, observed))
+        return self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}))
 
     @property
     def active(self) -> str:
@@ -47,7 +48,7 @@ def test_algorithm_1_by_hand() -> None:
     assert [r.columns["gnmr"][0] for r in rows] == pytest.approx([1, 2, 1, 2])
     assert [r.columns["delta_gnmr"][0] for r in rows] == pytest.approx([1, 1, 1 / 1.5, 2 / 1.5])
     assert [r.risk[0] for r in rows] == pytest.approx([1 / 1.3, 2 / 1.5, 1 / 1.5, 2 / 1.5])
-    assert step.controller.signal.mean[0].item() == pytest.approx(3.75)
+    assert step.controller.signal.history.mean[0].item() == pytest.approx(3.75)
 
 
 def test_the_set_of_step_t_is_in_force_in_step_t_plus_1() -> None:
@@ -92,18 +93,18 @@ def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history()
     for name in after:
         assert torch.equal(after[name][..., 0], before[name][..., 0])
         assert torch.equal(after[name][..., 2], before[name][..., 2])
-    assert after["count"].tolist() == [1, 2, 1]
+    assert after["history.count"].tolist() == [1, 2, 1]
 
 
 def test_an_unobserved_unit_keeps_its_history_and_ranks_below_observed_ones() -> None:
     step = Script(2, alpha=1.5, beta=None, max_o=1, t_lock=3)
     step(1, 1)
     assert (step(5, 1), step.active)[1] == "a"
-    before = step.controller.signal.mean.clone()
+    before = step.controller.signal.history.mean.clone()
     decision = step(None, 1)
     assert step.active == "a", "kept by its lock alone"
-    assert step.controller.signal.mean[0] == before[0]
-    assert step.controller.signal.count.tolist() == [2, 3]
+    assert step.controller.signal.history.mean[0] == before[0]
+    assert step.controller.signal.history.count.tolist() == [2, 3]
     assert decision.observed.tolist() == [False, True]
     step(None, 100)
     assert step.active == "b", "any observed candidate ranks above it"
@@ -135,7 +136,7 @@ def test_high_fidelity_warmup_puts_every_unit_on_the_recovery_path_and_fills_the
         ("a", "release", "warmup"),
         ("c", "release", "warmup"),
     }
-    assert step.controller.signal.count.tolist() == [2, 2, 2]
+    assert step.controller.signal.history.count.tolist() == [2, 2, 2]
 
 
 def test_causes() -> None:
@@ -161,10 +162,10 @@ def test_each_signal_can_be_switched_off(off: str) -> None:
 
 def test_monitored_units_are_never_routed() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    controller = Controller([Unit("head", (parameter,))], GnmrSignal(1, 1.5, 1.3), max_o=1)
+    controller = Controller([Unit("head", (parameter,))], GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
     for norm in (1.0, 100.0, math.nan):
         decision = controller.apply(
-            controller.observe_norms(torch.tensor([norm], dtype=torch.float64), torch.tensor([True]))
+            controller.observe({"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])})
         )
         assert not decision.active.any() and not decision.candidate.any()
 
@@ -180,7 +181,7 @@ def test_only_units_that_change_are_switched() -> None:
 def test_gradients_of_a_module_are_read_as_one_norm() -> None:
     layers = [nn.Linear(3, 2).double() for _ in range(2)]
     units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
-    controller = Controller(units, GnmrSignal(2), max_o=2)
+    controller = Controller(units, GnmrSignal(context(2)), max_o=2)
     layers[0](torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
     decision = controller.step()
     expected = math.sqrt(sum(p.grad.square().sum().item() for p in layers[0].parameters()))
@@ -190,7 +191,7 @@ def test_gradients_of_a_module_are_read_as_one_norm() -> None:
 
 def test_a_loss_scale_is_taken_out() -> None:
     layer = nn.Linear(3, 2)
-    controller = Controller([Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(1), max_o=1)
+    controller = Controller([Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(context(1)), max_o=1)
     (layer(torch.ones(1, 3)).sum() * 1024).backward()
     scaled = controller.step(grad_scale=1024.0).norm[0]
     layer.zero_grad()
@@ -201,7 +202,7 @@ def test_a_loss_scale_is_taken_out() -> None:
 def test_bf16_norms_are_accumulated_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
-    controller = Controller([Unit("w", (parameter,), lambda _on: None)], GnmrSignal(1), max_o=1)
+    controller = Controller([Unit("w", (parameter,), lambda _on: None)], GnmrSignal(context(1)), max_o=1)
     assert controller.step().norm[0] == pytest.approx(float(parameter.grad[0]) * 256, rel=1e-5)
 
 
@@ -261,9 +262,9 @@ def test_units_need_parameters_and_different_ids() -> None:
         Unit("empty", ())
     parameter = (nn.Parameter(torch.zeros(1)),)
     with pytest.raises(ValueError, match="must differ"):
-        Controller([Unit("a", parameter), Unit("a", parameter)], GnmrSignal(2))
+        Controller([Unit("a", parameter), Unit("a", parameter)], GnmrSignal(context(2)))
     with pytest.raises(ValueError, match="no units"):
-        Controller([], GnmrSignal(0))
+        Controller([], GnmrSignal(context(0)))
 
 
 def test_decision_arrays_are_the_steps_own() -> None:
@@ -281,7 +282,7 @@ def test_decision_arrays_are_the_steps_own() -> None:
 def test_observing_does_not_wait_for_the_device() -> None:
     layer = nn.Linear(8, 8, device="cuda")
     controller = Controller(
-        [Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(1, device="cuda"), max_o=1
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(context(1, "cuda")), max_o=1
     )
     layer(torch.ones(2, 8, device="cuda")).sum().backward()
     controller.step()
@@ -296,9 +297,10 @@ def test_observing_does_not_wait_for_the_device() -> None:
 def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
     class Ranked:
         columns: tuple[str, ...] = ("score",)
+        needs: tuple[str, ...] = ()
 
-        def observe(self, norm: Tensor, observed: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return norm * 2, (norm,)
+        def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return evidence["norm"] * 2, (evidence["norm"],)
 
         def thresholds(self, step: int) -> tuple[float | None, ...]:
             return (None,)
@@ -312,7 +314,7 @@ def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     controller = Controller([Unit("a", (parameter,), lambda _on: None)], Ranked(), max_o=1)
     decision = controller.apply(
-        controller.observe_norms(torch.tensor([3.0], dtype=torch.float64), torch.tensor([True]))
+        controller.observe({"norm": torch.tensor([3.0], dtype=torch.float64), "observed": torch.tensor([True])})
     )
     assert [(e.event, e.cause, e.risk) for e in decision.events] == [("promote", "risk", 6.0)]
 
@@ -321,13 +323,13 @@ def test_ratios_of_finite_norms_never_put_infinity_into_the_window() -> None:
     step = Script(1, alpha=1.5, beta=1.3, delta=2)
     step(1e-9)
     step(1e302)
-    assert step.controller.signal.window.isfinite().all()
+    assert step.controller.signal.window.values.isfinite().all()
 
 
 def test_units_of_different_sizes_have_the_norm_of_all_their_parameters() -> None:
     groups = [[nn.Parameter(torch.zeros(n, 2)) for n in sizes] for sizes in ((1, 2, 3), (4,), (5, 6))]
     for i, p in enumerate(p for group in groups for p in group):
         p.grad = torch.full_like(p, float(i + 1))
-    controller = Controller([Unit(str(i), tuple(g)) for i, g in enumerate(groups)], GnmrSignal(3))
+    controller = Controller([Unit(str(i), tuple(g)) for i, g in enumerate(groups)], GnmrSignal(context(3)))
     expected = [math.sqrt(sum(p.grad.square().sum().item() for p in group)) for group in groups]
     assert controller.step().norm.tolist() == pytest.approx(expected, rel=1e-6)

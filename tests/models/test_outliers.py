@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from gnmr.errors import UserError
 from gnmr.models import add_outlier_channels
+from gnmr.models.outliers import OutlierWindow
 
 MODELS = [("llama", None), ("llama", 2), ("llama", 1), ("gpt", None)]
 every_model = pytest.mark.parametrize(("name", "num_kv_heads"), MODELS)
@@ -77,4 +80,68 @@ def test_more_channels_than_there_are(build):
     model, untouched = build(num_kv_heads=1), build(num_kv_heads=1)
     with pytest.raises(UserError, match=r"outlier_channels\.number=9: the narrowest activation has 8 channels"):
         add_outlier_channels(model, 9, 20.0, seeded())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_switches_on_and_off_in_the_live_weights(build, tokens_BT, name, num_kv_heads, dtype):
+    model, twin = (build(name, num_kv_heads=num_kv_heads).to(dtype) for _ in range(2))
+    add_outlier_channels(twin, 3, 16.0, seeded())
+    before, logits = [p.detach().clone() for p in model.parameters()], model(tokens_BT)
+    window = OutlierWindow(model, 3, 16.0, 4, 6, seeded())
+    for step in range(1, 9):
+        window.begin_step(step)
+        inside = 4 <= step <= 6
+        assert window.on == inside
+        expected = twin.parameters() if inside else before
+        assert all(torch.equal(p, e) for p, e in zip(model.parameters(), expected, strict=True)), step
+        assert torch.equal(model(tokens_BT), logits)
+
+
+def test_a_window_that_is_no_power_of_two_is_exact_to_rounding(build, tokens_BT):
+    model = build()
+    before, logits = [p.detach().clone() for p in model.parameters()], model(tokens_BT)
+    window = OutlierWindow(model, 3, 20.0, 1, 1, seeded())
+    window.begin_step(1)
+    torch.testing.assert_close(model(tokens_BT), logits, rtol=1e-5, atol=1e-5)
+    window.begin_step(2)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("pause", [2, 3, 5, 6])
+def test_resuming_before_inside_and_after_the_window_is_exact(build, tokens_BT, pause):
+    def begin(seed: int):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, OutlierWindow(model, 2, 16.0, 3, 5, seeded(seed))
+
+    def train(model, optimizer, window, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            window.begin_step(step)
+            optimizer.zero_grad()
+            model(tokens_BT).square().mean().backward()
+            optimizer.step()
+
+    whole = begin(0)
+    train(*whole, 1, pause)
+    weights = {key: value.clone() for key, value in whole[0].state_dict().items()}
+    state = json.loads(json.dumps(whole[2].state_dict()))
+    train(*whole, pause + 1, 7)
+
+    resumed = begin(1)  # the state brings the channels
+    resumed[0].load_state_dict(weights)
+    resumed[2].load_state_dict(state)
+    train(*resumed, pause + 1, 7)
+    assert all(torch.equal(a, b) for a, b in zip(resumed[0].parameters(), whole[0].parameters(), strict=True))
+
+
+def test_what_a_window_refuses(build):
+    model, untouched = build(num_kv_heads=1), build(num_kv_heads=1)
+    with pytest.raises(UserError, match=r"outlier_channels\.number=9: the narrowest activation has 8 channels"):
+        OutlierWindow(model, 9, 16.0, 1, 2, seeded())
+    for start, stop in ((0, 3), (4, 3)):
+        with pytest.raises(UserError, match=f"from step {start} to {stop}: needs 1 <= start <= stop"):
+            OutlierWindow(model, 1, 16.0, start, stop, seeded())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))

@@ -21,8 +21,7 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
             step_row(
                 i + 1,
                 num_active=active[i],
-                num_gnmr_over=gnmr_over[i],
-                num_delta_gnmr_over=delta_over[i],
+                over={"gnmr": gnmr_over[i], "delta_gnmr": delta_over[i]},
                 saved_bytes=saved[i],
                 nonfinite_total=i // 2,
             )
@@ -41,6 +40,8 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "hit_max_o_frac": 2 / 4,
         "gnmr_over_frac": 7 / 20,
         "delta_gnmr_over_frac": 2 / 20,
+        "peak_memory_bytes": None,
+        "over_frac": {"gnmr": 7 / 20, "delta_gnmr": 2 / 20},
         "saved_bytes_mean": 275.0,
         "nonfinite_total": 1,
         "wall_time_s": 1.0,
@@ -52,13 +53,16 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     summary = summarize(tmp_path, 28, 4, "failed", "at once")
     assert list(summary) == list(SUMMARY_FIELDS)
     assert summary["steps"] == summary["tokens"] == summary["nonfinite_total"] == 0
-    fractions = {key for key in summary if key.endswith("_frac")} | {"final_val_loss", "saved_bytes_mean"}
-    assert all(summary[key] is None for key in fractions)
+    fractions = {key for key in summary if key.endswith("_frac") and key != "over_frac"} | {
+        "final_val_loss",
+        "saved_bytes_mean",
+    }
+    assert all(summary[key] is None for key in fractions) and summary["over_frac"] == {}
 
 
 @pytest.mark.parametrize("units", [0, 28])
 def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row: Make, units: int) -> None:
     writer = RunWriter(tmp_path, None)
-    writer.step(step_row(1, num_active=0, num_gnmr_over=0, num_delta_gnmr_over=0))
+    writer.step(step_row(1, num_active=0, over={}))
     summary = writer.finish("done", None, units, 4)
     assert summary["promotion_frac"] == (None if units == 0 else 0.0)

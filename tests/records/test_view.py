@@ -24,7 +24,14 @@ def drive(view: View, step_row: Make, eval_row: Make, ratio_rows: Make, folder: 
     for step in range(1, 41):
         loss = math.nan if step == 39 else 3.25
         row = step_row(step, loss=loss, nonfinite_total=int(step >= 39))
-        view.step(row, ratio_rows(step, delta_gnmr=np.full(4, math.nan), risk=np.array([1.0, 9.0, math.inf, math.nan])))
+        view.step(
+            row,
+            ratio_rows(
+                step,
+                columns={"gnmr": np.ones(4), "delta_gnmr": np.full(4, math.nan)},
+                risk=np.array([1.0, 9.0, math.inf, math.nan]),
+            ),
+        )
         if step % 20 == 0:
             view.eval(eval_row(step))
     view.say("a [bold]message[/bold]")

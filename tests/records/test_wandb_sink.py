@@ -65,7 +65,9 @@ def test_offline_file_equals_what_was_given(
     rows[7] = step_row(7, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0")
     ratios = {step: ratio_rows(step) for step in rows}
     ratios[10] = ratio_rows(
-        10, delta_gnmr=np.array([math.nan, 1.0, 2.0, 3.0]), observed=np.array([True, True, True, False])
+        10,
+        columns={"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0])},
+        observed=np.array([True, True, True, False]),
     )
     for step, row in rows.items():
         sink.step(row, ratios[step])
@@ -83,17 +85,17 @@ def test_offline_file_equals_what_was_given(
             {name: logged[name] for name in STEP_METRICS.values()}, {n: row[k] for k, n in STEP_METRICS.items()}
         )
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
-        assert any(name.startswith("ratio/") for name in logged) == (step % 5 == 0)
+        assert any(name.startswith("gnmr/") for name in logged) == (step % 5 == 0)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
     for i, unit in enumerate(ratios[5].units):
-        assert history[5][f"ratio/{unit}"] == ratios[5].gnmr[i]
-        assert history[5][f"delta_ratio/{unit}"] == ratios[5].delta_gnmr[i]
+        assert history[5][f"gnmr/{unit}"] == ratios[5].columns["gnmr"][i]
+        assert history[5][f"delta_gnmr/{unit}"] == ratios[5].columns["delta_gnmr"][i]
         assert history[5][f"risk/{unit}"] == ratios[5].risk[i]
         assert history[5][f"recovery_total/{unit}"] == (105 if i == 1 else 0)
         assert history[10][f"recovery_total/{unit}"] == (110 if i == 1 else 0)
     undefined, unobserved = ratios[10].units[0], ratios[10].units[3]
-    assert f"delta_ratio/{undefined}" not in history[10] and f"ratio/{undefined}" in history[10]
-    assert f"ratio/{unobserved}" not in history[10]
+    assert f"delta_gnmr/{undefined}" not in history[10] and f"gnmr/{undefined}" in history[10]
+    assert f"gnmr/{unobserved}" not in history[10]
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.run_group, run.project) == ("abcd1234", "arm-s0", "experiment", "gnmr")
@@ -240,7 +242,8 @@ def test_many_units_are_not_sent_one_by_one(
     sink.step(step_row(1), ratio_rows(1, [f"u{i}" for i in range(wandb_sink.MAX_UNITS + 1)]))
     run = sink._run
     sink.close()
-    assert run.logged[0].keys() == set(STEP_METRICS.values())
+    over = {"recovery/gnmr_over", "recovery/delta_gnmr_over"}
+    assert run.logged[0].keys() == set(STEP_METRICS.values()) | over
 
 
 def test_recovery_totals(event_row: Make) -> None:

@@ -16,7 +16,10 @@ import pytest
 import yaml
 
 from gnmr import config
-from gnmr.records.schema import RATIO_SCHEMA
+from gnmr.records.ratios import RatioStream
+from gnmr.records.schema import RatioRows, ratio_schema
+from gnmr.report.arms import Comparison, compare
+from gnmr.report.runs import find_runs, load
 from gnmr.report.style import STYLE
 
 
@@ -42,7 +45,8 @@ class FakeRun:
     loss: np.ndarray | None = None
     val_loss: dict[int, float] | None = None
     gnmr: np.ndarray | None = None
-    """(steps, units); null: all 1."""
+    """(steps, units); null: all 1. The norms, and what every column of the signal holds."""
+    columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
     events: list[dict[str, Any]] = field(default_factory=list)
     ratios: bool = True
     """Whether there is a file of ratios."""
@@ -55,9 +59,10 @@ PATHS = {
     "int4": ("int4", None),
     "int4_int8": ("int4", "int8"),
     "int8": ("int8", None),
+    "int8_bf16": ("int8", "bf16"),
     "bf16": ("bf16", None),
 }
-SAVED_BYTES = {"int4": 1000, "int4_int8": 1200, "int8": 2000, "bf16": 4000}
+SAVED_BYTES = {"int4": 1000, "int4_int8": 1200, "int8": 2000, "int8_bf16": 2400, "bf16": 4000}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -122,8 +127,7 @@ def write(root: Path, run: FakeRun) -> Path:
             "grad_norm_pre_clip": 1.0,
             "num_candidates": int(active[step].sum()),
             "num_active": int(active[step].sum()),
-            "num_gnmr_over": int((gnmr[step] > 1.5).sum()),
-            "num_delta_gnmr_over": int((gnmr[step] > 1.3).sum()),
+            "over": {"gnmr": int((gnmr[step] > 1.5).sum()), "delta_gnmr": int((gnmr[step] > 1.3).sum())},
             "saved_bytes": base + run.extra_bytes * int(active[step].sum()),
             "saved_bytes_predicted": base + run.extra_bytes * int(active[step].sum()),
             "skipped": False,
@@ -142,12 +146,17 @@ def write(root: Path, run: FakeRun) -> Path:
     _jsonl(folder / "eval.jsonl", evals)
     _jsonl(folder / "events.jsonl", run.events)
     if run.steps and run.ratios:
-        table = _ratio_table(units, gnmr, active)
+        numbers = dict.fromkeys(run.columns, gnmr)
         if run.parquet:
-            pq.write_table(table, folder / "ratios.parquet")
+            pq.write_table(_ratio_table(units, gnmr, numbers, active), folder / "ratios.parquet")
         else:
-            with (folder / "ratios.arrows").open("wb") as file, pa.ipc.new_stream(file, RATIO_SCHEMA) as stream:
-                stream.write_table(table)
+            stream = RatioStream(folder / "ratios.rows")
+            for step in range(run.steps):
+                columns = {column: values[step] for column, values in numbers.items()}
+                observed, lock = np.ones(run.units, bool), active[step].astype(np.int64)
+                rows = (observed, gnmr[step], columns, gnmr[step] / 1.5, active[step], lock)
+                stream.write(RatioRows(step + 1, units, *rows))
+            stream.close()
     if run.status in ("done", "failed", "interrupted"):
         summary = {"status": run.status, "reason": run.reason, "steps": run.steps}
         if evals:
@@ -169,21 +178,20 @@ def _active(gnmr: np.ndarray, made: config.Config) -> np.ndarray:
     return active
 
 
-def _ratio_table(units: list[str], gnmr: np.ndarray, active: np.ndarray) -> pa.Table:
+def _ratio_table(units: list[str], gnmr: np.ndarray, numbers: dict[str, np.ndarray], active: np.ndarray) -> pa.Table:
     steps, number = gnmr.shape
     columns = {
         "step": np.repeat(np.arange(1, steps + 1, dtype=np.int32), number),
         "unit": pa.DictionaryArray.from_arrays(
-            pa.array(np.tile(np.arange(number, dtype=np.int16), steps)), pa.array(units)
+            pa.array(np.tile(np.arange(number, dtype=np.int32), steps)), pa.array(units)
         ),
         "norm": gnmr.ravel(),
-        "gnmr": gnmr.ravel(),
-        "delta_gnmr": gnmr.ravel(),
+        **{column: values.ravel() for column, values in numbers.items()},
         "risk": gnmr.ravel() / 1.5,
         "active": active.ravel(),
         "lock": active.ravel().astype(np.int32),
     }
-    return pa.table(columns, schema=RATIO_SCHEMA)
+    return pa.table(columns, schema=ratio_schema(tuple(numbers)))
 
 
 def _plain(value: float) -> float | str:
@@ -204,3 +212,9 @@ def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """write_run(arm="int4", seed=1, ...) -> folder below tmp_path/runs; the arguments are FakeRun's."""
     return lambda **fields: write(tmp_path / "runs", FakeRun(**fields))
+
+
+@pytest.fixture
+def comparisons(tmp_path: Path) -> Callable[[], list[Comparison]]:
+    """All that has been written so far."""
+    return lambda: compare(load(folder) for folder in find_runs([tmp_path]))

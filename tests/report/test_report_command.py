@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,9 +18,9 @@ from gnmr.report import main, report
 Write = Callable[..., Path]
 
 
-def printed(paths: list[Path], out: Path | None = None, plots: bool = False, width: int = 100) -> str:
+def printed(paths: list[Path], out: Path | None = None, plots: bool = False, width: int = 100, **asked: Any) -> str:
     console = Console(file=io.StringIO(), width=width)
-    report(paths, out, console, plots=plots)
+    report(paths, out, console, plots=plots, **asked)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -79,6 +80,43 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot write the report") as error:
         printed([write_run(arm="bf16")], tmp_path / "file")
     assert "\n" not in str(error.value)
+
+
+def test_the_baseline_can_be_chosen(write_run: Write, tmp_path: Path) -> None:
+    for arm, ppl in (("int4", 44.0), ("int8", 40.0), ("int4_int8", 42.0)):
+        write_run(arm=arm, val_ppl=ppl)
+    assert "against int4\n" in printed([tmp_path])
+    text = printed([tmp_path], against="int8")
+    assert "against int8\n" in text
+    assert "+10.00 [-] %" in text
+    with pytest.raises(UserError) as error:
+        printed([tmp_path], against="int3")
+    assert str(error.value) == "--against int3: no such arm; there are int4, int4_int8-gnmr, int8"
+    write_run(arm="int4_int8", settings={"controller.max_o": 2})
+    with pytest.raises(UserError, match="several arms have this name: int4_int8-gnmr max_o=2, int4_int8-gnmr max_o=4"):
+        printed([tmp_path], against="int4_int8-gnmr")
+    assert "against int4_int8-gnmr max_o=2\n" in printed([tmp_path], against="int4_int8-gnmr max_o=2")
+
+
+def test_what_cannot_be_compared_is_refused_where_it_is_asked_for(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="int4", steps=3)
+    write_run(arm="int8", steps=2, header={"data": {"fingerprint": "0ther"}})
+    write_run(arm="bf16", experiment="another")
+    printed([tmp_path])
+    differ = "they differ in data (feedbeef and 0ther), steps (3 and 2)"
+    swapped = "they differ in data (0ther and feedbeef), steps (2 and 3)"
+    with pytest.raises(UserError) as error:
+        printed([tmp_path], strict=True)
+    assert str(error.value) in [
+        f"stress, scale cpu: these runs cannot be compared, {told}" for told in (differ, swapped)
+    ]
+    with pytest.raises(UserError) as error:
+        printed([tmp_path], against="int4")
+    assert str(error.value) == (
+        f"--against int4: stress, scale cpu has runs that cannot be compared with this arm's, {swapped}"
+    )
+    printed([tmp_path], against="bf16")
+    assert main([str(tmp_path / "runs" / "another"), "--strict", "--against", "bf16", "--no-plots"]) == 0
 
 
 def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

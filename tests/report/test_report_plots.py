@@ -57,6 +57,24 @@ def test_runs_that_broke_are_drawn(write_run: Write, tmp_path: Path) -> None:
     assert len(drawn(tmp_path / "runs", tmp_path / "out")) == 6
 
 
+def test_signals_without_gnmr_and_quality_against_promotion(write_run: Write, tmp_path: Path) -> None:
+    gap = {"controller.signal.name": "gap", "controller.trigger": 2.0}
+    write_run(steps=12, gnmr=ratios(12, 2), settings=gap, columns=("gap",), summary={"promotion_frac": 0.01})
+    write_run(steps=12, ratios=False, summary={"promotion_frac": 0.1})
+    write_run(steps=12, ratios=False, arm="int8")
+    write_run(steps=12, ratios=False, arm="int4")
+    images = drawn(tmp_path / "runs", tmp_path / "out")
+    assert sorted(images) == [
+        "stress-cpu-loss",
+        "stress-cpu-promotion",
+        "stress-cpu-risk-int4_int8-gap",
+        "stress-cpu-risk-trace-int4_int8-gap",
+        "stress-cpu-saved-bytes",
+    ]
+    pixels = matplotlib.image.imread(images["stress-cpu-promotion"])[..., :3]
+    assert pixels.std() > 0.05
+
+
 def test_the_names_of_comparisons_of_one_scale_are_numbered(write_run: Write, tmp_path: Path) -> None:
     write_run(arm="bf16", steps=2, ratios=False)
     write_run(arm="bf16", steps=3, ratios=False)

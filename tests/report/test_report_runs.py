@@ -75,16 +75,16 @@ def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     for name in ("steps.jsonl", "eval.jsonl"):
         text = (folder / name).read_text()
         (folder / name).write_text(text[: -len(text.splitlines()[-1]) // 2])
-    stream = (folder / "ratios.arrows").read_bytes()
+    stream = (folder / "ratios.rows").read_bytes()
     run = load(folder)
     assert run.status == "running"
     assert run.last_step == 3
     assert run.summary["final_val_loss"] == 3.0
     assert run.summary["promotion_frac"] == pytest.approx(1 / 6), "one unit active in step 3, of 3 steps by 2 units"
-    assert run.summary["gnmr_over_frac"] == pytest.approx(2 / 6)
+    assert run.summary["over_frac"] == pytest.approx({"gnmr": 2 / 6, "delta_gnmr": 2 / 6})
     assert run.summary["wall_time_s"] == 1.5
-    assert run.ratios().gnmr_SU == pytest.approx(gnmr)
-    (folder / "ratios.arrows").write_bytes(stream[: len(stream) // 2])
+    assert run.ratios().columns["gnmr"] == pytest.approx(gnmr)
+    (folder / "ratios.rows").write_bytes(stream[:10])
     assert run.ratios().steps.size == 0
 
 
@@ -107,7 +107,7 @@ def test_ratios_are_matrices_in_the_headers_unit_order(write_run: Write) -> None
     (folder / "header.json").write_text(json.dumps(header | {"units": header["units"][::-1]}))
     ratios = load(folder).ratios()
     assert ratios.units == header["units"][::-1]
-    assert ratios.gnmr_SU == pytest.approx(gnmr[:, ::-1])
+    assert ratios.columns["gnmr"] == pytest.approx(gnmr[:, ::-1])
     assert ratios.steps.tolist() == [1, 2]
     assert ratios.active_SU.tolist() == [[False] * 3, [True, True, False]], "GNMR 3 and 2 are over alpha = 1.5"
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from report_reading import notes, row
+from report_recorded import Recorded
 
-from gnmr.report.arms import Comparison, Stat, bits, compare, paired_difference, stat
-from gnmr.report.layout import Table, count, duration, measure, percent, size
-from gnmr.report.runs import find_runs, load
-from gnmr.report.tables import control, quality, table_1, table_3
+from gnmr.report.arms import Stat, bits, paired_difference, stat
+from gnmr.report.layout import count, duration, measure, percent, size
+from gnmr.report.tables import against_baseline, against_random, control, quality
+from gnmr.report.tradeoff import tradeoff
 
 Write = Callable[..., Path]
-
-
-@pytest.fixture
-def comparisons(tmp_path: Path) -> Callable[[], list[Comparison]]:
-    """All that has been written so far."""
-    return lambda: compare(load(folder) for folder in find_runs([tmp_path]))
-
-
-def row(table: Table, name: str) -> dict[str, str]:
-    cells = next(row for row in table.rows if row[0] == name)
-    return dict(zip([column.replace("\n", " ") for column in table.columns], cells, strict=True))
-
-
-def notes(table: Table) -> str:
-    return "\n".join(table.notes)
 
 
 def test_means_spreads_and_paired_differences(write_run: Write, comparisons: Callable) -> None:
@@ -40,11 +29,12 @@ def test_means_spreads_and_paired_differences(write_run: Write, comparisons: Cal
     (comparison,) = comparisons()
     table = quality(comparison)
     assert [cells[0] for cells in table.rows] == ["int4", "bf16"]
-    differences = [100 * (low[seed] / full[seed] - 1) for seed in full]
+    differences = [math.log(low[seed] / full[seed]) for seed in full]
     told = row(table, "int4")
     assert told["seeds done"] == "3 of 3"
     assert told["val perplexity"] == f"{131 / 3:.2f} ± {statistics.stdev(low.values()):.2f}" == "43.67 ± 1.53"
-    assert told["vs 16-bit"] == f"{statistics.mean(differences):+.2f} ± {statistics.stdev(differences):.2f} %"
+    mean, spread = (100 * math.expm1(number(differences)) for number in (statistics.mean, statistics.stdev))
+    assert told["vs 16-bit"] == f"{mean:+.2f} ± {spread:.2f} %" == "+4.84 ± 2.44 %"
     assert row(table, "bf16")["vs 16-bit"] == "reference"
 
 
@@ -70,6 +60,117 @@ def test_differences_are_paired_by_seed_where_seeds_are_missing(write_run: Write
     assert "int4: 2 done, missing: seed 0." in notes(table)
     assert "bf16: 2 done, missing: seed 2." in notes(table)
     assert row(table, "int4")["seeds done"] == "2 of 3"
+
+
+@pytest.fixture
+def runs() -> Recorded:
+    return Recorded()
+
+
+def test_arms_are_tested_against_the_static_low_path(runs: Recorded) -> None:
+    """int4_int8 minus int4 is -0.01, -0.02, -0.03 (p = 1 - sqrt(12 / 14), see the statistics), int8 minus int4 -0.1,
+    -0.11, -0.09: t = -10 sqrt 3, p = 1 - sqrt(300 / 302). Two tests: Holm doubles the smaller p."""
+    runs.add("int4", 3.0, 3.1, 3.2)
+    runs.add("int4_int8", 2.99, 3.08, 3.17)
+    runs.add("int8", 2.9, 2.99, 3.11)
+    (table,) = against_baseline(runs.comparisons()[0])
+    assert table.title == "stress, scale cpu: against int4"
+    assert row(table, "int4_int8-gnmr") == {
+        "arm": "int4_int8-gnmr",
+        "n": "3",
+        "difference [95 % interval]": "-1.98 [-4.39, +0.49] %",
+        "d_z": "-2.00",
+        "p (Holm)": f"{1 - math.sqrt(12 / 14):.3f}",
+        "verdict": "no difference\nshown",
+        "gap closed": "20 %",
+    }
+    assert row(table, "int8")["p (Holm)"] == f"{2 * (1 - math.sqrt(300 / 302)):.3f}" == "0.007"
+    assert (row(table, "int8")["verdict"], row(table, "int8")["gap closed"]) == ("better", "-")
+    assert "p by Holm over the 2 tests of this table" in notes(table)
+    assert "The gap itself" not in notes(table)
+
+
+def test_a_gap_that_is_not_shown_is_said(runs: Recorded) -> None:
+    runs.add("int4", 3.0, 3.1)
+    runs.add("int4_int8", 2.99, 3.08)
+    runs.add("int8", 2.9, 2.99)
+    (table,) = against_baseline(runs.comparisons()[0])
+    assert [cells[-2] for cells in table.rows] == ["too few seeds"] * 2
+    assert "The gap itself is not shown by the test" in notes(table)
+
+
+def test_diverged_runs_stand_in_the_tables(runs: Recorded) -> None:
+    runs.add("int4", None, 3.0, None, None, None, None)
+    runs.add("int4_int8", 2.9, 2.9, 2.9, 2.9, 2.9, 2.9)
+    runs.add("int8", None)
+    runs.runs[-1].reason = "disk full after step 7"
+    (comparison,) = runs.comparisons()
+    table = quality(comparison)
+    assert [row(table, name)["diverged"] for name in ("int4", "int4_int8-gnmr", "int8")] == ["5", "-", "-"]
+    told = row(against_baseline(comparison)[0], "int4_int8-gnmr")
+    assert (told["n"], told["difference [95 % interval]"]) == ("6", "diverged 0 : 5")
+    assert told["p (Holm)"] == f"{4 * 6 / math.comb(12, 5):.3f}" == "0.030", "Fisher: 2 C(6, 5) / C(12, 5), doubled"
+    assert told["verdict"] == "better"
+    assert row(against_baseline(comparison)[0], "int8")["n"] == "0", "a full disk is no divergence"
+
+
+def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
+    """Of three random arms the one with the nearest promotion; none where the nearest is over half as much away."""
+    random = {"controller__signal__name": "random"}
+    runs.add("int4", 3.0, 3.1, 3.2)
+    runs.add("int4_int8", 2.9, 2.99, 3.11, promoted=0.010)
+    for max_o, share in ((1, 0.009), (2, 0.012), (3, 0.05)):
+        settings = random | {"controller__max_o": max_o}
+        runs.add("int4_int8", 3.0, 3.1, 3.2, promoted=share, **settings)
+    runs.add("int8", 2.9, 3.0, 3.1)
+    ranked = {"controller__routing": "ranked"}
+    runs.add("int4_int8", 2.9, 2.9, 2.9, promoted=0.2, **ranked)
+    table = against_random(runs.comparisons()[0])
+    assert [cells[:2] for cells in table.rows] == [["int4_int8-gnmr", "1.0 %"]]
+    assert "nearest promotion: int4_int8-random max_o=1 (0.900 % promoted)." in notes(table)
+    assert row(table, "int4_int8-gnmr")["p (Holm)"] == f"{1 - math.sqrt(300 / 302):.3f}"
+    assert row(table, "int4_int8-gnmr")["verdict"] == "better"
+
+
+def test_optimizer_arms_are_held_against_the_plain_low_path(runs: Recorded) -> None:
+    clip = {"optim__transform__name": "zclip"}
+    runs.add("int4", 3.0)
+    runs.add("bf16", 2.8)
+    runs.add("int4", 2.9, **clip)
+    runs.add("int4_int8", 2.95, **clip)
+    (comparison,) = runs.comparisons()
+    (table,) = against_baseline(comparison)
+    assert table.title == "stress, scale cpu: against int4"
+    assert [cells[0] for cells in table.rows] == ["int4-zclip", "int4_int8-gnmr-zclip", "bf16"]
+    assert row(quality(comparison), "int4-zclip")["vs 16-bit"] == "+10.52 ± - %"
+
+
+def test_quality_against_promotion(runs: Recorded) -> None:
+    runs.add("int4", 3.0, 3.0)
+    runs.add("int8", 2.8, 2.8)
+    for trigger, share, loss in ((1.0, 0.1, 2.85), (2.0, 0.01, 2.95)):
+        settings = {"controller__trigger": trigger}
+        runs.add("int4_int8", loss, loss, promoted=share, **settings)
+    gap = {"controller__signal__name": "gap", "controller__routing": "ranked"}
+    runs.add("int4_int8", 2.9, None, promoted=0.05, **gap)
+    (comparison,) = runs.comparisons()
+    assert [(cells[0], cells[1], *cells[3:]) for cells in tradeoff(comparison).rows] == [
+        ("gap ranked", "5.0 %", "2", "diverged 1 : 0"),
+        ("gnmr_delta", "1.0 %", "2", "-4.88 [-4.88, -4.88] %"),
+        ("gnmr_delta", "10.0 %", "2", "-13.93 [-13.93, -13.93] %"),
+        ("static int8", "100.0 %", "2", "-18.13 [-18.13, -18.13] %"),
+    ]
+
+
+def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recorded) -> None:
+    runs.add("int4", 3.0)
+    runs.add("int4_int8", 2.95)
+    high = {"controller__signal__name": "always_high"}
+    runs.add("int4_int8", 2.9, promoted=0.995, **high)
+    (comparison,) = runs.comparisons()
+    (table,) = against_baseline(comparison)
+    assert row(table, "int4_int8-gnmr")["gap closed"] == "50 %"
+    assert row(table, "int4_int8-always_high")["gap closed"] == "-"
 
 
 def test_failed_and_unfinished_cells_are_named_and_not_averaged(write_run: Write, comparisons: Callable) -> None:
@@ -133,15 +234,32 @@ def test_arms_of_one_name_are_told_apart_and_paired_with_their_own_reference(
 
 
 def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
-    shares = {"promotion_frac": 0.004, "hit_max_o_frac": 0.25, "gnmr_over_frac": 0.0007, "wall_time_s": 120.0}
+    shares = {"promotion_frac": 0.004, "hit_max_o_frac": 0.25, "wall_time_s": 120.0}
+    over = {"over_frac": {"gnmr": 0.0007, "delta_gnmr": 0.05}}
     for seed in (0, 1):
         write_run(arm="bf16", seed=seed)
-        write_run(arm="int4_int8", seed=seed, summary=shares | {"saved_bytes_mean": 1000 + 200 * seed})
+        write_run(arm="int4_int8", seed=seed, summary=shares | over | {"saved_bytes_mean": 1000 + 200 * seed})
     table = control(comparisons()[0])
     routed, full = row(table, "int4_int8-gnmr"), row(table, "bf16")
-    assert (routed["promoted"], routed["hit max_o"], routed["GNMR > α"]) == ("0.400 %", "25.0 %", "0.070 %")
+    assert (routed["promoted"], routed["hit max_o"]) == ("0.400 %", "25.0 %")
+    assert routed["over threshold"] == "gnmr 0.070 %\ndelta_gnmr 5.0 %"
     assert (routed["saved"], routed["of 16-bit"], routed["wall time"]) == ("1.07 KiB", "27.5 %", "2.0 min")
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
+
+
+def test_shares_over_threshold_of_other_signals_and_of_old_records(write_run: Write, comparisons: Callable) -> None:
+    """A signal has its own columns, or none; records from before there was a choice have two fixed fields."""
+    gsnr = {"controller.signal.name": "gsnr"}
+    write_run(settings=gsnr, summary={"over_frac": {"gsnr": 0.02}})
+    old = write_run(summary={"gnmr_over_frac": 0.01, "delta_gnmr_over_frac": 0.03})
+    blind = write_run(arm="bf16")
+    for folder in (old, blind):
+        rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+        (folder / "steps.jsonl").write_text("".join(json.dumps(row | {"over": None}) + "\n" for row in rows))
+    table = control(comparisons()[0])
+    assert row(table, "int4_int8-gsnr")["over threshold"] == "gsnr 2.0 %"
+    assert row(table, "int4_int8-gnmr")["over threshold"] == "gnmr 1.0 %\ndelta_gnmr 3.0 %"
+    assert row(table, "bf16")["over threshold"] == "-"
 
 
 def test_promotions_are_counted_by_cause(write_run: Write, comparisons: Callable) -> None:
@@ -151,56 +269,6 @@ def test_promotions_are_counted_by_cause(write_run: Write, comparisons: Callable
     write_run(seed=1, events=events)
     told = notes(control(comparisons()[0]))
     assert "int4_int8-gnmr: 6 promotions in 2 seeds (gnmr 4, delta_gnmr 2)." in told
-
-
-def test_the_papers_figures_stand_beside_its_own_scales_only(write_run: Write, comparisons: Callable) -> None:
-    for scale in ("cpu", "60m"):
-        for arm in ("int4", "int4_int8", "bf16"):
-            write_run(arm=arm, scale=scale, val_ppl=35.0)
-    found = comparisons()
-    table = table_1("stress", found)
-    assert [column.replace("\n", " ") for column in table.columns] == [
-        "arm", "cpu 6,144 tokens", "60m 6,144 tokens", "paper, 60m 1.1B",
-    ]  # fmt: skip
-    theirs = {cells[0]: cells[-1] for cells in table.rows}
-    assert theirs == {"int4": "67.22", "int4_int8-gnmr": "30.59", "bf16": "30.79"}
-    assert "it has no figures for scale cpu, so none stand beside ours" in notes(table)
-    only_cpu = table_1("stress", found[:1])
-    assert len(only_cpu.columns) == 2
-    assert "paper" not in only_cpu.columns[1]
-    assert "it has no figures for scale cpu" in notes(only_cpu)
-
-
-def test_the_papers_perplexity_needs_the_papers_arm(write_run: Write, comparisons: Callable) -> None:
-    cases = {
-        "alpha": {"controller.alpha": 9.0},
-        "two stages": {"controller.alpha_init": 2.0},
-        "forward": {"paths.site": "forward"},
-    }
-    for place, settings in enumerate(cases.values()):
-        write_run(arm="int4_int8", scale="60m", experiment=f"case{place}", settings=settings)
-    for comparison in comparisons():
-        assert [cells[-1] for cells in table_1("case", [comparison]).rows] == ["-"]
-
-
-def test_failed_arms_are_crosses_in_table_1(write_run: Write, comparisons: Callable) -> None:
-    write_run(arm="int4", scale="1.3b", status="failed", reason="diverged")
-    assert table_1("stress", comparisons()).rows == [["int4", "x", "x"]]
-
-
-def test_table_3_has_the_papers_shares_at_its_thresholds(write_run: Write, comparisons: Callable) -> None:
-    thresholds = {"controller.alpha": 2.0, "controller.beta": 1.5}
-    shares = {"gnmr_over_frac": 0.002, "delta_gnmr_over_frac": 0.001}
-    write_run(arm="int4_int8", scale="350m", settings=thresholds, summary=shares)
-    write_run(arm="int4_int8", scale="130m", settings=thresholds, summary=shares)
-    found = comparisons()
-    assert [cells[1:] for cells in table_3("stress", found).rows] == [
-        ["130m", "2.0", "1.5", "0.200 %", "-", "0.100 %", "-"],
-        ["350m", "2.0", "1.5", "0.200 %", "0.141 %", "0.100 %", "0.067 %"],
-    ]
-    without = table_3("stress", found[:1])
-    assert len(without.columns) == 6
-    assert "The paper has no shares for these scales and thresholds" in notes(without)
 
 
 def test_statistics() -> None:

@@ -34,7 +34,7 @@ def everything(folder: Path) -> dict[str, Any]:
         "eval": read_jsonl(folder / "eval.jsonl"),
         "events": read_jsonl(folder / "events.jsonl"),
         "ratios": read_ratios(folder).to_pylist(),
-        "summary": summary and without(summary, "wall_time_s"),
+        "summary": summary and without(without(summary, "wall_time_s"), "peak_memory_bytes"),
         "host": json.loads((newest / "meta.json").read_text())["host"],
         "state": weights(folder),
     }

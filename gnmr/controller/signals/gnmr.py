@@ -15,6 +15,13 @@ The risk is R[b,t] = max(GNMR / alpha_t, dGNMR / beta_t), over threshold where R
 
 Two cases that the paper leaves open are decided here. A norm that is not finite has risk Inf and enters neither A nor
 the window. A unit without a gradient in this step is not observed: nothing of it changes.
+
+Two options go beyond the paper. `history` gives A another memory (`gnmr.controller.signals.history`). `two_sided` puts
+a unit at risk whose norm collapses, as a path does that underflows: the columns are then max(ratio, 1 / ratio), while
+the ratio itself enters the window.
+
+Source: arXiv 2606.00539, Eqs. 2-4; its thresholds lie between 1.1 and 3.0 (alpha) and 1.3 and 2.0 (beta). Needs nothing
+but the norms; costs a dozen operations on (U,) tensors a step.
 """
 
 from __future__ import annotations
@@ -22,38 +29,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gnmr.controller.signals.base import Context, Evidence, RatioSignal, ratio, whole
+from gnmr.controller.signals.history import Window
 from gnmr.controller.thresholds import Threshold, at, check
 
 
-class GnmrSignal:
-    """GNMR and dGNMR of U units, as tensors (paper, Eqs. 2-4).
+class GnmrSignal(RatioSignal):
+    """GNMR and dGNMR of U units, as tensors (paper, Eqs. 2-4): the signal `gnmr_delta`.
 
     `alpha` or `beta` None switches that ratio off; with both off every finite risk is 0 and only non-finite norms
-    trigger. `delta` is the window of dGNMR in steps. ValueError for a value that is not positive.
+    trigger. `delta` is the window of dGNMR in steps; `history` (cumulative, ema with `decay`, window of `window` steps)
+    the memory of GNMR. ValueError for a value without sense.
     """
 
-    columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
+    columns = ("gnmr", "delta_gnmr")
+    kept = ("history", "window")
 
     def __init__(
         self,
-        num_units: int,
+        context: Context,
+        *,
         alpha: Threshold | None = 1.5,
         beta: Threshold | None = 1.3,
         delta: int = 5,
         eps: float = 1e-8,
-        device: torch.device | str = "cpu",
+        history: str = "cumulative",
+        decay: float = 0.99,
+        window: int = 100,
+        two_sided: bool = False,
     ) -> None:
         check(alpha, "alpha")
         check(beta, "beta")
-        if isinstance(delta, bool) or not isinstance(delta, int) or delta < 1:
-            raise ValueError(f"delta={delta!r}: must be a positive whole number of steps")
-        if not eps > 0:
-            raise ValueError(f"eps={eps!r}: must be a positive number")
-        self.alpha, self.beta, self.delta, self.eps = alpha, beta, delta, eps
-        # float64: U numbers, and a running mean over 100,000 steps keeps its digits.
-        self.mean = torch.zeros(num_units, dtype=torch.float64, device=device)
-        self.count = torch.zeros(num_units, dtype=torch.int64, device=device)
-        self.window = torch.zeros(delta, num_units, dtype=torch.float64, device=device)  # newest last
+        super().__init__(context, history, decay, window, two_sided, eps)
+        self.alpha, self.beta, self.delta = alpha, beta, whole(delta, "delta")
+        self.window = Window(self.num_units, context.device, delta)  # of the last GNMR
 
     def thresholds(self, step: int) -> tuple[float | None, float | None]:
         return (
@@ -61,40 +70,76 @@ class GnmrSignal:
             None if self.beta is None else at(self.beta, step),
         )
 
-    def observe(self, norm: Tensor, observed: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """See `Signal.observe`; the statistics are (GNMR, dGNMR). Does not wait for the device."""
-        finite = norm.isfinite()
-        # Clamped: a ratio of finite norms may leave float64, and Inf must not enter the window.
-        gnmr = torch.where(self.mean == 0, 1.0, (norm / (self.mean + self.eps)).clamp(max=torch.finfo(norm.dtype).max))
-        gnmr = torch.where(finite, gnmr, norm)
-        full = self.count >= self.delta
-        delta_gnmr = torch.where(full, gnmr / (self.window.mean(dim=0) + self.eps), 1.0)
-        delta_gnmr = torch.where(finite, delta_gnmr, norm)
+    def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Signal.observe`; the columns are (GNMR, dGNMR). Does not wait for the device."""
+        norm, observed = evidence["norm"], evidence["observed"]
+        mean, recent = self.history.mean, self.window.values.mean(dim=0)
+        known, full = mean != 0, self.window.count >= self.delta
+        gnmr = ratio(norm, mean, known, self.eps)
+        columns = gnmr, ratio(gnmr, recent, full, self.eps)
+        if self.two_sided:
+            collapse = ratio(mean, norm, known, self.eps), ratio(recent, gnmr, full, self.eps)
+            columns = torch.maximum(columns[0], collapse[0]), torch.maximum(columns[1], collapse[1])
+        self.history.update(norm, observed)
+        self.window.update(gnmr, observed)
+        return self.verdict(evidence, step, *columns)
 
-        alpha, beta = self.thresholds(step)
-        risk = torch.zeros_like(norm)
-        if alpha is not None:
-            risk = gnmr / alpha
-        if beta is not None:
-            risk = torch.maximum(risk, delta_gnmr / beta)
-        risk = torch.where(finite, risk, torch.inf)
 
-        entered = observed & finite
-        self.count = self.count + entered
-        # Selected, never multiplied: 0 * NaN is NaN and would poison the history.
-        self.mean = torch.where(entered, self.mean + (norm - self.mean) / self.count.clamp(min=1), self.mean)
-        self.window = torch.where(entered, torch.cat([self.window[1:], gnmr[None]]), self.window)
-        return risk, (gnmr, delta_gnmr)
+class Gnmr(GnmrSignal):
+    """GNMR alone: the signal `gnmr`, which is `GnmrSignal` with beta off. dGNMR is shown and never triggers."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "count": self.count, "window": self.window}
+    def __init__(
+        self,
+        context: Context,
+        *,
+        alpha: Threshold = 1.5,
+        delta: int = 5,
+        eps: float = 1e-8,
+        history: str = "cumulative",
+        decay: float = 0.99,
+        window: int = 100,
+        two_sided: bool = False,
+    ) -> None:
+        if alpha is None:
+            raise ValueError("alpha=None: gnmr has no other threshold; must be a positive number")
+        super().__init__(
+            context,
+            alpha=alpha,
+            beta=None,
+            delta=delta,
+            eps=eps,
+            history=history,
+            decay=decay,
+            window=window,
+            two_sided=two_sided,
+        )
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """ValueError if the state belongs to another number of units or another delta."""
-        for name, own in self.state_dict().items():
-            if state[name].shape != own.shape:
-                raise ValueError(
-                    f"signal state {name!r} has shape {tuple(state[name].shape)}, this signal needs {tuple(own.shape)}"
-                )
-        for name, own in self.state_dict().items():
-            setattr(self, name, state[name].to(device=own.device, dtype=own.dtype).clone())
+
+class DeltaGnmr(GnmrSignal):
+    """dGNMR alone: the signal `delta_gnmr`, which is `GnmrSignal` with alpha off. GNMR is shown and never triggers."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        beta: Threshold = 1.3,
+        delta: int = 5,
+        eps: float = 1e-8,
+        history: str = "cumulative",
+        decay: float = 0.99,
+        window: int = 100,
+        two_sided: bool = False,
+    ) -> None:
+        if beta is None:
+            raise ValueError("beta=None: delta_gnmr has no other threshold; must be a positive number")
+        super().__init__(
+            context,
+            alpha=None,
+            beta=beta,
+            delta=delta,
+            eps=eps,
+            history=history,
+            decay=decay,
+            window=window,
+            two_sided=two_sided,
+        )

@@ -1,0 +1,136 @@
+"""What a step can show of its units besides their gradient norms; a signal names what it needs, and only that is made.
+
+Evidence of one step is a mapping from name to a tensor over the U units, (U,) float64 on their device; `observed` is
+bool. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.controller.units import Unit
+
+EVIDENCE: dict[str, str] = {
+    "norm": "2-norm of the unit's gradient after accumulation, before clipping; always there",
+    "observed": "the unit had a gradient in this step (bool); always there",
+    "micro_square": "mean over the step's micro-batches of the squared norm of that micro-batch's own gradient",
+    "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
+    "error of the weight gradient",
+    "gap_recovery": "the same with the recovery path's Q",
+    "gap_exact": "squared norm of grad_output^T (Q_low(x) - Q_recovery(x)): true_gap, where only the saved copy differs",
+    "underflow": "share of the x != 0 that the low-cost path turns into 0",
+    "mse": "mean of (x - Q(x))^2 on the low-cost path",
+    "input_std": "standard deviation of the elements of the unit's input",
+    "weight_std": "standard deviation of the elements of the unit's weights",
+    "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's second moment before the step; 0 without one",
+    "update_norm": "2-norm of the update that the optimizer applied in this step",
+    "true_gap": "squared distance of the gradients of both paths, run on the same batch",
+}
+PATH_EVIDENCE = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
+"""What the paths themselves measure; of the low-cost path, whichever path the unit ran on."""
+SPIKE = 5000.0
+"""g^2 over Adam's second moment from which a coordinate spikes (SPAM, arXiv 2501.06842)."""
+
+
+def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The needs that are not given. ValueError for a name that is no evidence at all."""
+    for name in needs:
+        if name not in EVIDENCE:
+            raise ValueError(f"evidence {name!r} is not known: use one of {', '.join(EVIDENCE)}")
+    return [name for name in needs if name not in given]
+
+
+def parameters_of(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+    return [list(unit.parameters) for unit in units]
+
+
+class MicroNorms:
+    """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of them."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._groups = parameters_of(units)
+        self._before: list[list[Tensor | None]] = [[None] * len(group) for group in self._groups]
+        self._sum: Tensor | None = None
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Call it after each micro-batch's backward pass."""
+        squares = []
+        for group, before in zip(self._groups, self._before, strict=True):
+            square = torch.zeros((), dtype=torch.float64, device=group[0].device)
+            for i, parameter in enumerate(group):
+                if parameter.grad is None:
+                    continue
+                earlier = before[i]
+                own = parameter.grad.float() if earlier is None else parameter.grad.float() - earlier.float()
+                square = square + own.square().sum(dtype=torch.float64)
+                before[i] = parameter.grad.clone()
+            squares.append(square)
+        now = torch.stack(squares)
+        self._sum = now if self._sum is None else self._sum + now
+        self.count += 1
+
+    def take(self) -> Tensor:
+        """(U,): the step's mean, and a new step begins. ValueError where fewer than two micro-batches were added."""
+        count, total = self.count, self._sum
+        self._before = [[None] * len(group) for group in self._groups]
+        self._sum, self.count = None, 0
+        if count < 2 or total is None:
+            raise ValueError(
+                f"micro_square needs two or more micro-batches a step, {count} came: call micro_step() after each "
+                "backward"
+            )
+        # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
+        return total * count
+
+
+class UpdateNorms:
+    """Norms of what the optimizer does to the units' parameters. Keeps one copy of them over its step."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._groups = parameters_of(units)
+        self._before: list[list[Tensor]] = []
+
+    @torch.no_grad()
+    def before(self) -> None:
+        self._before = [[p.detach().clone() for p in group] for group in self._groups]
+
+    @torch.no_grad()
+    def after(self) -> Tensor:
+        """(U,): norms of the difference to `before`."""
+        norms = []
+        for group, before in zip(self._groups, self._before, strict=True):
+            squares = [
+                (p.float() - q.float()).square().sum(dtype=torch.float64) for p, q in zip(group, before, strict=True)
+            ]
+            norms.append(torch.stack(squares).sum().sqrt())
+        self._before = []
+        return torch.stack(norms)
+
+
+@torch.no_grad()
+def weight_std(units: Sequence[Unit]) -> Tensor:
+    """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all)."""
+    stds = []
+    for unit in units:
+        matrices = [p for p in unit.parameters if p.ndim >= 2] or list(unit.parameters)
+        stds.append(torch.cat([p.detach().float().flatten() for p in matrices]).std(correction=0).double())
+    return torch.stack(stds)
+
+
+@torch.no_grad()
+def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tensor:
+    """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients."""
+    shares = []
+    for unit in units:
+        spikes = torch.zeros((), dtype=torch.float64, device=unit.parameters[0].device)
+        for parameter in unit.parameters:
+            second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+            if second is not None and parameter.grad is not None:
+                spikes = spikes + (parameter.grad.float().square() > SPIKE * second.float()).sum()
+        shares.append(spikes / sum(p.numel() for p in unit.parameters))
+    return torch.stack(shares)

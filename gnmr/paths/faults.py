@@ -1,0 +1,259 @@
+"""Faults in the low path of chosen units, in chosen steps: who was at risk, and when, is then known exactly.
+
+A fault changes how a row becomes its compressed copy, scale = max|row| / format.max and codes = Q(row / scale):
+
+    scale_up      scale * magnitude: small values underflow to zero
+    scale_down    scale / magnitude: large values saturate at the format's largest one
+    stale_scale   one scale for the tensor, from the largest magnitude of the `history` steps before this one (delayed
+                  scaling), / magnitude: saturates when activations grew
+    noise         up to +-magnitude steps of the grid, uniform, added before rounding
+    bit_flip      one random bit of one random code of the row
+    nan, inf      the scale that is stored is NaN, Inf: with site "saved" it shows in the unit's weight gradient
+
+Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. What is
+kept has the shapes and types of a sound copy. A unit on its recovery path is not hit, nor is another reader of the same
+tensor; evaluation is exact as ever.
+
+What is random depends on the schedule's seed, the step and the unit alone (and on the kind of device), never on a
+generator that moves on: resuming and recomputing meet the same faults, and the micro-batches of a step the same rows.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnmr.paths.convert import Plan, select
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
+
+if TYPE_CHECKING:
+    from gnmr.paths.saved import SharedState
+
+KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What breaks. ValueError for a senseless value."""
+
+    kind: str
+    magnitude: float = 1.0
+    """See above; bit_flip, nan and inf have none."""
+    share: float = 1.0
+    """Part of the rows (tokens) that are hit; at least one of a tensor's rows is."""
+    history: int = 16
+    """Steps that stale_scale looks back."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: use one of {', '.join(KINDS)}")
+        if not 0 < self.magnitude < float("inf"):
+            raise ValueError(f"magnitude={self.magnitude}: must be a positive number")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
+        if self.history < 1:
+            raise ValueError(f"history={self.history}: must be 1 or more")
+
+    def compress(
+        self,
+        rows: Tensor,
+        fmt: Format,
+        generator: torch.Generator,
+        stochastic: bool = False,
+        largest: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `scaling.compress`, broken: (packed (N, row_bytes) uint8, scale (N, 1)) of `rows` (N, D).
+
+        `largest`: the magnitude (scalar) from which stale_scale takes its scale. Does not wait for the device.
+        """
+        scaled = rows.to(torch.float32, copy=True)
+        count, width = scaled.shape
+        device = scaled.device
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=device)
+
+        hit = torch.randperm(count, generator=generator, device=device)[: max(1, round(self.share * count))]
+        scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
+        broken = scale[hit].float()
+        if self.kind == "scale_up":
+            broken = broken * self.magnitude
+        elif self.kind == "scale_down":
+            broken = broken / self.magnitude
+        elif self.kind == "stale_scale":
+            assert largest is not None
+            broken = torch.where(broken.isnan(), broken, largest / fmt.max / self.magnitude)
+        scale[hit] = broken.clamp_(min=TINY).to(scale.dtype)
+
+        scaled.div_(scale.float())
+        if self.kind == "noise":
+            rough = scaled[hit]
+            scaled[hit] = rough + (2 * uniform(*rough.shape) - 1) * self.magnitude * fmt.step(rough)
+        codes = fmt.encode(scaled.clamp_(-fmt.max, fmt.max), uniform(count, width) if stochastic else None)
+        if self.kind == "bit_flip":
+            column = torch.randint(width, hit.shape, generator=generator, device=device)
+            bit = torch.randint(fmt.bits, hit.shape, generator=generator, device=device)
+            codes[hit, column] = codes[hit, column] ^ (torch.ones_like(bit) << bit).to(torch.uint8)
+        elif self.kind in ("nan", "inf"):
+            scale.index_fill_(0, hit, float(self.kind))
+        return pack(codes, fmt.bits), scale
+
+
+@dataclass(frozen=True)
+class Window:
+    """A fault of one unit: steps `start` to `end`, both included."""
+
+    unit: str
+    start: int
+    end: int
+    kind: str
+    magnitude: float
+
+
+class Injector:
+    """A fault in one unit's low path. The schedule arms it for a step; the operator asks it."""
+
+    def __init__(self, fault: Fault, history: Tensor | None) -> None:
+        self._fault, self._history = fault, history
+        self._seed: int | None = None
+
+    def arm(self, seed: int | None) -> None:
+        """For the steps until the next call; None: not armed."""
+        self._seed = seed
+
+    def for_step(self, input: Tensor) -> Injector | None:
+        """The fault, if it is armed. Takes note of the size of `input` where the fault needs it."""
+        if self._history is not None and input.numel():
+            # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
+            largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
+            self._history[0] = torch.maximum(self._history[0], largest)
+        return None if self._seed is None or not input.numel() else self
+
+    def compress(self, input: Tensor, fmt: Format, shared: SharedState) -> tuple[Tensor, Tensor]:
+        """The broken copy of `input` (..., D); the same each time it is asked for in a step."""
+        assert self._seed is not None
+        largest = None
+        if self._history is not None:  # of the steps before; without any, of this one
+            before = self._history[1:].amax()
+            largest = torch.where(before > 0, before, self._history[0]).float()
+        generator = torch.Generator(input.device).manual_seed(self._seed)
+        rows = input.detach().reshape(-1, input.shape[-1])
+        return self._fault.compress(rows, fmt, generator, shared.generator is not None, largest)
+
+
+class FaultSchedule:
+    """When `fault` hits which units of `plan`, known for the whole run from the start. Call `begin_step` each step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fault: Fault,
+        targets: Sequence[str],
+        steps: int,
+        *,
+        windows: Sequence[Sequence[int]] = (),
+        rate: float = 0.0,
+        duration: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Steps count from 1. `windows` says when, or else `rate`.
+
+        Args:
+            targets: patterns of unit names, as `convert`'s.
+            windows: (first step, number of steps) of each window, in which every target is hit.
+            rate: expected windows per 1,000 unit-steps of the targets, each of `duration` steps (the last one ends with
+                the run); drawn for each target by itself, those of a unit do not overlap.
+            seed: of the drawn windows and of everything random within them.
+
+        ValueError: a low path of 16 bits, a target that matches no unit, a window beyond the run or over another, no
+        `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        """
+        if isinstance(plan.low, KeepFormat):
+            raise ValueError(f"the low path is {plan.low.name}: there is no quantizer to break")
+        self._names = [operator.unit_name for operator in plan.operators]
+        chosen, empty = select(self._names, targets)
+        if empty or not targets:
+            units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self._names)
+            raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
+        self._seed, self._indices = seed, [self._names.index(name) for name in chosen]
+        if windows:
+            spans = {i: _checked(windows, steps) for i in self._indices}
+        else:
+            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in self._indices}
+        self.windows: list[Window] = sorted(
+            (Window(self._names[i], *span, fault.kind, fault.magnitude) for i in self._indices for span in spans[i]),
+            key=lambda window: window.start,
+        )
+        self._spans = np.array([(i, *span) for i in self._indices for span in spans[i]], dtype=np.int64).reshape(-1, 3)
+        if not self.windows:
+            warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
+
+        self._step = 0
+        self._history = None
+        if fault.kind == "stale_scale":  # row 0 is the current step's
+            device = plan.operators[0].weight.device
+            self._history = torch.zeros(len(chosen), 1 + fault.history, dtype=torch.float64, device=device)
+        self._injectors: list[Injector] = []
+        for k, i in enumerate(self._indices):
+            self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
+            plan.operators[i].fault = self._injectors[-1]
+
+    def at(self, step: int) -> np.ndarray:
+        """(num_operators,) bool: the units in whose windows `step` lies, whatever path they run on."""
+        unit, start, end = self._spans.T
+        hit = np.zeros(len(self._names), dtype=bool)
+        hit[unit[(start <= step) & (step <= end)]] = True
+        return hit
+
+    def begin_step(self, step: int) -> None:
+        """Arms the faults of `step` and disarms all others. Does not wait for the device."""
+        if self._history is not None and step != self._step:
+            self._history.copy_(self._history.roll(1, dims=1))
+            self._history[:, 0] = 0
+        self._step = step
+        at = self.at(step)
+        for index, injector in zip(self._indices, self._injectors, strict=True):
+            numbers = np.random.SeedSequence([self._seed, step, index])
+            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if at[index] else None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The sizes that stale_scale remembers; empty for every other kind."""
+        return {} if self._history is None else {"history": self._history.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._history is not None:
+            self._history.copy_(state["history"])
+
+
+def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:
+    """(start, end) of each, ascending."""
+    spans: list[tuple[int, int]] = []
+    for start, length in sorted(map(tuple, windows)):
+        if start < 1 or length < 1 or start + length - 1 > steps:
+            raise ValueError(f"window [{start}, {length}]: must lie within the run's steps 1 to {steps}")
+        if spans and start <= spans[-1][1]:
+            raise ValueError(f"window [{start}, {length}]: begins before the one from step {spans[-1][0]} has ended")
+        spans.append((start, start + length - 1))
+    return spans
+
+
+def _drawn(rate: float, duration: int, steps: int, generator: np.random.Generator) -> list[tuple[int, int]]:
+    """(start, end) of each, ascending; from one start to the next it takes 1000 / rate steps on average."""
+    if not (rate > 0 and duration >= 1 and rate * duration <= 1000):
+        raise ValueError(f"rate={rate}, duration={duration}: their product must be above 0 and at most 1000")
+    spans: list[tuple[int, int]] = []
+    end = 0
+    while True:
+        start = end + int(generator.geometric(1 / (1000 / rate - duration + 1)))
+        if start > steps:
+            return spans
+        end = start + duration - 1
+        spans.append((start, min(end, steps)))

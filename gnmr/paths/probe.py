@@ -1,0 +1,236 @@
+"""What the low path does to a unit's input, measured in passing.
+
+The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t changes it by
+
+    D = sum_t dy_t^T (Q(x_t) - x_t)        ||D||^2 = sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2 + terms of pairs of tokens
+
+Where the errors of different tokens are uncorrelated and have mean zero, the pairs cancel in expectation. What is left
+is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollary 1 from what backward holds anyway. The
+error's norms are taken in forward, one float32 a token, and meet the norms of grad_output in backward.
+
+    gap_low, gap_recovery   the sum above for Q of the low, of the recovery path (0 where that path is bf16)
+    gap_exact               ||sum_t dy_t^T (Q_low(x_t) - Q_recovery(x_t))||^2, the pairs of tokens included: one more
+                            product of wgrad's size a unit; of all tokens whatever the stride, and summed over
+                            micro-batches, whose pairs it leaves out
+    underflow               share of the x != 0 with Q_low(x) = 0
+    mse                     mean of (x - Q_low(x))^2
+    input_std               standard deviation of the elements of x
+
+x is the operand as `wgrad` reads it (under autocast: after the cast), Q(x) the compressed copy brought back to its
+dtype. The low path is described whatever path the unit ran on, a fault in it included.
+
+**Choice**: with stochastic rounding the probe rounds to nearest, whatever the copy that backward reads: so it draws
+nothing from the run's generator, and a unit's numbers do not depend on the path that it runs on. The stochastic copy's
+expected gap is larger, about twice where the remainders are uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.scaling import compress, decompress
+
+if TYPE_CHECKING:
+    from gnmr.paths.faults import Injector
+    from gnmr.paths.saved import PathLinear, Read
+
+STATISTICS = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
+_SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_error", "x", "x_square", "elements")
+
+
+class Probe:
+    """Sums of the statistics over all backward passes since the last `reset`; made by `Plan.probe`.
+
+    Set `enabled` to False for the steps whose numbers nobody reads: they cost nothing then.
+    """
+
+    def __init__(self, operators: Sequence[PathLinear], names: Collection[str], tokens: int = 1) -> None:
+        """`tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
+        divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1."""
+        unknown = [name for name in names if name not in STATISTICS]
+        if unknown or not names:
+            raise ValueError(f"probe {unknown}: use some of {', '.join(STATISTICS)}")
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
+        self.names, self.tokens, self.enabled = tuple(names), tokens, True
+        self._index = {operator.unit_name: i for i, operator in enumerate(operators)}
+        device = operators[0].weight.device
+        self._sums = {name: torch.zeros(len(operators), dtype=torch.float64, device=device) for name in _SUMS}
+
+    def read(self) -> dict[str, Tensor]:
+        """{name: (num_operators,) float64} on the device, in the plan's order. Does not wait for it.
+
+        The gaps are sums, scaled up from the measured rows to all; the others are shares and means of all that was
+        measured, over all micro-batches.
+        0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not finite.
+        """
+        sums = self._sums
+
+        def ratio(above: Tensor, below: Tensor) -> Tensor:
+            return torch.where(below > 0, above / below, 0.0)
+
+        mean = ratio(sums["x"], sums["elements"])
+        values = {
+            "gap_low": sums["gap_low"].clone(),
+            "gap_recovery": sums["gap_recovery"].clone(),
+            "gap_exact": sums["gap_exact"].clone(),
+            "underflow": ratio(sums["zeroed"], sums["nonzero"]),
+            "mse": ratio(sums["square_error"], sums["elements"]),
+            "input_std": (ratio(sums["x_square"], sums["elements"]) - mean.square()).clamp(min=0).sqrt(),
+        }
+        return {name: values[name] for name in self.names}
+
+    def reset(self) -> None:
+        """Forgets everything measured so far."""
+        for values in self._sums.values():
+            values.zero_()
+
+    def measure(
+        self, operator: PathLinear, input: Tensor, x: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
+    ) -> Measured | None:
+        """What the forward pass knows of `input`: x is its cast, `copy` what backward will read, `fault` one in force.
+
+        Readers of the same tensor share all of it but a fault's. None where there is nothing to measure.
+        """
+        if x.numel() == 0:
+            return None
+        read = operator.shared.read_of(input, operator.unit_name)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        sampled = rows[:: self.tokens]
+        errors: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
+        if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
+            low = operator.low
+            if fault is not None:  # whole, for a sample would not have the same rows hit
+                whole = fault.compress(input, low, operator.shared) if operator.recovering else copy
+                found = self._compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
+            else:
+                found = self._error(operator, read, input, sampled, low)
+            errors["gap_low"] = found.rows
+            sums |= found.sums
+        if "gap_recovery" in self.names:
+            assert operator.recovery is not None
+            errors["gap_recovery"] = self._error(operator, read, input, sampled, operator.recovery).rows
+        difference = None
+        if "gap_exact" in self.names:
+            difference = self._difference(operator, read, input, rows, fault, copy)
+        if "input_std" in self.names:
+            if "input" not in read.measured:
+                norm = torch.linalg.vector_norm(sampled, dim=1, dtype=torch.float32)
+                read.measured["input"] = {
+                    "x": sampled.sum(dim=1, dtype=torch.float32).sum(dtype=torch.float64),
+                    "x_square": norm.double().square_().sum(),
+                }
+            sums |= read.measured["input"]
+        errors = {name: rows for name, rows in errors.items() if name in self.names}
+        return Measured(
+            self,
+            self._index[operator.unit_name],
+            errors,
+            sums,
+            sampled.numel(),
+            rows.shape[0] / sampled.shape[0],
+            difference,
+        )
+
+    def _difference(
+        self,
+        operator: PathLinear,
+        read: Read,
+        input: Tensor,
+        rows: Tensor,
+        fault: Injector | None,
+        copy: tuple[Tensor, ...],
+    ) -> Tensor:
+        """Q_low(x) - Q_recovery(x), (rows, D) in x's dtype; kept until backward, shared by the tensor's readers."""
+        low, recovery, shared = operator.low, operator.recovery, operator.shared
+        assert recovery is not None
+
+        def kept(fmt: Format, broken: Injector | None) -> Tensor:
+            if isinstance(fmt, KeepFormat):
+                return rows
+            if broken is not None:
+                packed = broken.compress(input, fmt, shared) if operator.recovering else copy
+            elif shared.generator is None:
+                packed, _ = shared.copy_of(input, fmt, operator.unit_name)
+            else:
+                packed = compress(rows, fmt)
+            return decompress(packed[0], packed[1], fmt, rows.shape[1], rows.dtype)
+
+        if fault is not None:
+            return kept(low, fault) - kept(recovery, None)
+        if "difference" not in read.measured:
+            read.measured["difference"] = kept(low, None) - kept(recovery, None)
+        return read.measured["difference"]
+
+    def _error(self, operator: PathLinear, read: Read, input: Tensor, sampled: Tensor, fmt: Format) -> _Error:
+        """Of a path without a fault, once for all readers of the tensor."""
+        if fmt.name not in read.measured:
+            shared = operator.shared
+            if isinstance(fmt, KeepFormat):
+                copy: tuple[Tensor, ...] = ()
+            elif self.tokens == 1 and shared.generator is None:
+                copy, _ = shared.copy_of(input, fmt, operator.unit_name)  # made already, or of use to the next reader
+            else:
+                copy = compress(input.detach().reshape(-1, input.shape[-1])[:: self.tokens], fmt)
+            read.measured[fmt.name] = self._compare(sampled, copy, fmt)
+        return read.measured[fmt.name]
+
+    def _compare(self, rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> _Error:
+        kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
+        errors = (rows.float() - kept.float()).square_().sum(dim=1)
+        sums = {}
+        if "underflow" in self.names:
+            zeroed = ((kept == 0) & (rows != 0)).sum()
+            # A NaN is not counted as zeroed: it would pass for a value that survived.
+            sums["zeroed"] = torch.where(errors.isnan().any(), torch.nan, zeroed.double())
+            sums["nonzero"] = (rows != 0).sum()
+        if "mse" in self.names:
+            sums["square_error"] = errors.sum(dtype=torch.float64)
+        return _Error(errors, sums)
+
+
+@dataclass(frozen=True)
+class _Error:
+    """Of a path on one tensor."""
+
+    rows: Tensor
+    """(measured rows,) float32: ||x_t - Q(x_t)||^2."""
+    sums: dict[str, Tensor]
+    """Scalars on the device."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One forward pass of a unit, on its way to backward."""
+
+    probe: Probe
+    unit: int
+    errors: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    elements: int
+    scale: float
+    """All rows over the measured ones."""
+    difference: Tensor | None = None
+    """Of the two paths' copies, for gap_exact."""
+
+    def add(self, grad_2d: Tensor) -> None:
+        """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass."""
+        totals = self.probe._sums
+        if self.errors:
+            norm = torch.linalg.vector_norm(grad_2d[:: self.probe.tokens], dim=1, dtype=torch.float32)
+            square = norm.double().square_()
+            for name, errors in self.errors.items():
+                totals[name][self.unit].add_(square.dot(errors.double()), alpha=self.scale)
+        if self.difference is not None:
+            norm = torch.linalg.vector_norm(grad_2d.t() @ self.difference, dtype=torch.float32)
+            totals["gap_exact"][self.unit].add_(norm.double().square_())
+        for name, value in self.sums.items():
+            totals[name][self.unit].add_(value)
+        totals["elements"][self.unit].add_(self.elements)

@@ -1,0 +1,220 @@
+"""What each section of the page shows, as plain trees for JSON. Drawing is the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gnmr.report import regimes
+from gnmr.report.arms import Arm, Comparison
+from gnmr.report.binning import bin_width, binned
+from gnmr.report.faults import Window
+from gnmr.report.html.pack import number, numbers
+from gnmr.report.html.unit_map import UnitMap
+from gnmr.report.layout import NOTHING, Table, count, percent
+from gnmr.report.regimes import REGIME_MAP, Cell
+from gnmr.report.runs import Run
+from gnmr.report.statistics import Paired, as_percent, paired
+from gnmr.report.style import looks
+from gnmr.report.tradeoff import ends, signal_curves
+
+_TRAIN_POINTS = 400
+_DASH = {"-": "solid", "--": "dash", ":": "dot"}
+STATIC_LOW = "static low path"
+VERDICT_COLOURS = {
+    regimes.CLOSES: "#009E73",
+    regimes.FINE: "#009E73",
+    regimes.PART: "#56B4E9",
+    regimes.NO_RANDOM: "#B7DDF2",
+    regimes.AS_RANDOM: "#F0D27A",
+    regimes.HURT: "#E69F00",
+    regimes.NOT_AT_ALL: "#E08A4A",
+    regimes.FAILED: "#D55E00",
+    regimes.NO_GAP: "#EDEDED",
+    regimes.UNCLEAR: "#D0D0D0",
+    regimes.NO_RECOVERY: "#D0D0D0",
+    regimes.TOO_FEW: "#D0D0D0",
+}
+"""From good to bad to silent."""
+Tree = dict[str, Any]
+
+
+def arms(comparison: Comparison) -> list[Tree]:
+    """Label, colour and dash of each arm, as in the PNGs."""
+    shared = looks(arm.label for arm in comparison.arms)
+    return [
+        {
+            "label": label,
+            "colour": look["color"],
+            "dash": _DASH[look["ls"]],
+            "runs": len(arm.runs),
+            "done": len(arm.done),
+        }
+        for arm, (label, look) in zip(comparison.arms, shared.items(), strict=True)
+    ]
+
+
+def losses(comparison: Comparison) -> Tree:
+    """Training (mean of bins) and validation loss of every run, and each arm's mean over its done seeds."""
+    width = bin_width(max((run.last_step for run in comparison.runs), default=0), _TRAIN_POINTS)
+    lines: list[Tree] = []
+    first: dict[str, list[float]] = {"train": [], "val": []}
+    for place, arm in enumerate(comparison.arms):
+        curves: dict[str, list[dict[float, float]]] = {"train": [], "val": []}
+        for run in arm.runs:
+            train = binned(run.steps["step"], run.steps["loss"], width, "mean")
+            val = (run.evals["step"], run.evals["val_loss"])
+            for name, (steps, values) in (("train", train), ("val", val)):
+                first[name] += values[np.isfinite(values)][:1].tolist()
+                lines.append(_line(place, name, steps, values) | {"seed": run.seed, "status": run.status})
+                if run.status == "done":
+                    curves[name].append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
+        for name, seeds in curves.items():
+            shared = sorted(set.intersection(*map(set, seeds))) if seeds else []
+            if shared:
+                mean = [float(np.mean([seed[step] for seed in seeds])) for step in shared]
+                lines.append(_line(place, name, shared, mean) | {"seeds": len(seeds)})
+    top = {name: number(1.03 * max(values)) if values else None for name, values in first.items()}
+    return {"width": width, "top": top, "lines": lines, "tokens": count(comparison.kind.tokens_per_step)}
+
+
+def _line(arm: int, name: str, steps: Iterable[float], values: Iterable[float]) -> Tree:
+    return {"arm": arm, "of": name, "x": numbers(steps, 9), "y": numbers(values)}
+
+
+def promotion(comparison: Comparison) -> Tree:
+    """Quality of each routed arm at its mean promotion share, by signal, and of the static ends at 0 and 1.
+
+    Where an arm has no static low arm beside it, only its perplexity is known.
+    """
+    curves = signal_curves(comparison)
+    points = [_point(name, point.arm, point.promoted, point.change) for name, of in curves.items() for point in of]
+    shown = {point["label"] for point in points}
+    for arm in comparison.arms:
+        if arm.always is None and arm.promoted is not None and arm.label not in shown:
+            points.append(_point(f"{arm.signal} ranked" if arm.ranked else arm.signal, arm, arm.promoted, Paired(0)))
+    lows = {low.label: low for of in curves.values() for point in of if (low := comparison.low(point.arm))}
+    points += [_point(None, low, 0.0, paired(low.outcomes, low.outcomes)) for low in lows.values()]
+    points += [_point(None, recovery, 1.0, change) for recovery, change in ends(comparison)]
+    return {"points": points, "groups": sorted({point["group"] for point in points if point["group"]})}
+
+
+def _point(group: str | None, arm: Arm, promoted: float, change: Paired) -> Tree:
+    """`difference` and `ppl`: mean, lower and upper end of the error bar, n; None where there is no finite mean."""
+    ppl = arm.stat("final_val_ppl")
+    spread = None if ppl is None or ppl.sd is None else (ppl.mean - ppl.sd, ppl.mean + ppl.sd)
+    interval = change.interval and (as_percent(change.interval[0]), as_percent(change.interval[1]))
+    return {
+        "label": arm.label,
+        "group": group,
+        "at": number(promoted),
+        "difference": None if change.mean is None else _bar(as_percent(change.mean), interval, change.n),
+        "ppl": None if ppl is None else _bar(ppl.mean, spread, ppl.n),
+        "diverged": len(arm.diverged),
+        "runs": len(arm.runs),
+    }
+
+
+def _bar(mean: float, ends: tuple[float, float] | None, n: int) -> Tree | None:
+    low, high = ends or (None, None)
+    shown = number(mean)
+    return None if shown is None else {"mean": shown, "low": number(low), "high": number(high), "n": n}
+
+
+def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree | None:
+    """The cells of `regimes.regime_map` as squares: one for the static low path and each arm of a cell; None without.
+
+    The axes are the cells' settings and the arm.
+    """
+    if not cells:
+        return None
+    squares = []
+    for entry in cells:
+        at = {key: _plain(value) for key, value in entry["cell"].items()}
+        apart = entry["low_difference"]
+        facts = [["seeds", str(entry["seeds"])]]
+        if apart is not None:
+            facts.insert(0, ["perplexity relative to static recovery", f"{apart:+.2f} %"])
+        squares.append({"at": at | {"arm": STATIC_LOW}, "verdict": entry["low"], "facts": facts})
+        for name, told in entry["arms"].items():
+            squares.append({"at": at | {"arm": name}, "verdict": told["verdict"], "facts": _facts(entry, told)})
+    experiments = [comparison for comparison in comparisons if comparison.kind.experiment == REGIME_MAP]
+    return {
+        "axes": list(squares[0]["at"]),
+        "squares": squares,
+        "colours": VERDICT_COLOURS,
+        "origin": origin([run for comparison in experiments for run in comparison.runs]),
+    }
+
+
+def _facts(entry: Cell, told: Cell) -> list[list[str]]:
+    """What a hover says of an arm in a cell."""
+
+    def tested(verdict: str, p: float | None) -> str:
+        return verdict if p is None else f"{verdict} (p = {p:.2g})"
+
+    facts = [["static low", entry["low"]], ["against static low", tested(told["vs_low"], told["p"])]]
+    if told["vs_random"] is not None:
+        facts.append(["against random", tested(told["vs_random"], told["p_random"])])
+    if told["difference"] is not None:
+        facts.append(["perplexity relative to static low", f"{told['difference']:+.2f} %"])
+    if told["gap_closed"] is not None:
+        facts.append(["gap closed", f"{100 * told['gap_closed']:.0f} %"])
+    facts += [["promoted", percent(told["promoted"])], ["seeds", str(told["seeds"])]]
+    return facts + ([["diverged", str(told["diverged"])]] if told["diverged"] else [])
+
+
+def run_map(arm: Arm, run: Run, made: UnitMap, windows: Iterable[Window]) -> Tree:
+    return {
+        "label": f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})"),
+        "routed": arm.always is None,
+        "trigger": float(run.settings.get("controller.trigger") or 1.0),
+        "faults": [
+            {"unit": made.units.index(w.unit), "start": w.start, "end": w.end, "kind": w.kind, "magnitude": w.magnitude}
+            for w in windows
+            if w.unit in made.units and w.start <= made.last_step
+        ],
+        "origin": origin([run]),
+        **made.tree(),
+    }
+
+
+def table(made: Table) -> Tree:
+    columns = [column.replace("\n", " ") for column in made.columns]
+    return {"title": made.title, "columns": columns, "rows": made.rows, "notes": made.notes}
+
+
+def lead_lag_table(comparison: Comparison, found: Mapping[tuple[str, int], Mapping[str, tuple[int, float]]]) -> Table:
+    """`found`: by arm's label and seed, what `faults.run_lead_lags` gives. No rows where there is nothing."""
+    made = Table(
+        f"{comparison.name}: spikes before the loss's", ["arm", "seed", "spikes of", "lead [steps]", "correlation"]
+    )
+    for (label, seed), series in found.items():
+        for name, (lag, correlation) in series.items():
+            made.rows.append([label, str(seed), name, f"{lag:+d}" if lag else "0", f"{correlation:.2f}"])
+    made.notes = [
+        "The shift at which spikes of the norm (above the median of the 50 steps before) agree best with spikes of the "
+        "training loss; positive: the norm's come first."
+    ]
+    return made
+
+
+def origin(runs: Sequence[Run]) -> Tree:
+    """What a figure's numbers were made with."""
+    return {
+        "seeds": sorted({run.seed for run in runs}),
+        "commits": sorted({run.commit for run in runs}),
+        "machines": sorted({run.machine for run in runs}),
+        "commands": list(dict.fromkeys(str(run.header.get("command") or NOTHING) for run in runs)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int | float | np.number):
+        short = number(float(value))
+        return str(value) if short is None else short
+    return str(value)

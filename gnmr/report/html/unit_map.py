@@ -1,0 +1,124 @@
+"""One run's units by steps, in so many columns that a browser draws them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gnmr.report.binning import bin_width
+from gnmr.report.html.pack import packed
+from gnmr.report.runs import Ratios, Run
+
+COLUMNS = 800
+"""Bins of steps at the most: about the pixels that the map has."""
+
+
+@dataclass(frozen=True)
+class UnitMap:
+    """U units by B bins of `width` steps from step 1; a cell shows one recorded step, that of its highest risk."""
+
+    width: int
+    last_step: int
+    units: list[str]
+    step_UB: np.ndarray  # uint16, shown step minus the bin's first
+    values: dict[str, np.ndarray]  # (U, B) float32 by name: norm, the recorded columns, risk; NaN where not observed
+    active_UB: np.ndarray  # uint16, steps on the recovery path among the bin's recorded ones
+    recorded_B: np.ndarray  # uint16, recorded steps in the bin
+    causes: list[str]  # causes of promotions and releases; "" is the first
+    cause_UB: np.ndarray  # uint8, number of the cause of the last promotion decided or in force in the cell, 0: none
+    promotions: dict[str, np.ndarray]  # by promotion: unit, step, end, cause, released, risk
+
+    def tree(self) -> dict[str, Any]:
+        """For JSON."""
+        arrays = {"step": self.step_UB, "active": self.active_UB, "recorded": self.recorded_B, "cause": self.cause_UB}
+        return {
+            "width": self.width,
+            "last": self.last_step,
+            "bins": len(self.recorded_B),
+            "units": self.units,
+            "causes": self.causes,
+            "names": list(self.values),
+            **{name: packed(array) for name, array in arrays.items()},
+            "values": {name: packed(array) for name, array in self.values.items()},
+            "promotions": {name: packed(array) for name, array in self.promotions.items()},
+        }
+
+
+def unit_map(run: Run, ratios: Ratios, columns: int = COLUMNS) -> UnitMap:
+    """The run's map; `ratios` are its own and have at least one step."""
+    last = int(ratios.steps[-1])
+    width = bin_width(last, columns)
+    bins = -(-last // width)
+    place_S = (ratios.steps - 1) // width
+    edges = np.searchsorted(place_S, np.arange(bins + 1))
+    key_SU = np.where(np.isnan(ratios.risk_SU), -np.inf, ratios.risk_SU)
+    units = len(ratios.units)
+    shown_BU = np.zeros((bins, units), np.int64)  # rows of the matrices
+    active_BU = np.zeros((bins, units), np.uint16)
+    for place in np.flatnonzero(np.diff(edges)):
+        rows = slice(edges[place], edges[place + 1])
+        shown_BU[place] = edges[place] + key_SU[rows].argmax(axis=0)
+        active_BU[place] = ratios.active_SU[rows].sum(axis=0)
+    empty_B = np.diff(edges) == 0
+    across = np.arange(units)
+
+    def cells(values_SU: np.ndarray) -> np.ndarray:
+        values_BU = values_SU[shown_BU, across].astype(np.float32)
+        values_BU[empty_B] = np.nan
+        return values_BU.T
+
+    step_BU = ratios.steps[shown_BU] - 1 - np.arange(bins)[:, None] * width
+    step_BU[empty_B] = 0
+    causes, promotions = _promotions(run, ratios.units, last)
+    cause_UB = np.zeros((units, bins), np.uint8)
+    for unit, step, end, cause in zip(*(promotions[key] for key in ("unit", "step", "end", "cause")), strict=True):
+        cause_UB[unit, max(step - 1, 0) // width : (end - 1) // width + 1] = cause
+    return UnitMap(
+        width=width,
+        last_step=last,
+        units=ratios.units,
+        step_UB=step_BU.T.astype(np.uint16),
+        values={name: cells(matrix) for name, matrix in _matrices(ratios).items()},
+        active_UB=active_BU.T,
+        recorded_B=np.diff(edges).astype(np.uint16),
+        causes=causes,
+        cause_UB=cause_UB,
+        promotions=promotions,
+    )
+
+
+def _matrices(ratios: Ratios) -> dict[str, np.ndarray]:
+    return {"norm": ratios.norm_SU, **ratios.columns, "risk": ratios.risk_SU}
+
+
+def _promotions(run: Run, units: list[str], last: int) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Every promotion with the last step that it was in force in (the run's last where it was not released)."""
+    place = {unit: number for number, unit in enumerate(units)}
+    causes = [""]
+    found: list[list[Any]] = []
+    open_: dict[int, list[Any]] = {}
+    for event in run.events:
+        unit, step, cause = place.get(str(event.get("unit"))), event.get("step"), str(event.get("cause"))
+        if unit is None or not isinstance(step, int) or step > last:
+            continue
+        if cause not in causes:
+            causes.append(cause)
+        if event.get("event") == "promote":
+            risk = event.get("risk")
+            open_[unit] = [unit, step, last, causes.index(cause), 0, np.nan if risk is None else risk]
+            found.append(open_[unit])
+        elif unit in open_:
+            row = open_.pop(unit)
+            row[2], row[4] = step, causes.index(cause)
+    types = {
+        "unit": np.uint16,
+        "step": np.int32,
+        "end": np.int32,
+        "cause": np.uint8,
+        "released": np.uint8,
+        "risk": np.float32,
+    }
+    columns = list(zip(*found, strict=True)) or [()] * len(types)
+    return causes, {name: np.array(column, kind) for (name, kind), column in zip(types.items(), columns, strict=True)}

@@ -1,0 +1,72 @@
+"""Optimizer-side stabilisers: small changes of the gradient before the optimizer, one file each.
+
+They are the neighbours that routing is compared and combined with. `optim.transform.name` chooses one,
+`optim.transform.options` holds the keyword arguments of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gnmr.training.transforms.adagc import AdaGC
+from gnmr.training.transforms.agc import AGC
+from gnmr.training.transforms.base import StepContext, Transform, check_options
+from gnmr.training.transforms.gradient_stabilizer import GradientStabilizer
+from gnmr.training.transforms.norm_clip import NormClip
+from gnmr.training.transforms.skip_step import SkipStep
+from gnmr.training.transforms.spam import SPAM
+from gnmr.training.transforms.stable_spam import StableSPAM
+from gnmr.training.transforms.zclip import ZClip
+
+TRANSFORMS: dict[str, type[Transform]] = {
+    "norm_clip": NormClip,
+    "zclip": ZClip,
+    "adagc": AdaGC,
+    "agc": AGC,
+    "spam": SPAM,
+    "stable_spam": StableSPAM,
+    "gradient_stabilizer": GradientStabilizer,
+    "skip_step": SkipStep,
+}
+
+NEED_ADAM = ("spam", "stable_spam")
+"""They reset Adam's moments and make no sense with another optimizer."""
+
+
+def build_transform(
+    name: str | None, options: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Transform | None:
+    """The transform `name` over the trainable parameters, None for None.
+
+    ValueError, one line, for an unknown name or option (listing the right ones) or a senseless value.
+    """
+    if name is None:
+        if options:
+            raise ValueError(
+                f"optim.transform.options={dict(options)}: without effect while optim.transform.name is null"
+            )
+        return None
+    if name not in TRANSFORMS:
+        raise ValueError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
+    check_options(TRANSFORMS[name], name, options, "optim.transform.options")
+    return TRANSFORMS[name](named_parameters, **options)
+
+
+__all__ = [
+    "AGC",
+    "NEED_ADAM",
+    "SPAM",
+    "TRANSFORMS",
+    "AdaGC",
+    "GradientStabilizer",
+    "NormClip",
+    "SkipStep",
+    "StableSPAM",
+    "StepContext",
+    "Transform",
+    "ZClip",
+    "build_transform",
+]

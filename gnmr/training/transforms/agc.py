@@ -1,0 +1,50 @@
+"""AGC, adaptive gradient clipping (Brock et al., arXiv 2102.06171): bounds each unit's gradient by its weights.
+
+    G_u <- G_u min(1, clip max(||W_u||, floor) / max(||G_u||, 1e-6))
+
+A unit u is a row of a matrix (one output of a linear, one token of an embedding); a parameter with one dimension is
+one unit. Defaults: clip 0.01, floor 1e-3 (so that weights at zero can leave it). No state.
+
+The authors do not clip the final linear layer; so the head (a parameter below a module `lm_head`) is left alone unless
+`clip_head` is set. A head that is tied to the embedding is clipped as an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.training.transforms.base import StepContext, Transform, positive, require, scale_gradient
+
+
+class AGC(Transform):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        clip: float = 0.01,
+        floor: float = 1e-3,
+        clip_head: bool = False,
+    ) -> None:
+        named = list(named_parameters)
+        super().__init__(named)
+        positive(clip=clip, floor=floor)
+        require(isinstance(clip_head, bool), "clip_head", clip_head, "must be true or false")
+        self.clip, self.floor = clip, floor
+        self._free = {id(p) for name, p in named if "lm_head" in name.split(".") and not clip_head}
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
+        for p in self.own(parameters):
+            if p.grad is not None and id(p) not in self._free:
+                bound = self.clip * _unit_norms(p).clamp(min=self.floor)
+                scale_gradient(p.grad, (bound / _unit_norms(p.grad).clamp(min=1e-6)).clamp(max=1.0))
+        return None
+
+
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Norm of each row, keeping dimensions; of the whole where there is one dimension. float32."""
+    dims = tuple(range(1, tensor.ndim)) or None
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=torch.float32)

@@ -1,0 +1,156 @@
+"""The interface of a gradient transform, and what the transforms share.
+
+A transform stands between backward and the optimizer: it may change the gradients, ask for the step to be skipped, and
+scale the learning rate. It routes nothing; the controller reads the gradients before it.
+
+Two rules hold for all of them. Nothing waits for the device: decisions are tensors. And a step whose loss or gradient
+is not finite leaves no trace: the state is *selected* (`Transform.remember`), never multiplied by a flag, because
+0 * NaN = NaN. What such a step leaves in `.grad` does not matter, the caller skips the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a transform may know of the step besides its gradients. Tensors are scalars on the parameters' device."""
+
+    step: int
+    """Number of the step, from 1. Skipped steps count."""
+    loss: Tensor
+    """Mean loss of the step, nats."""
+    grad_norm: Tensor
+    """Global 2-norm of the gradients before any transform, float64."""
+    nonfinite: Tensor
+    """bool: the loss or a gradient is not finite, the update will be skipped."""
+    optimizer: torch.optim.Optimizer
+
+
+class Transform(ABC):
+    """A change of the gradients before the optimizer reads them; keyword arguments of a subclass are its options.
+
+    `state` holds tensors of fixed names and shapes: everything that the next step depends on besides the options.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """ValueError where no parameter is trainable. A parameter under several names (tied) counts once."""
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.parameters = _once(p for _, p in named)
+        if not self.parameters:
+            raise ValueError("a gradient transform needs at least one trainable parameter")
+        self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
+        """Changes `.grad` of `parameters` in place; returns a bool scalar "skip this update", or None for never.
+
+        `parameters` are those that the transform was built for; parameters without a gradient are passed over.
+        Does not wait for the device.
+        """
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on the learning rate of step `step` (from 1); a number of the host."""
+        return 1.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of the state."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """ValueError where `state` is not of a transform of this kind for a model of this shape."""
+        shapes = lambda tensors: {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes(state) != shapes(self.state):
+            raise ValueError(f"{type(self).__name__} has the state {shapes(self.state)}, not {shapes(state)}")
+        self.state = {name: state[name].to(old.device, old.dtype, copy=True) for name, old in self.state.items()}
+
+    def own(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """`parameters`, tied ones once; ValueError where they are not those that the state belongs to."""
+        found = _once(p for p in parameters if p.requires_grad)
+        if [id(p) for p in found] != [id(p) for p in self.parameters]:
+            raise ValueError(f"{type(self).__name__} was built for other parameters, or for these in another order")
+        return found
+
+    def remember(self, where: Tensor, **new: Tensor) -> None:
+        """Takes over the new values of the state where `where` (bool, broadcastable) is true."""
+        for name, value in new.items():
+            self.state[name] = torch.where(where, value, self.state[name])
+
+
+def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters}.values())
+
+
+def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
+    """Norm of each parameter's gradient, (P,) float64, accumulated in float32; 0 where there is none. NaN passes."""
+    norms = iter(
+        torch._foreach_norm([p.grad for p in parameters if p.grad is not None], order, dtype=torch.float32)
+        if any(p.grad is not None for p in parameters)
+        else ()
+    )
+    zero = torch.zeros((), device=parameters[0].device)
+    return torch.stack([next(norms) if p.grad is not None else zero for p in parameters]).double()
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
+    """gradient <- factor * gradient, rounded once: the product of a bf16 gradient is formed in float32."""
+    gradient.copy_(gradient.float().mul_(factor))
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:
+    """Scales each parameter's gradient in place; `factors` is a scalar or (P,)."""
+    for parameter, factor in zip(parameters, factors.float().expand(len(parameters)).unbind(), strict=True):
+        if parameter.grad is not None:
+            scale_gradient(parameter.grad, factor)
+
+
+def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any], where: str) -> None:
+    """ValueError for an option that is no keyword-only argument of `make`, the constructor of what is called `name`."""
+    parameters = inspect.signature(make).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{where}.{option}: {name} has no such option, it has {', '.join(known)}")
+
+
+def require(condition: bool, option: str, value: object, right: str) -> None:
+    """ValueError with one line unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"option {option}={value}: {right}")
+
+
+def positive(**options: object) -> None:
+    """Each must be a positive finite number."""
+    for option, value in options.items():
+        require(_is_number(value) and value > 0, option, value, "must be a positive number")  # type: ignore[operator]
+
+
+def share(**options: object) -> None:
+    """Each must be a number in [0, 1): a decay rate."""
+    for option, value in options.items():
+        require(
+            _is_number(value) and 0 <= value < 1,  # type: ignore[operator]
+            option,
+            value,
+            "must be a number, at least 0 and less than 1",
+        )
+
+
+def whole(**options: object) -> None:
+    """Each must be a whole number, 1 or more."""
+    for option, value in options.items():
+        right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        require(right, option, value, "must be a whole number, 1 or more")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,334 @@
+"""The probe's sums against the same sums written out; what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.paths import FORMATS, STATISTICS, PathLinear, Plan, convert
+from gnmr.paths.scaling import compress, decompress
+
+ROWS, WIDTH, OUT = 48, 32, 16
+NAMES = ["a", "b", "c"]
+
+
+class Net(nn.Module):
+    """a and b read the same tensor, c reads what they make of it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT), nn.Linear(OUT, OUT)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5  # not a leaf
+        return self.c(self.a(x) * self.b(x).sigmoid())
+
+
+def make(low: str = "int4", recovery: str | None = "int8", dtype: torch.dtype = torch.float32, **how) -> tuple:
+    net = Net(dtype)
+    return net, convert(net, low, recovery, NAMES, **how)
+
+
+def inputs(seed: int = 1, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, rows // 2, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def seen(net: nn.Module, x: Tensor, loss=lambda y: y.float().square().sum()) -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs forward and backward; {unit: (its input, its grad_output)}, both float32 with one row a token."""
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str):
+        def hook(_module, args, output):
+            found[name] = [args[0].detach().float().flatten(0, -2)]
+            output.register_hook(lambda g: found[name].append(g.float().flatten(0, -2)))
+
+        return hook
+
+    handles = [getattr(net, name).register_forward_hook(note(name)) for name in NAMES]
+    loss(net(x)).backward()
+    for handle in handles:
+        handle.remove()
+    return {name: (values[0], values[1]) for name, values in found.items()}
+
+
+def quantized(rows: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    if name == "bf16":
+        return rows
+    fmt = FORMATS[name]
+    return decompress(*compress(rows.to(dtype), fmt), fmt, rows.shape[1], dtype).float()
+
+
+def gap(rows: Tensor, grad: Tensor, kept: Tensor) -> float:
+    return (grad.double().square().sum(1) * (rows - kept).double().square().sum(1)).sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("site", ["saved", "forward"])
+@pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("e2m1", "bf16")])
+def test_every_statistic_is_what_it_says_on_either_path(low, recovery, site, dtype) -> None:
+    net, plan = make(low, recovery, dtype, site=site)
+    probe = plan.probe(STATISTICS)
+    plan.operators[0].switch(True)  # a recovers, b reads the same tensor on its low path
+    found = seen(net, inputs(dtype=dtype))
+    measured = probe.read()
+    assert list(measured) == list(STATISTICS)
+    for i, name in enumerate(NAMES):
+        rows, grad = found[name]
+        kept = quantized(rows, low, dtype)
+        expected = {
+            "gap_low": gap(rows, grad, kept),
+            "gap_recovery": gap(rows, grad, quantized(rows, recovery, dtype)),
+            "underflow": ((kept == 0) & (rows != 0)).sum().item() / (rows != 0).sum().item(),
+            "mse": (rows - kept).double().square().mean().item(),
+            "input_std": rows.double().std(correction=0).item(),
+        }
+        for key, value in expected.items():
+            assert measured[key][i].item() == pytest.approx(value, rel=1e-5), (name, key)
+    assert (measured["gap_recovery"] == 0).all() == (recovery == "bf16")
+    assert all(value.shape == (3,) and value.dtype == torch.float64 for value in measured.values())
+
+
+def test_by_hand() -> None:
+    """int2 of (1, 0.4, -0.6, 0): scale 1, so (1, 0, -1, 0): error 0.16 + 0.16; of (0, 0, 0, 0): nothing."""
+    net = nn.Sequential(nn.Linear(4, 1, bias=False))
+    plan = convert(net, "int2", None, ["0"])
+    probe = plan.probe(["gap_low", "underflow", "mse", "input_std"])
+    y = net(torch.tensor([[1.0, 0.4, -0.6, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    (y * torch.tensor([[3.0], [100.0]])).sum().backward()
+    got = {name: value.item() for name, value in probe.read().items()}
+    std = math.sqrt((1 + 0.16 + 0.36) / 8 - (0.8 / 8) ** 2)
+    assert got == pytest.approx({"gap_low": 9 * 0.32, "underflow": 1 / 3, "mse": 0.32 / 8, "input_std": std}, rel=1e-6)
+
+
+@pytest.mark.parametrize("low", ["int4", "e4m3"])
+def test_the_gap_is_the_expected_squared_error_of_the_weight_gradient(low: str) -> None:
+    """Independent random grad_output: the mean over 8 draws of ||dW_low - dW||^2 within 10 % of the gap."""
+    net = nn.Sequential(nn.Linear(64, 64, bias=False))
+    plan = convert(net, low, None, ["0"])
+    probe = plan.probe(["gap_low"])
+    truth = 0.0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        # Tokens of very different sizes: the sum of products, not the product of sums, has to be right.
+        x, grad = (torch.randn(256, 64, generator=generator) * torch.logspace(-1, 1, 256)[:, None] for _ in range(2))
+        net.zero_grad()
+        net(x).backward(grad)
+        truth += (net[0].weight.grad - grad.t() @ x).double().square().sum().item()
+    assert probe.read()["gap_low"].item() == pytest.approx(truth, rel=0.1)
+
+
+def test_every_seventh_row_is_measured_and_the_gap_scaled_up() -> None:
+    net, plan = make()
+    probe = plan.probe(STATISTICS, tokens=7)
+    found = seen(net, inputs())
+    measured = probe.read()
+    for i, name in enumerate(NAMES):
+        rows, grad = (part[::7] for part in found[name])
+        assert len(rows) == 7
+        kept = quantized(rows, "int4")
+        assert measured["gap_low"][i].item() == pytest.approx(gap(rows, grad, kept) * ROWS / 7, rel=1e-5)
+        assert measured["mse"][i].item() == pytest.approx((rows - kept).square().mean().item(), rel=1e-5)
+        assert measured["input_std"][i].item() == pytest.approx(rows.std(correction=0).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_readers_of_one_tensor_quantize_it_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(rows, fmt, *rest):
+        calls.append((fmt.name, rows.shape))
+        return compress(rows, fmt, *rest)
+
+    monkeypatch.setattr("gnmr.paths.saved.compress", counted)
+    monkeypatch.setattr("gnmr.paths.probe.compress", counted)
+    net, plan = make()
+    plan.operators[1].switch(True)
+    plan.probe(["gap_low", "gap_recovery"], tokens)
+    net(inputs())
+    saved = [("int4", WIDTH), ("int8", WIDTH), ("int4", OUT)]
+    probed = [("int8", OUT)] if tokens == 1 else [("int4", WIDTH), ("int8", WIDTH), ("int4", OUT), ("int8", OUT)]
+    assert sorted((name, shape[1]) for name, shape in calls) == sorted(saved + probed)
+    assert {shape[0] for _, shape in calls} == ({ROWS} if tokens == 1 else {ROWS, 7})
+
+
+def test_micro_batches_add_up_until_reset() -> None:
+    net, plan = make()
+    probe = plan.probe(STATISTICS)
+    parts, sizes = [], (48, 16)
+    for seed, rows in enumerate(sizes):
+        probe.reset()
+        seen(net, inputs(seed, rows))
+        parts.append(probe.read())
+    probe.reset()
+    for seed, rows in enumerate(sizes):
+        seen(net, inputs(seed, rows))
+    whole = probe.read()
+    for key in ("gap_low", "gap_recovery"):
+        torch.testing.assert_close(whole[key], parts[0][key] + parts[1][key])
+    torch.testing.assert_close(whole["mse"], (parts[0]["mse"] * 48 + parts[1]["mse"] * 16) / 64)
+    elements = torch.cat([(inputs(seed, rows) * 1.5).flatten() for seed, rows in enumerate(sizes)])
+    assert whole["input_std"][0].item() == pytest.approx(elements.std(correction=0).item(), rel=1e-5)
+    probe.reset()
+    assert all((value == 0).all() for value in probe.read().values()), "0 where nothing was measured"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_counts_once(reentrant: bool) -> None:
+    results = []
+    for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=reentrant)):
+        net, plan = make()
+        probe = plan.probe(STATISTICS)
+        run(net, inputs().requires_grad_()).square().sum().backward()
+        results.append(probe.read())
+    for key in STATISTICS:
+        assert torch.equal(results[0][key], results[1][key]), key
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).float().square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("how", [{}, {"rounding": "stochastic"}, {"site": "forward"}, {"low": "bf16"}])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_probe_changes_no_bit_of_the_run(how: dict, tokens: int) -> None:
+    runs = []
+    for probed in (False, True):
+        net, plan = make(**how)
+        if probed:
+            plan.probe(STATISTICS, tokens)
+        steps = []
+        for step in range(3):
+            plan.operators[0].switch(step == 1)
+            steps += gradients(net, inputs(step))
+            plan.shared.forget()
+        runs.append((steps, plan))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    if "rounding" in how:
+        assert torch.equal(runs[0][1].state_dict()["generator"], runs[1][1].state_dict()["generator"])
+
+
+def bytes_of(net: nn.Module, plan: Plan) -> int:
+    y = net(inputs())
+    assert plan.saved_bytes() == plan.predicted_bytes()
+    kept = plan.saved_bytes()
+    y.sum().backward()
+    return kept
+
+
+def test_the_bytes_of_the_paths_are_counted_without_the_probes_own() -> None:
+    net, plan = make()
+    plan.operators[0].switch(True)
+    without = bytes_of(net, plan)
+    plan.probe(STATISTICS)
+    assert bytes_of(net, plan) == without
+
+
+def test_stochastic_rounding_is_measured_with_rounding_to_nearest() -> None:
+    net, plan = make(rounding="stochastic")
+    probe = plan.probe(["mse"])
+    rows = seen(net, inputs())["a"][0]
+    assert probe.read()["mse"][0].item() == pytest.approx(
+        (rows - quantized(rows, "int4")).square().mean().item(), rel=1e-5
+    )
+
+
+def test_off_in_between_and_off_for_good() -> None:
+    net, plan = make()
+    probe = plan.probe(["gap_low"])
+    gradients(net, inputs())
+    first = probe.read()["gap_low"]
+    probe.enabled = False
+    gradients(net, inputs(2))
+    assert torch.equal(probe.read()["gap_low"], first)
+    probe.enabled = True
+    gradients(net, inputs(2))
+    assert (probe.read()["gap_low"] > first).all()
+    with torch.no_grad():
+        net(inputs(3))
+    with plan.exact():
+        gradients(net, inputs(3))
+    second = probe.read()["gap_low"]
+    plan.unprobe()
+    gradients(net, inputs(4))
+    assert torch.equal(probe.read()["gap_low"], second)
+
+
+@pytest.mark.parametrize("low", ["int4", "bf16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_number_shows_in_every_statistic_of_its_unit(low: str, bad: float) -> None:
+    net, plan = make(low, "e4m3")
+    probe = plan.probe(STATISTICS)
+    x = inputs()
+    x[0, 3, 2] = bad
+    net(x).nan_to_num().sum().backward()
+    for key, value in probe.read().items():
+        assert value[:2].isnan().all(), key
+
+
+def test_a_bad_grad_output_shows_in_the_gap() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, OUT))
+    plan = convert(net, "int4", "int8", ["0"])
+    probe = plan.probe(["gap_low", "gap_recovery", "mse"])
+    grad = torch.ones(4, OUT)
+    grad[2, 1] = math.nan
+    net(inputs().flatten(0, 1)[:4]).backward(grad)
+    measured = probe.read()
+    assert measured["gap_low"].isnan().all() and measured["gap_recovery"].isnan().all()
+    assert measured["mse"].isfinite().all()
+
+
+def test_under_autocast_the_operand_is_the_cast_one() -> None:
+    net, plan = make()
+    probe = plan.probe(["mse"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(inputs()).float().sum().backward()
+    x, fmt = (inputs() * 1.5).flatten(0, 1), FORMATS["int4"]
+    kept = decompress(*compress(x, fmt), fmt, WIDTH, torch.bfloat16)
+    expected = (x.bfloat16().float() - kept.float()).square().mean().item()
+    assert probe.read()["mse"][:2].tolist() == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_a_frozen_unit_and_an_empty_batch_measure_nothing() -> None:
+    net, plan = make()
+    probe = plan.probe(STATISTICS)
+    net.b.weight.requires_grad_(False)
+    F.relu(net(inputs())).sum().backward()
+    gap_low = probe.read()["gap_low"]
+    assert gap_low[0] > 0 and gap_low[1] == 0
+    probe.reset()
+    net(torch.zeros(0, WIDTH)).sum().backward()
+    assert all((value == 0).all() for value in probe.read().values())
+
+
+def test_a_new_probe_starts_afresh_on_the_same_tensor() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, OUT))
+    plan = convert(net, "int4", None, ["0"])
+    x = inputs().flatten(0, 1)
+    for tokens in (1, 7):
+        probe = plan.probe(["mse"], tokens)
+        net(x).sum().backward()
+        expected = (x - quantized(x, "int4"))[::tokens].square().mean().item()
+        assert probe.read()["mse"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_refused() -> None:
+    _, plan = make()
+    for names in (["gap"], ["mse", "nothing"], []):
+        with pytest.raises(ValueError, match="use some of gap_low, gap_recovery, underflow, mse, input_std"):
+            plan.probe(names)
+    with pytest.raises(ValueError, match="tokens=0: the stride"):
+        plan.probe(["mse"], tokens=0)
+    _, static = make(recovery=None)
+    with pytest.raises(ValueError, match="gap_recovery: this plan has no recovery path"):
+        static.probe(["gap_recovery"])
+    assert plan.shared.probe is None
+    assert all(isinstance(operator, PathLinear) for operator in plan.operators)

@@ -1,0 +1,77 @@
+"""Runs as they would be read, without their files: for tests of what is made of many results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from gnmr.report.arms import Comparison, compare
+from gnmr.report.runs import Run
+
+PATHS = {"int4_int8": ("int4", "int8"), "int8_bf16": ("int8", "bf16")}
+SETTINGS = {
+    "model.hidden_size": 256,
+    "model.intermediate_size": 704,
+    "optim.lr": 1e-3,
+    "stress.kind": "none",
+    "stress.rate": 0.0,
+    "training.seq_len": 256,
+    "training.batch_size": 8,
+    "training.accumulation": 1,
+    "training.steps": 100,
+    "controller.signal.name": "gnmr_delta",
+    "controller.routing": "thresholded",
+    "controller.trigger": 1.0,
+    "controller.alpha": 1.5,
+    "controller.beta": 1.3,
+    "controller.max_o": 4,
+    "controller.t_lock": 1,
+    "paths.site": "saved",
+}
+
+
+class Recorded:
+    """Collects runs of one experiment."""
+
+    def __init__(self, experiment: str = "stress", scale: str = "cpu") -> None:
+        self.experiment, self.scale = experiment, scale
+        self.runs: list[Run] = []
+
+    def add(
+        self,
+        paths: str,
+        *losses: float | None,
+        promoted: float = 0.01,
+        summary: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """One run a seed with these final log perplexities, None where it diverged; settings: keys with __ for dots."""
+        low, recovery = PATHS.get(paths, (paths, None))
+        given = {key.replace("__", "."): value for key, value in settings.items()}
+        merged = SETTINGS | {"paths.name": paths, "paths.low": low, "paths.recovery": recovery} | given
+        parts = [paths]
+        if recovery:
+            parts.append(str(merged["controller.signal.name"]).replace("gnmr_delta", "gnmr"))
+            parts += ["ranked"] if merged["controller.routing"] == "ranked" else []
+        parts += [str(given["optim.transform.name"])] if given.get("optim.transform.name") else []
+        for seed, loss in enumerate(losses):
+            run = Run(
+                folder=Path(f"no-such-folder/{len(self.runs)}"),
+                settings=merged,
+                header={"data": {"fingerprint": "feedbeef"}},
+                experiment=self.experiment,
+                scale=self.scale,
+                arm="-".join(parts),
+                hash=str(sorted(map(repr, merged.items()))),
+                seed=seed,
+                status="failed" if loss is None else "done",
+                reason="the validation loss after step 3 is nan" if loss is None else None,
+            )
+            value = loss or 9.0
+            told = {"final_val_loss": value, "final_val_ppl": math.exp(value), "promotion_frac": promoted}
+            run.__dict__["summary"] = told | (summary or {})
+            self.runs.append(run)
+
+    def comparisons(self) -> list[Comparison]:
+        return compare(self.runs)

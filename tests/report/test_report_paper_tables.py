@@ -1,0 +1,138 @@
+"""The paper's tables with our runs in them: which rows there are, and where the paper's figures stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from report_reading import notes
+from report_recorded import Recorded
+
+from gnmr.report.paper_tables import table_1, table_3, table_5, table_6, table_10, table_11
+
+Write = Callable[..., Path]
+
+
+def test_the_papers_figures_stand_beside_its_own_scales_only(write_run: Write, comparisons: Callable) -> None:
+    for scale in ("cpu", "60m"):
+        for arm in ("int4", "int4_int8", "bf16"):
+            write_run(arm=arm, scale=scale, val_ppl=35.0)
+    found = comparisons()
+    table = table_1("stress", found)
+    assert [column.replace("\n", " ") for column in table.columns] == [
+        "arm", "cpu 6,144 tokens", "60m 6,144 tokens", "paper, 60m 1.1B",
+    ]  # fmt: skip
+    theirs = {cells[0]: cells[-1] for cells in table.rows}
+    assert theirs == {"int4": "67.22", "int4_int8-gnmr": "30.59", "bf16": "30.79"}
+    assert "it has no figures for scale cpu, so none stand beside ours" in notes(table)
+    only_cpu = table_1("stress", found[:1])
+    assert len(only_cpu.columns) == 2
+    assert "paper" not in only_cpu.columns[1]
+    assert "it has no figures for scale cpu" in notes(only_cpu)
+
+
+def test_the_papers_perplexity_needs_the_papers_arm(write_run: Write, comparisons: Callable) -> None:
+    cases = {
+        "alpha": {"controller.alpha": 9.0},
+        "two stages": {"controller.alpha_init": 2.0},
+        "forward": {"paths.site": "forward"},
+    }
+    for place, settings in enumerate(cases.values()):
+        write_run(arm="int4_int8", scale="60m", experiment=f"case{place}", settings=settings)
+    for comparison in comparisons():
+        assert [cells[-1] for cells in table_1("case", [comparison]).rows] == ["-"]
+
+
+def test_failed_arms_are_crosses_in_table_1(write_run: Write, comparisons: Callable) -> None:
+    write_run(arm="int4", scale="1.3b", status="failed", reason="diverged")
+    assert table_1("stress", comparisons()).rows == [["int4", "x", "x"]]
+
+
+def test_table_3_has_the_papers_shares_at_its_thresholds(write_run: Write, comparisons: Callable) -> None:
+    thresholds = {"controller.alpha": 2.0, "controller.beta": 1.5}
+    shares = {"over_frac": {"gnmr": 0.002, "delta_gnmr": 0.001}}
+    write_run(arm="int4_int8", scale="350m", settings=thresholds, summary=shares)
+    write_run(arm="int4_int8", scale="130m", settings=thresholds, summary=shares)
+    found = comparisons()
+    assert [cells[1:] for cells in table_3("stress", found).rows] == [
+        ["130m", "2.0", "1.5", "0.200 %", "-", "0.100 %", "-"],
+        ["350m", "2.0", "1.5", "0.200 %", "0.141 %", "0.100 %", "0.067 %"],
+    ]
+    without = table_3("stress", found[:1])
+    assert len(without.columns) == 6
+    assert "The paper has no shares for these scales and thresholds" in notes(without)
+
+
+def test_table_5_has_the_stages_along_the_run() -> None:
+    """Perplexity at the evaluations nearest to 1.3, 2.1 and 2.6 of 2.6 B tokens: steps 50, 80 and 100 of 100."""
+    along = {"step": np.array([20, 50, 80, 100]), "val_ppl": np.array([90.0, 50.0, 40.0, 30.0])}
+    tables = {}
+    for scale in ("cpu", "130m"):
+        runs = Recorded(scale=scale)
+        runs.add("int4_int8", 3.0)
+        runs.add("int4_int8", 3.0, controller__alpha_init=1.5, controller__alpha=1.1)
+        runs.add("int4_int8", 3.0, controller__alpha=9.0, controller__max_o=2)
+        for run in runs.runs:
+            run.__dict__["evals"] = along
+        tables[scale] = table_5(runs.comparisons()[0])
+    assert [cells[1:] for cells in tables["cpu"].rows] == [
+        ["1.5", "1.1", "50.00 ± -", "40.00 ± -", "30.00 ± -"],
+        ["1.5", "1.5", "50.00 ± -", "40.00 ± -", "30.00 ± -"],
+    ]
+    assert tables["cpu"].columns[3:] == ["PPL at\n102,400", "PPL at\n165,415", "PPL at\n204,800"]
+    assert "none of its rows fits these arms" in notes(tables["cpu"])
+    assert [cells[-3:] for cells in tables["130m"].rows if cells[0] == "  the paper's"] == [
+        ["26.49", "23.92", "23.54"],
+        ["26.56", "23.98", "23.60"],
+    ]
+
+
+def test_table_6_has_the_caps() -> None:
+    runs = Recorded(scale="130m")
+    for max_o in (8, 2):
+        runs.add("int4_int8", 3.0, controller__alpha_init=1.5, controller__alpha=1.1, controller__max_o=max_o)
+    runs.add("int4", 3.0)
+    (comparison,) = runs.comparisons()
+    table = table_6(comparison)
+    assert [cells[1] for cells in table.rows] == ["2", "", "8", ""]
+    assert [cells[2:] for cells in table.rows[1::2]] == [["26.56", "23.97", "23.59"], ["26.56", "24.01", "23.63"]]
+    assert table_5(comparison).rows == []
+
+
+def test_table_10_has_the_static_baseline_between_its_neighbours() -> None:
+    runs = Recorded(scale="350m")
+    for arm in ("int4", "int4_int8", "bf16"):
+        runs.add(arm, math.log(35))
+    assert table_10("stress", runs.comparisons()).rows == [], "no static baseline, no table"
+    for signal in ("static_k", "gsnr"):
+        runs.add("int4_int8", math.log(60), controller__signal__name=signal)
+    assert table_10("stress", runs.comparisons()).rows == [
+        ["int4", "35.00 ± -", "-"],
+        ["int4_int8-gnmr", "35.00 ± -", "-"],
+        ["int4_int8-static_k", "60.00 ± -", "88.97"],
+    ]
+
+
+def test_table_11_has_the_signals_on_one_actuator() -> None:
+    runs = Recorded(scale="130m")
+    cost = {"hit_max_o_frac": 0.0125, "steps": 4, "wall_time_s": 2.0}
+    gsnr = {"controller__signal__name": "gsnr", "controller__routing": "ranked"}
+    runs.add("int4_int8", math.log(24), promoted=0.004, summary=cost | {"peak_memory_bytes": 3_732_400_000})
+    runs.add("int4_int8", math.log(25), promoted=0.004, summary=cost, **gsnr)
+    runs.add("int4_int8", math.log(26), controller__signal__name="random", controller__max_o=3)
+    assert table_11(runs.comparisons()[0]).rows == [
+        ["int4_int8-gnmr", "24.000 ± -", "0.0040", "0.0125", "0.5000", "3732"],
+        ["  the paper's", "23.685", "0.0040", "0.0043", "0.9972", "3732"],
+        ["int4_int8-gsnr-ranked", "25.000 ± -", "0.0040", "0.0125", "0.5000", "-"],
+        ["  the paper's", "23.729", "-", "-", "1.2775", "4009"],
+    ]
+
+
+def test_what_is_not_the_papers_setting_has_none_of_its_figures() -> None:
+    runs = Recorded(scale="60m")
+    runs.add("int4", 3.0, optim__transform__name="zclip")
+    runs.add("int8", 3.0, stress__kind="noise")
+    runs.add("int4_int8", 3.0, controller__trigger=2.0)
+    assert [cells[-1] for cells in table_1("stress", runs.comparisons()).rows] == ["-"] * 3
