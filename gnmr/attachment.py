@@ -129,11 +129,12 @@ def attach(
                 stacklevel=2,
             )
         context = context_of(units, max_o, seed=seed)
+        made: Signal
         if signal is None:
-            signal = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
-        elif not hasattr(signal, "observe") or isinstance(signal, type):
-            signal = signal(context)
-        controller = AttachedController(units, signal, max_o, t_lock, warmup_steps, ranked)
+            made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
+        else:
+            made = signal(context) if callable(signal) else signal
+        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked)
         controller.attach_plan(plan)
     except ValueError:
         plan.restore()

@@ -38,6 +38,7 @@ from gnmr.wiring import build_controller
 _HELP = """\
 usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
        gnmr replay FILE calibrate=SHARE [signal=NAME|all] [key=value ...]
+       gnmr replay RUN... detect=SHARE [signal=NAME|all] [key=value ...] [out=OUT.json]
 
   FILE       a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed;
              a missing row is a unit that was not observed in that step)
@@ -49,6 +50,9 @@ usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
              t (in force in step t + 1), largest risk first
   calibrate  finds the controller.trigger (for random and fixed sets the option share) at which the mean share of
              unit-steps on the recovery path is SHARE; all: for every signal whose evidence is there
+
+  detect     holds the signals against the runs' injected faults (stress=...), each at the trigger that raises false
+             alarms in SHARE of the unit-steps outside of them: recall, precision and delay
 
   gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
   gnmr replay runs/act_quant_stress/RUN calibrate=0.01 signal=all
@@ -79,6 +83,7 @@ class Asked:
     settings: ControllerConfig
     out: Path | None = None
     calibrate: float | None = None
+    detect: float | None = None
     all_signals: bool = False
 
 
@@ -87,14 +92,16 @@ def main(argv: list[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0 if argv else 2
-    path, words = Path(argv[0]), argv[1:]
-    defaults, schedule_steps = ControllerConfig(), None
-    if (path / "config.yaml").exists():
-        config = read_config(path / "config.yaml")
-        defaults, schedule_steps = config.controller, config.training.steps
-        if (every := config.records.ratios_every) > 1:
-            note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
-            print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
+    paths = [Path(word) for word in argv if "=" not in word]
+    words = [word for word in argv if "=" in word]
+    if not paths:
+        raise UserError("replay: name a run folder or a file (gnmr replay --help)")
+    if any(word.startswith("detect=") for word in words):
+        return _detect(paths, words)
+    if len(paths) > 1:
+        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; only detect= takes several")
+    path = paths[0]
+    defaults, schedule_steps = settings_of(path)
     asked = parse(words, defaults)
     norms = read_norms(path)
     steps = schedule_steps or len(norms.norm)
@@ -117,25 +124,50 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def settings_of(path: Path) -> tuple[ControllerConfig, int | None]:
+    """(conf/controller, training.steps) of a run folder; the defaults and None of anything else."""
+    if not (path / "config.yaml").exists():
+        return ControllerConfig(), None
+    config = read_config(path / "config.yaml")
+    if (every := config.records.ratios_every) > 1:
+        note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
+        print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
+    return config.controller, config.training.steps
+
+
+def _detect(paths: list[Path], words: list[str]) -> int:
+    from gnmr.detection import detect_and_print, faulty_run
+
+    runs = []
+    for path in paths:
+        defaults, steps = settings_of(path)
+        asked = parse(words, defaults)
+        norms = read_norms(path)
+        runs.append(faulty_run(path, norms, asked.settings, steps or len(norms.norm)))
+    assert asked.detect is not None
+    return detect_and_print(runs, asked.detect, asked.all_signals, asked.out)
+
+
 def parse(words: list[str], defaults: ControllerConfig) -> Asked:
     """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller."""
     known = {field.name for field in fields(ControllerConfig)} - {"name"}
     changes: list[str] = []
-    out, calibrate, all_signals = None, None, False
+    out, all_signals = None, False
+    shares: dict[str, float] = {}
     for word in words:
         key, sign, text = word.partition("=")
         if key == "out" and text:
             out = Path(text)
-        elif key == "calibrate" and text:
-            calibrate = _share(text)
+        elif key in ("calibrate", "detect") and text:
+            shares[key] = _share(key, text)
         elif key == "signal" and text:
             all_signals = text == "all"
             changes += [] if all_signals else [f"signal.name={text}"]
         elif not sign or key.partition(".")[0] not in known:
             more = ", ".join(sorted(known - {"signal"}))
             raise UserError(
-                f"replay: {word!r} is not understood; use {more}, signal, signal.options.*, calibrate or out, as "
-                "key=value"
+                f"replay: {word!r} is not understood; use {more}, signal, signal.options.*, calibrate, detect or "
+                "out, as key=value"
             )
         else:
             changes.append(word)
@@ -148,20 +180,21 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         raise UserError(f"replay: {one_line(error)}") from error
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: must be a file in a folder that exists")
-    if calibrate is not None and out is not None:
-        raise UserError("out: a calibration makes no decisions to write; leave out= or calibrate= out")
-    if all_signals and calibrate is None:
-        raise UserError("signal=all: only with calibrate=SHARE; name one signal")
-    return Asked(replace(tree.controller, name=defaults.name), out, calibrate, all_signals)
+    if len(shares) > 1 or ("calibrate" in shares and out is not None):
+        raise UserError("calibrate stands alone: no detect and no out beside it")
+    if all_signals and not shares:
+        raise UserError("signal=all: only with calibrate=SHARE or detect=SHARE; name one signal")
+    settings = replace(tree.controller, name=defaults.name)
+    return Asked(settings, out, shares.get("calibrate"), shares.get("detect"), all_signals)
 
 
-def _share(text: str) -> float:
+def _share(key: str, text: str) -> float:
     try:
         share = float(text)
     except ValueError:
         share = math.nan
     if not 0 < share <= 1:
-        raise UserError(f"calibrate={text}: must be a share of the unit-steps above 0, at most 1")
+        raise UserError(f"{key}={text}: must be a share of the unit-steps above 0, at most 1")
     return share
 
 
@@ -268,6 +301,21 @@ def build(settings: ControllerConfig, units: list[Unit], steps: int, evidence: s
             f"records.evidence=[{','.join(lacking)}]"
         )
     return controller
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The risks that a signal gives to recorded evidence."""
+
+    units: list[str]
+    risk: np.ndarray  # (T, U) float64
+    observed: np.ndarray  # (T, U) bool
+
+
+def recorded_risk(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Recorded:
+    """Of every step and unit, whatever is routed."""
+    risk = np.array([decision.risk for decision in replay(norms, settings, schedule_steps)])
+    return Recorded(norms.units, risk, norms.observed)
 
 
 class Tally:

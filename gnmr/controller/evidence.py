@@ -20,7 +20,7 @@ EVIDENCE: dict[str, str] = {
     "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
     "error of the weight gradient",
     "gap_recovery": "the same with the recovery path's Q",
-    "gap_exact": "squared norm of grad_output^T (Q_low(x) - Q_recovery(x)): true_gap, where only the saved copy differs",
+    "gap_exact": "squared norm of grad_output^T (Q_low(x) - Q_recovery(x)): true_gap where only the saved copy differs",
     "underflow": "share of the x != 0 that the low-cost path turns into 0",
     "mse": "mean of (x - Q(x))^2 on the low-cost path",
     "input_std": "standard deviation of the elements of the unit's input",

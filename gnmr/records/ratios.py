@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ class RatioStream:
         self._path = path
         self._file: BinaryIO | None = None
         self._names: tuple[list[str], tuple[str, ...]] | None = None
-        self._rows = np.empty(0)
+        self._rows: Any = None  # (U,) of `_row_type`, filled anew in every step
 
     def write(self, rows: RatioRows) -> None:
         """The observed units of a step, in one write to the file; nothing if there are none."""

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from gnmr.errors import UserError
 from gnmr.report.arms import Comparison, choose_baseline, compare, refuse_rivals
+from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table
 from gnmr.report.regimes import REGIME_MAP
 from gnmr.report.runs import Run, find_runs, load
-from gnmr.report.tables import run_table, tables
+from gnmr.report.tables import paper_tables_of, run_table, tables
 
 
 def main(argv: list[str]) -> int:
@@ -30,8 +31,9 @@ def main(argv: list[str]) -> int:
     add("--no-plots", dest="plots", action="store_false", help="tables only")
     add("--against", metavar="ARM", help="the arm that all others are tested against (default: the static low path)")
     add("--strict", action="store_true", help="refuse runs of one experiment and scale that cannot be compared")
-    given = parser.parse_args(argv)
-    report(given.runs, given.out, Console(), plots=given.plots, against=given.against, strict=given.strict)
+    add("--html", metavar="FILE", type=Path, help="also one self-contained page for a browser (html=FILE will do too)")
+    given = parser.parse_args([f"--{word}" if word.startswith("html=") else word for word in argv])
+    report(given.runs, given.out, Console(), given.plots, given.against, given.strict, given.html)
     return 0
 
 
@@ -42,8 +44,9 @@ def report(
     plots: bool = True,
     against: str | None = None,
     strict: bool = False,
+    html: Path | None = None,
 ) -> None:
-    """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG.
+    """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too.
 
     `out` None: report/ in the path, or in the common parent of several. `against`: label or name of the arm that the
     others are tested against. Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot
@@ -58,7 +61,7 @@ def report(
         refuse_rivals(comp for comp in comparisons if comp.kind.experiment != REGIME_MAP)
     if against is not None:
         choose_baseline(comparisons, against)
-    found = tables(comparisons)
+    found = [*tables(comparisons), *fault_tables(comparisons)]
     for table in found:
         table.print(console)
     for line in unreadable:
@@ -70,7 +73,13 @@ def report(
         written.write_text(_markdown([*found, run_table(runs, root)], unreadable, images), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: cannot write the report ({error.strerror or error})") from error
+    if html is not None:
+        from gnmr.report.html import write_html  # plotly too
+
+        write_html(comparisons, runs, html, tables=paper_tables_of(comparisons))
     console.print(Text(f"Report: {written}"), soft_wrap=True)
+    if html is not None:
+        console.print(Text(f"Page: {html}"), soft_wrap=True)
     if images:
         console.print(Text("Plots:"))
         for image in images:

@@ -191,6 +191,17 @@ def run_lead_lags(run: Run, ratios: Ratios, max_lag: int = 20) -> dict[str, tupl
     return {name: value for name, value in found.items() if value is not None}
 
 
+def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
+    """Who was caught, for the comparisons that had faults; none elsewhere."""
+    tables = []
+    for comparison in comparisons:
+        found = {run.folder: run_detection(run) for run in comparison.runs if (run.folder / "faults.jsonl").exists()}
+        known = {folder: detection for folder, detection in found.items() if detection is not None}
+        if known:
+            tables += [detection_table(comparison, known), windows_table(comparison, known)]
+    return [table for table in tables if table.rows]
+
+
 def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:
     """Precision, recall, delay and false alarms of each arm, mean ± sample standard deviation over its seeds.
 

@@ -24,9 +24,16 @@ def tables(comparisons: list[Comparison]) -> list[Table]:
     """All tables: those of each comparison, then the paper's for each experiment; of a regime map its own alone."""
     plain = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
     found = [table for comparison in plain for table in comparison_tables(comparison)]
+    return [table for table in [*found, *paper_tables_of(comparisons), *regime_tables(comparisons)] if table.rows]
+
+
+def paper_tables_of(comparisons: list[Comparison]) -> list[Table]:
+    """The paper's tables of every experiment but the regime map."""
+    plain = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
+    found = []
     for experiment in dict.fromkeys(comparison.kind.experiment for comparison in plain):
         found += paper_tables(experiment, [comp for comp in plain if comp.kind.experiment == experiment])
-    return [table for table in [*found, *regime_tables(comparisons)] if table.rows]
+    return [table for table in found if table.rows]
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:

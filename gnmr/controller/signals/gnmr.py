@@ -42,7 +42,7 @@ class GnmrSignal(RatioSignal):
     the memory of GNMR. ValueError for a value without sense.
     """
 
-    columns = ("gnmr", "delta_gnmr")
+    columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
     kept = ("history", "window")
 
     def __init__(

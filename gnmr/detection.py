@@ -1,0 +1,169 @@
+"""`gnmr replay RUN... detect=SHARE`: which signals would have caught the faults of recorded runs, and how soon.
+
+Every signal reads the same recorded evidence of runs whose faults are known (conf/stress), and in each run gets the
+trigger at which it raises false alarms in SHARE of the unit-steps outside the faults: what it catches then is compared.
+Nothing is routed here. Signals that choose blindly have no detections to compare; of them only random is kept, as what
+chance catches at that rate.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from gnmr.config import ControllerConfig, SignalConfig
+from gnmr.controller.signals import SIGNALS, BlindSignal
+from gnmr.errors import UserError
+from gnmr.records.files import replace_json
+from gnmr.replay import Norms, Recorded, recorded_risk
+from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
+from gnmr.report.layout import NOTHING, Table
+from gnmr.report.runs import Ratios
+
+_BLIND = set(BlindSignal.__subclasses__())
+
+
+@dataclass(frozen=True)
+class FaultyRun:
+    """A run with known faults and what was recorded of it."""
+
+    folder: Path
+    norms: Norms
+    settings: ControllerConfig
+    steps: int
+    windows: list[Window]
+
+
+def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig, steps: int) -> FaultyRun:
+    """UserError for a run without faults."""
+    windows = read_windows(folder) if folder.is_dir() else []
+    if not windows:
+        raise UserError(
+            f"{folder}: no faults.jsonl; detect= needs a run that was trained with stress=... (conf/stress)"
+        )
+    return FaultyRun(folder, norms, settings, steps, windows)
+
+
+def detect_and_print(runs: list[FaultyRun], share: float, every: bool, out: Path | None) -> int:
+    """Two tables, and with `out` the same as JSON; returns the exit code."""
+    own = runs[0].settings.signal.name
+    names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
+    console = Console(stderr=True)
+    found: dict[str, dict[str, Tally]] = {}
+    for name in track(names if every else [own], "detecting", console=console, transient=True, disable=_piped(console)):
+        try:
+            found[name] = _of_signal(name, runs, share)
+        except UserError as error:
+            if not every:
+                raise
+            print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+    kinds = sorted({window.kind for run in runs for window in run.windows})
+    shown = Console(width=None if sys.stdout.isatty() else 100)
+    for table in (_overall(found, runs, share), _by_kind(found, kinds)):
+        table.print(shown)
+    if out is not None:
+        rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
+        replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
+        print(f"figures: {out}")
+    return 0
+
+
+def _piped(console: Console) -> bool:
+    return not console.is_terminal
+
+
+@dataclass
+class Tally:
+    """Detections of one signal, summed over runs."""
+
+    windows: int = 0
+    detected: int = 0
+    flagged: int = 0
+    flagged_inside: int = 0
+    unit_steps_outside: int = 0
+    delays: list[int] = field(default_factory=list)
+    """Steps from a detected window's first step to its first flag."""
+
+    def add(self, found: Detection, kind: str | None = None) -> None:
+        """Adds a run's figures; with `kind` only its windows, for flags have no kind."""
+        chosen = [
+            delay
+            for window, delay in zip(found.windows, found.delays, strict=True)
+            if kind is None or window.kind == kind
+        ]
+        self.windows += len(chosen)
+        self.delays += [delay for delay in chosen if delay is not None]
+        self.detected = len(self.delays)
+        if kind is None:
+            self.flagged += found.flagged
+            self.flagged_inside += found.flagged_inside
+            self.unit_steps_outside += found.unit_steps_outside
+
+
+def _of_signal(name: str, runs: list[FaultyRun], share: float) -> dict[str, Tally]:
+    """By kind of fault; "all" holds them together."""
+    tallies: dict[str, Tally] = {"all": Tally()}
+    for run in runs:
+        signal = run.settings.signal if name == run.settings.signal.name else SignalConfig(name)
+        recorded = recorded_risk(run.norms, replace(run.settings, signal=signal), run.steps)
+        _, found = at_false_alarms(recorded, run.windows, share)
+        tallies["all"].add(found)
+        for kind in {window.kind for window in run.windows}:
+            tallies.setdefault(kind, Tally()).add(found, kind)
+    return tallies
+
+
+def _overall(found: dict[str, dict[str, Tally]], runs: list[FaultyRun], share: float) -> Table:
+    table = Table(
+        f"Faults of {len(runs)} runs, each signal at the trigger of {1000 * share:g} false alarms per 1,000 unit-steps",
+        ["signal", "recall", "precision", "delay", "false alarms\nper 1,000"],
+        notes=[
+            "Recall: windows with a flag between their first step and the one after their last. Precision: flags inside "
+            "a window over all flags. Delay: steps from a detected window's first step to its first flag, median."
+        ],
+    )
+    for name, tallies in found.items():
+        all_of = tallies["all"]
+        alarms = (all_of.flagged - all_of.flagged_inside) / max(all_of.unit_steps_outside, 1)
+        precision = f"{all_of.flagged_inside / all_of.flagged:.1%}" if all_of.flagged else NOTHING
+        recall = f"{all_of.detected} of {all_of.windows}"
+        table.rows.append([name, recall, precision, _delay(all_of), f"{1000 * alarms:.1f}"])
+    return table
+
+
+def _by_kind(found: dict[str, dict[str, Tally]], kinds: list[str]) -> Table:
+    table = Table("Recall by kind of fault, and median delay in steps", ["signal", *kinds])
+    for name, tallies in found.items():
+        cells = [(tallies[kind], tallies[kind].windows) for kind in kinds]
+        table.rows.append([name, *(f"{tally.detected / n:.0%} ({_delay(tally)})" for tally, n in cells)])
+    return table
+
+
+def _delay(tally: Tally) -> str:
+    return f"{median(tally.delays):g}" if tally.delays else NOTHING
+
+
+def at_false_alarms(recorded: Recorded, windows: list[Window], share: float) -> tuple[float, Detection]:
+    """The least trigger with false alarms in at most `share` of the unit-steps outside the windows, and what it finds."""
+    ratios = Ratios(
+        np.arange(1, len(recorded.risk) + 1),
+        recorded.units,
+        recorded.risk,
+        {},
+        np.where(recorded.observed, recorded.risk, np.nan),
+        np.zeros(recorded.risk.shape, bool),
+    )
+    outside = recorded.observed.copy()
+    place = {unit: index for index, unit in enumerate(recorded.units)}
+    for window in windows:
+        outside[window.start - 1 : window.end + GRACE, place[window.unit]] = False
+    risks = np.sort(recorded.risk[outside])[::-1]
+    allowed = int(share * len(risks))
+    trigger = float(risks[allowed]) if allowed < len(risks) else 0.0
+    return trigger, detect(ratios, windows, trigger)
