@@ -124,8 +124,8 @@ def _overall(found: dict[str, dict[str, Tally]], runs: list[FaultyRun], share: f
         f"Faults of {len(runs)} runs, each signal at the trigger of {1000 * share:g} false alarms per 1,000 unit-steps",
         ["signal", "recall", "precision", "delay", "false alarms\nper 1,000"],
         notes=[
-            "Recall: windows with a flag between their first step and the one after their last. Precision: flags inside "
-            "a window over all flags. Delay: steps from a detected window's first step to its first flag, median."
+            "Recall: windows with a flag between their first step and the one after their last. Precision: flags "
+            "inside a window over all flags. Delay: from a detected window's first step to its first flag, median."
         ],
     )
     for name, tallies in found.items():
@@ -150,7 +150,7 @@ def _delay(tally: Tally) -> str:
 
 
 def at_false_alarms(recorded: Recorded, windows: list[Window], share: float) -> tuple[float, Detection]:
-    """The least trigger with false alarms in at most `share` of the unit-steps outside the windows, and what it finds."""
+    """The least trigger with false alarms in at most `share` of the unit-steps outside the windows; what it finds."""
     ratios = Ratios(
         np.arange(1, len(recorded.risk) + 1),
         recorded.units,
