@@ -361,7 +361,8 @@ class TrainingConfig:
     device: str = "auto"
     """auto (cuda where there is one, else cpu), cpu or cuda."""
     threads: int | None = None
-    """CPU threads; null: as many as PyTorch chooses. Losses are equal to the last bit for equal thread counts."""
+    """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit for
+    equal thread counts."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_blocks: int = 64

@@ -208,7 +208,7 @@ def test_grad_to_noise_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "risk"),
-    [("underflow", 0.06, 1.2), ("mse", 3e-4, 3.0), ("spike_share", 0.004, 4.0), ("oracle", 7.0, 7.0)],
+    [("underflow", 0.06, 1.2), ("mse", 3e-4, 3.0), ("spike_share", 0.004, 4.0), ("oracle", 7.0, 7.0), ("gap_exact", 7.0, 7.0)],
 )
 def test_levels_by_hand(name: str, value: float, risk: float) -> None:
     (need,) = make(name).needs
@@ -216,6 +216,19 @@ def test_levels_by_hand(name: str, value: float, risk: float) -> None:
     assert feed(make(name, threshold=2 * value), **{need: value})[0] == pytest.approx([0.5])
     assert feed(make(name, threshold=value), **{need: value})[0] == [1.0], "at the threshold is not over it"
     assert 0 < feed(make(name), **{need: 0.0})[0][0] < 1e-300, "a rank, and no trigger whatever the calibration"
+
+
+def test_grad_norm_compares_units_with_each_other() -> None:
+    assert feed(make("grad_norm", threshold=2.0), 3.0) == ([1.5], [3.0])
+    assert feed(make("grad_norm"), 0.0)[0][0] > 0, "a rank"
+
+
+def test_gap_exact_keeps_its_last_measurement() -> None:
+    signal = make("gap_exact", every=2)
+    assert feed(signal, gap_exact=5.0)[0] == [5.0]
+    assert feed(signal)[0] == [5.0], "the gap need not be there"
+    assert feed(signal, gap_exact=math.nan)[0] == [math.inf]
+    assert feed(signal)[0] == [5.0]
 
 
 def test_update_norm_by_hand() -> None:
