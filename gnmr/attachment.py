@@ -50,6 +50,13 @@ class AttachedController(Controller):
         self.plan = plan
         names = [name for name in self.needs if name in PATH_EVIDENCE]
         self._probe = plan.probe(names, probe_tokens) if names else None
+        self._look()
+
+    def _look(self) -> None:
+        """Has the paths measured in the coming step only if somebody reads it."""
+        if self._probe is not None:
+            reads = getattr(self.signal, "reads", lambda _step: True)
+            self._probe.enabled = bool(self.record) or reads(self.t + 1)
 
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured."""
@@ -67,6 +74,7 @@ class AttachedController(Controller):
     def apply(self, packet: Tensor) -> Decision:
         """As `Controller.apply`; the step is over, so its compressed copies are let go too."""
         self.plan.shared.forget()
+        self._look()
         return super().apply(packet)
 
     def detach(self) -> None:
@@ -80,6 +88,7 @@ class AttachedController(Controller):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
+        self._look()
 
 
 def attach(
@@ -99,6 +108,9 @@ def attach(
     seed: int = 0,
     signal: Signal | Callable[[Context], Signal] | None = None,
     ranked: bool = False,
+    trigger: float = 1.0,
+    probe_tokens: int = 1,
+    record: Sequence[str] = (),
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
 
@@ -109,7 +121,8 @@ def attach(
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
             one; alpha, beta and delta are then not used.
-        ranked: see `gnmr.controller.Controller`.
+        ranked, trigger, record: see `gnmr.controller.Controller`.
+        probe_tokens: of this many tokens one is measured, where the signal needs the paths' errors.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     ValueError for senseless values, before the model is touched.
@@ -134,9 +147,9 @@ def attach(
             made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
         else:
             made = signal(context) if callable(signal) else signal
-        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked)
-        controller.attach_plan(plan)
-    except ValueError:
+        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked, trigger, record)
+        controller.attach_plan(plan, probe_tokens)
+    except BaseException:
         plan.restore()
         raise
     return controller

@@ -18,7 +18,7 @@ from rich.progress import track
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
-from gnmr.replay import Norms, replay
+from gnmr.replay import Asked, Norms, replay
 
 _ROUNDS = 30
 
@@ -34,12 +34,14 @@ class Calibration:
     """The share of unit-steps on the recovery path that it gives on these records."""
 
 
-def calibrate(norms: Norms, settings: ControllerConfig, steps: int, wanted: float) -> Calibration:
+def calibrate(norms: Norms, settings: ControllerConfig, wanted: float) -> Calibration:
     """The trigger (of signals that take one, the option share) whose replay has `wanted` of the unit-steps promoted.
 
     UserError where no value gives it to within a tenth: the cap, or a signal that never or always triggers.
     """
     name = settings.signal.name
+    if settings.routing == "ranked":
+        raise UserError("calibrate: routing=ranked has no threshold, max_o is its budget; add routing=thresholded")
     by_share = "share" in SIGNALS[name].options() if name in SIGNALS else False
 
     def promoted(value: float) -> float:
@@ -48,10 +50,10 @@ def calibrate(norms: Norms, settings: ControllerConfig, steps: int, wanted: floa
             changed = replace(settings, signal=SignalConfig(name, options))
         else:
             changed = replace(settings, trigger=value)
-        in_force = [decision.in_force for decision in replay(norms, changed, steps)]
+        in_force = [decision.in_force for decision in replay(norms, changed)]
         return float(np.mean(in_force))
 
-    low, high = (1e-9, 1.0) if by_share else (1e-12, 1e12)
+    low, high = (1e-9, 1.0) if by_share else (1e-9, 1e9)
     value = _bisect(promoted, low, high, wanted, falling=not by_share)
     share = promoted(value)
     if abs(share - wanted) > 0.1 * wanted:
@@ -81,19 +83,23 @@ def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float,
     return best
 
 
-def calibrate_and_print(norms: Norms, settings: ControllerConfig, steps: int, wanted: float, every: bool) -> int:
+def calibrate_and_print(norms: Norms, asked: Asked, wanted: float) -> int:
     """One line a signal; returns the exit code."""
-    names = list(SIGNALS) if every else [settings.signal.name]
+    settings = asked.settings
+    own = settings.signal.name
+    names = list(SIGNALS) if asked.all_signals else [own]
+    changed = [f"controller.{word}" for word in asked.words if not word.startswith("signal.")]
     console = Console(stderr=True)
     hidden = not console.is_terminal
     for name in track(names, "calibrating", console=console, transient=True, disable=hidden):
-        signal = settings.signal if name == settings.signal.name else SignalConfig(name)
+        signal = settings.signal if name == own else SignalConfig(name)
+        options = [f"controller.{word}" for word in asked.words if name == own and word.startswith("signal.options.")]
         try:
-            found = calibrate(norms, replace(settings, signal=signal), steps, wanted)
+            found = calibrate(norms, replace(settings, signal=signal), wanted)
         except UserError as error:
-            if not every:
+            if not asked.all_signals:
                 raise
             print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
             continue
-        print(f"{found.signal:20} {found.share:.5f}  {' '.join(found.overrides)}", flush=True)
+        print(f"{found.signal:20} {found.share:.5f}  {' '.join([*found.overrides, *options, *changed])}", flush=True)
     return 0

@@ -239,6 +239,16 @@ class SignalConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """What the signal's constructor takes; its own defaults where nothing is said."""
 
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "controller.signal.name", self.name, "give the name, package.module:Class")
+        for key in ("alpha", "beta", "delta"):
+            _require(
+                key not in self.options or ":" in self.name,
+                f"controller.signal.options.{key}",
+                self.options.get(key),
+                f"is controller.{key}",
+            )
+
 
 @dataclass(frozen=True)
 class ControllerConfig:
@@ -361,8 +371,8 @@ class TrainingConfig:
     device: str = "auto"
     """auto (cuda where there is one, else cpu), cpu or cuda."""
     threads: int | None = None
-    """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit for
-    equal thread counts."""
+    """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit
+    for equal thread counts."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_blocks: int = 64
@@ -461,11 +471,6 @@ class Config:
             raise UserError(
                 "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
                 "recomputed forward pass would differ from the first; use paths.rounding=nearest"
-            )
-        missing = {"gap_recovery", "gap_exact", "true_gap"} & set(self.records.evidence)
-        if missing and self.paths.recovery is None:
-            raise UserError(
-                f"records.evidence={self.records.evidence}: {', '.join(sorted(missing))} needs paths.recovery"
             )
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(

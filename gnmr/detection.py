@@ -36,18 +36,13 @@ class FaultyRun:
     folder: Path
     norms: Norms
     settings: ControllerConfig
-    steps: int
     windows: list[Window]
 
 
-def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig, steps: int) -> FaultyRun:
-    """UserError for a run without faults."""
+def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig) -> FaultyRun | None:
+    """None for a run without faults."""
     windows = read_windows(folder) if folder.is_dir() else []
-    if not windows:
-        raise UserError(
-            f"{folder}: no faults.jsonl; detect= needs a run that was trained with stress=... (conf/stress)"
-        )
-    return FaultyRun(folder, norms, settings, steps, windows)
+    return FaultyRun(folder, norms, settings, windows) if windows else None
 
 
 def detect_and_print(runs: list[FaultyRun], share: float, every: bool, out: Path | None) -> int:
@@ -111,7 +106,7 @@ def _of_signal(name: str, runs: list[FaultyRun], share: float) -> dict[str, Tall
     tallies: dict[str, Tally] = {"all": Tally()}
     for run in runs:
         signal = run.settings.signal if name == run.settings.signal.name else SignalConfig(name)
-        recorded = recorded_risk(run.norms, replace(run.settings, signal=signal), run.steps)
+        recorded = recorded_risk(run.norms, replace(run.settings, signal=signal))
         _, found = at_false_alarms(recorded, run.windows, share)
         tallies["all"].add(found)
         for kind in {window.kind for window in run.windows}:

@@ -70,6 +70,13 @@ class Norms:
     """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.controller.evidence."""
     cost: tuple[float, ...] | None = None
     """What each unit's recovery costs; None: unknown, all the same."""
+    settings: ControllerConfig = field(default_factory=ControllerConfig)
+    """The run's own, for a file the defaults."""
+    steps: int = 0
+    """Length of the run, which shares of its steps refer to."""
+    seed: int = 0
+    every: int = 1
+    """Steps between two recorded ones; in the others no unit counts as observed."""
 
     @property
     def evidence(self) -> set[str]:
@@ -85,6 +92,8 @@ class Asked:
     calibrate: float | None = None
     detect: float | None = None
     all_signals: bool = False
+    words: tuple[str, ...] = ()
+    """What changes the settings, as it was written."""
 
 
 def main(argv: list[str]) -> int:
@@ -101,16 +110,19 @@ def main(argv: list[str]) -> int:
     if len(paths) > 1:
         raise UserError(f"replay: {paths[1]}: one run folder or file at a time; only detect= takes several")
     path = paths[0]
-    defaults, schedule_steps = settings_of(path)
+    defaults = settings_of(path)
     asked = parse(words, defaults)
     norms = read_norms(path)
-    steps = schedule_steps or len(norms.norm)
     if asked.calibrate is not None:
         from gnmr.calibration import calibrate_and_print
 
-        return calibrate_and_print(norms, asked.settings, steps, asked.calibrate, asked.all_signals)
+        _all_steps(path, norms, "calibrate")
+        return calibrate_and_print(norms, asked, asked.calibrate)
+    if norms.every > 1:
+        note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
+        print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
 
-    decisions = replay(norms, asked.settings, steps)
+    decisions = replay(norms, asked.settings)
     tally = Tally(len(norms.units), asked.settings.max_o)
     with _lines(asked.out) as write:
         for decision in _shown(decisions, len(norms.norm)):
@@ -124,15 +136,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def settings_of(path: Path) -> tuple[ControllerConfig, int | None]:
-    """(conf/controller, training.steps) of a run folder; the defaults and None of anything else."""
-    if not (path / "config.yaml").exists():
-        return ControllerConfig(), None
-    config = read_config(path / "config.yaml")
-    if (every := config.records.ratios_every) > 1:
-        note = f"norms stand there for one step in {every}; in the others no unit counts as observed"
-        print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
-    return config.controller, config.training.steps
+def settings_of(path: Path) -> ControllerConfig:
+    """conf/controller of a run folder; the defaults of anything else."""
+    return read_config(path / "config.yaml").controller if (path / "config.yaml").exists() else ControllerConfig()
+
+
+def _all_steps(path: Path, norms: Norms, what: str) -> None:
+    """UserError where steps are missing: shares of unit-steps and windows would be of another run."""
+    if norms.every > 1:
+        raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
 
 
 def _detect(paths: list[Path], words: list[str]) -> int:
@@ -140,10 +152,15 @@ def _detect(paths: list[Path], words: list[str]) -> int:
 
     runs = []
     for path in paths:
-        defaults, steps = settings_of(path)
-        asked = parse(words, defaults)
-        norms = read_norms(path)
-        runs.append(faulty_run(path, norms, asked.settings, steps or len(norms.norm)))
+        asked, norms = parse(words, settings_of(path)), read_norms(path)
+        _all_steps(path, norms, "detect")
+        run = faulty_run(path, norms, asked.settings)
+        if run is None:
+            print(f"gnmr: {path}: no faults, passed over", file=sys.stderr)
+        else:
+            runs.append(run)
+    if not runs:
+        raise UserError("detect: none of these runs had faults; train with stress=... (conf/stress)")
     assert asked.detect is not None
     return detect_and_print(runs, asked.detect, asked.all_signals, asked.out)
 
@@ -185,7 +202,7 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
     if all_signals and not shares:
         raise UserError("signal=all: only with calibrate=SHARE or detect=SHARE; name one signal")
     settings = replace(tree.controller, name=defaults.name)
-    return Asked(settings, out, shares.get("calibrate"), shares.get("detect"), all_signals)
+    return Asked(settings, out, shares.get("calibrate"), shares.get("detect"), all_signals, tuple(changes))
 
 
 def _share(key: str, text: str) -> float:
@@ -206,6 +223,7 @@ def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
     cost: tuple[float, ...] | None = None
+    config = read_config(path / "config.yaml") if (path / "config.yaml").exists() else None
     if path.is_dir():
         try:
             table = read_ratios(path)
@@ -245,10 +263,17 @@ def read_norms(path: Path) -> Norms:
     if observed.sum() < len(step):
         raise UserError(f"{path}: a step and unit stand in two rows")
     more = {}
-    for name in EVIDENCE.keys() & set(table.column_names) - {"norm"}:
+    for name in sorted(EVIDENCE.keys() & set(table.column_names) - {"norm", "observed"}):
         more[name] = np.zeros(dense.shape)
-        more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
-    return Norms(units, dense, observed, more, cost)
+        try:
+            more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise UserError(f"{path}: column {name!r} must hold numbers ({one_line(error)})") from error
+    if config is None:
+        return Norms(units, dense, observed, more, cost, steps=len(dense))
+    training = config.training
+    every = config.records.ratios_every
+    return Norms(units, dense, observed, more, cost, config.controller, training.steps, training.seed, every)
 
 
 def _read_file(path: Path) -> pa.Table:
@@ -271,8 +296,8 @@ def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[
     return codes, list(place)
 
 
-def replay(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Iterator[Decision]:
-    """The decision of every step, in order; shares of the steps refer to `schedule_steps`."""
+def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
+    """The decision of every step, in order."""
 
     def ignore(_recovering: bool) -> None:
         """There is no operator to switch."""
@@ -280,7 +305,7 @@ def replay(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Ite
     costs = norms.cost or (1.0,) * len(norms.units)
     nothing = (nn.Parameter(torch.empty(0)),)
     units = [Unit(name, nothing, ignore, cost) for name, cost in zip(norms.units, costs, strict=True)]
-    controller = build(settings, units, schedule_steps, norms.evidence)
+    controller = build(settings, units, norms)
     columns = {"norm": norms.norm, "observed": norms.observed} | {
         name: values for name, values in norms.more.items() if name in controller.needs
     }
@@ -289,13 +314,13 @@ def replay(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Ite
         yield controller.apply(controller.observe({name: values[step] for name, values in tensors.items()}))
 
 
-def build(settings: ControllerConfig, units: list[Unit], steps: int, evidence: set[str]) -> Controller:
+def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
     """The controller, UserError where the signal needs what was not recorded."""
     try:
-        controller = build_controller(settings, units, steps)
+        controller = build_controller(settings, units, norms.steps, norms.seed)
     except ValueError as error:
         raise UserError(f"replay: {error}") from error
-    if lacking := missing(controller.needs, tuple(evidence)):
+    if lacking := missing(controller.needs, tuple(norms.evidence)):
         raise UserError(
             f"replay: signal {settings.signal.name} needs {', '.join(lacking)}, which was not recorded: train with "
             f"records.evidence=[{','.join(lacking)}]"
@@ -312,9 +337,9 @@ class Recorded:
     observed: np.ndarray  # (T, U) bool
 
 
-def recorded_risk(norms: Norms, settings: ControllerConfig, schedule_steps: int) -> Recorded:
+def recorded_risk(norms: Norms, settings: ControllerConfig) -> Recorded:
     """Of every step and unit, whatever is routed."""
-    risk = np.array([decision.risk for decision in replay(norms, settings, schedule_steps)])
+    risk = np.array([decision.risk for decision in replay(norms, settings)])
     return Recorded(norms.units, risk, norms.observed)
 
 

@@ -18,6 +18,7 @@ from gnmr import config
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.training import run as run_module
 
 HEAD = "step,unit,norm\n"
 POSITIVE = "must be a positive number"
@@ -53,6 +54,74 @@ CASES = {
     "run_dir=empty.txt": "run_dir=empty.txt: holds something that is no run",
     "run_dir=empty.txt/run": "empty.txt/run: cannot be written",
     "--config-dir=nowhere": "Additional config directory",
+    # signals
+    "controller/signal=gsnr": "controller.signal.name=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
+    "controller/signal=oracle paths.recovery=null": "signal.name=oracle: needs both paths, and paths.recovery is null",
+    "controller.signal.name=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
+    "controller/signal=gnrm": "Could not find 'controller/signal/gnrm': use one of always_high, always_low, delta_gnmr",
+    "controller.signal.options.treshold=1": "Key 'treshold' is not in struct (key controller.signal.options.treshold)",
+    "controller/signal=mse +controller.signal.options.treshold=1": "mse has no option 'treshold': it has threshold",
+    "controller/signal=zscore controller.signal.options.warmup=0": "warmup=0: must be a whole number of at least",
+    "controller/signal=static_k": "controller: calibration_steps=50: the run has only 2 steps",
+    "controller/signal=own controller.signal.name=nowhere:It": "No module named 'nowhere' (is its folder on PYTHON",
+    "controller/signal=own controller.signal.name=json:It": "controller: signal 'json:It': json has no class 'It'",
+    "variant=rank_gap": "Could not find 'variant/rank_gap': use one of adapt, always_high",
+    # recorded evidence
+    "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
+    "records.evidence=mse": "str is not a ListConfig, list or tuple. (key records.evidence)",
+    # faults and outlier channels
+    "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are lay",
+    "stress=noise stress.windows=[[2,2]]": "stress: window [2, 2]: must lie within the run's steps 1 to 2",
+    "stress=noise stress.windows=[[1,2],[2,1]]": "stress: window [2, 1]: begins before the one from step 1 has ended",
+    "stress=noise stress.rate=100": "stress: rate=100.0, duration=20: their product must be above 0 and at most 1000",
+    "stress=noise paths=bf16": "stress: the low path is bf16: there is no quantizer to break",
+    "stress=quake": "Could not find 'stress/quake': use one of bit_flip, noise, none, saturation",
+    "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
+    "model.outlier_channels.number=99 model.outlier_channels.window=[1,1]": "outlier_channels.number=99: the narrowest",
+    # transforms and optimizers
+    "optim/transform=spam +optim.transform.options.every=1": "spam has no such option, it has threshold, reset_every",
+    "optim/transform=spam optim.transform.options.grace=600": "option grace=600: must be less than reset_every=500",
+    "+optim.transform.options.every=1": "optim.transform.options={'every': 1}: without effect while",
+    "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of norm_clip, zclip, adagc",
+    "optim/transform=clip": "Could not find 'optim/transform/clip': use one of adagc, agc",
+    "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
+}
+OPEN = {
+    # what the line should hold, and what is said or done as yet
+    "controller/signal=own": ("package.module:Class", "trains with gnmr_delta: ??? does not overrule a value"),
+    "controller/signal=gap paths=int4": ("needs both paths", "a traceback, the run folder made: run._check_evidence"),
+    "records.evidence=[norm]": ("records.evidence", "a traceback at the first row: two columns of one name"),
+    "records.evidence=[micro_square]": ("records.evidence", "blames the signal: run._check_evidence"),
+    "controller/signal=own controller.signal.name=json:JSONDecoder": (
+        "json:JSONDecoder",
+        "a traceback of that class: build_signal",
+    ),
+    "controller/signal=own controller.signal.name=builtins:repr": ("builtins:repr", "a traceback: build_signal"),
+}
+CASES_AND_OPEN = [
+    *CASES.items(),
+    *(
+        pytest.param(words, line, marks=pytest.mark.xfail(strict=True, reason=why))
+        for words, (line, why) in OPEN.items()
+    ),
+]
+VALUES = {
+    # in a config -> what the line says
+    "controller.routing=rank": "controller.routing=rank: must be one of thresholded, ranked",
+    "controller.trigger=0": f"controller.trigger=0.0: {POSITIVE}",
+    "controller.trigger=inf": f"controller.trigger=inf: {POSITIVE}",
+    "controller.warmup_frac=1.0 paths.recovery=null": "=1.0: a high-fidelity warm-up needs paths.rec",
+    "records.evidence=[gap_exact,mse] paths.recovery=null": "['gap_exact', 'mse']: gap_exact needs paths.recov",
+    "paths.probe_tokens=0": f"paths.probe_tokens=0: {POSITIVE}",
+    "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up",
+    "stress.kind=noise": "stress.rate=0.0: give windows, or a rate above 0",
+    "stress.kind=noise stress.windows=[[0,1]]": "stress.windows=[[0, 1]]: each must be [first step, number of steps]",
+    "stress.kind=noise stress.windows=[[1]]": "stress.windows=[[1]]: each must be [first step, number of steps]",
+    "stress.kind=noise stress.rate=1 stress.share=0": f"stress.share=0.0: {POSITIVE}",
+    "stress.kind=noise stress.rate=1 stress.magnitude=-1": f"stress.magnitude=-1.0: {POSITIVE}",
+    "model.outlier_channels.window=[2,1]": "model.outlier_channels.window=[2, 1]: must be empty, or [first step",
+    "optim.name=scale optim.transform.name=stable_spam": "optim.transform.name=stable_spam: resets Adam's moments; it",
+    "optim.options.momentum=1": "optim.options={'momentum': 1}: adamw has none",
 }
 
 
@@ -86,14 +155,43 @@ def listing(*folders: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for folder in folders for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("word", CASES)
-def test_one_line_and_nothing_written(word, gnmr, tiny_words, place, cache, tmp_path):
+@pytest.mark.parametrize("words", VALUES)
+def test_values_without_sense(words):
+    with pytest.raises(UserError) as caught:
+        config.load(OmegaConf.from_dotlist(words.split(" ")))
+    assert VALUES[words] in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "told"), CASES_AND_OPEN)
+def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cache, tmp_path):
     before = listing(place)
-    line = gnmr("train", *tiny_words, word).mistake
-    assert CASES[word] in line, line
+    line = gnmr("train", *tiny_words, *words.split(" ")).mistake
+    assert told in line, line
     assert listing(place) == before
     assert not (tmp_path / "runs").exists()
     assert not list(cache.glob(".*"))  # no half-built token files either
+
+
+def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_ORACLE_PARAMETERS", 20_000)
+    line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
+    assert line.startswith("controller.signal.name=oracle: runs both paths in every step, which is for small models: ")
+    number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
+    assert line.endswith(f"this one has {number:,} parameters, 20,000 at the most")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file, tmp_path):
+    """Other data under one experiment's name: refused, with nothing written; told of without --strict."""
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[::-1])
+    train(tmp_path / "runs" / "a", "training.steps=2")
+    train(tmp_path / "runs" / "b", "training.steps=2", f"data.path={other}", "paths.recovery=null")
+    before = listing(tmp_path)
+    line = gnmr("report", str(tmp_path / "runs"), "--strict").mistake
+    assert "these runs cannot be compared, they differ in data" in line
+    assert listing(tmp_path) == before
+    assert gnmr("report", str(tmp_path / "runs"), "--no-plots").code == 0
 
 
 def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path):
@@ -200,7 +298,7 @@ def test_replay_of_a_bad_table(gnmr, tmp_path):
         (["nowhere"], "nowhere: there is no such file or run folder"),
         (["empty_folder"], "no recorded norms in this folder"),
         (["norms.csv", "alfa=1"], "'alfa=1' is not understood; use alpha"),
-        (["norms.csv", "alpha"], "'alpha' is not understood"),
+        (["norms.csv", "alpha"], "replay: alpha: one run folder or file at a time"),
         (["norms.csv", "alpha={"], "replay: "),
         (["norms.csv", "out=nowhere/x"], "out=nowhere/x: must be a file in a folder that exists"),
         (["norms.csv", "out=empty_folder"], "out=empty_folder: must be a file in a folder that exists"),

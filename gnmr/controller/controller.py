@@ -128,6 +128,8 @@ class Controller:
         self.needs = tuple(dict.fromkeys([*signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         missing(self.needs, ())  # refuses unknown names
+        if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
+            raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
         self.units = list(units)
         self.names = names
         self.ranked, self.trigger, self.record = ranked, trigger, tuple(record)

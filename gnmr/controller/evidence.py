@@ -25,7 +25,8 @@ EVIDENCE: dict[str, str] = {
     "mse": "mean of (x - Q(x))^2 on the low-cost path",
     "input_std": "standard deviation of the elements of the unit's input",
     "weight_std": "standard deviation of the elements of the unit's weights",
-    "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's second moment before the step; 0 without one",
+    "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's bias-corrected second moment before the "
+    "step; 0 in the first",
     "update_norm": "2-norm of the update that the optimizer applied in this step",
     "true_gap": "squared distance of the gradients of both paths, run on the same batch",
 }
@@ -125,12 +126,17 @@ def weight_std(units: Sequence[Unit]) -> Tensor:
 @torch.no_grad()
 def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tensor:
     """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients."""
+    betas = {p: group["betas"][1] for group in optimizer.param_groups for p in group["params"] if "betas" in group}
     shares = []
     for unit in units:
         spikes = torch.zeros((), dtype=torch.float64, device=unit.parameters[0].device)
         for parameter in unit.parameters:
-            second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
-            if second is not None and parameter.grad is not None:
-                spikes = spikes + (parameter.grad.float().square() > SPIKE * second.float()).sum()
+            state = optimizer.state.get(parameter, {})
+            second = state.get("exp_avg_sq")
+            if second is None or parameter.grad is None:
+                continue
+            # Without the correction every coordinate of the first steps is a spike: v starts at 0.
+            corrected = second.float() / (1 - betas[parameter] ** state["step"])
+            spikes = spikes + (parameter.grad.float().square() > SPIKE * corrected).sum()
         shares.append(spikes / sum(p.numel() for p in unit.parameters))
     return torch.stack(shares)

@@ -129,9 +129,9 @@ class Injector:
         """For the steps until the next call; None: not armed."""
         self._seed = seed
 
-    def for_step(self, input: Tensor) -> Injector | None:
+    def for_step(self, input: Tensor, remember: bool = True) -> Injector | None:
         """The fault, if it is armed. Takes note of the size of `input` where the fault needs it."""
-        if self._history is not None and input.numel():
+        if remember and self._history is not None and input.numel():
             # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
             largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
             self._history[0] = torch.maximum(self._history[0], largest)

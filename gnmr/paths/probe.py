@@ -11,7 +11,8 @@ error's norms are taken in forward, one float32 a token, and meet the norms of g
     gap_low, gap_recovery   the sum above for Q of the low, of the recovery path (0 where that path is bf16)
     gap_exact               ||sum_t dy_t^T (Q_low(x_t) - Q_recovery(x_t))||^2, the pairs of tokens included: one more
                             product of wgrad's size a unit; of all tokens whatever the stride, and summed over
-                            micro-batches, whose pairs it leaves out
+                            micro-batches, whose pairs it leaves out. Until backward it holds the recovery path's copy
+                            of every input besides the low one: what recovery would keep, which saved_bytes leaves out
     underflow               share of the x != 0 with Q_low(x) = 0
     mse                     mean of (x - Q_low(x))^2
     input_std               standard deviation of the elements of x
@@ -117,9 +118,9 @@ class Probe:
         if "gap_recovery" in self.names:
             assert operator.recovery is not None
             errors["gap_recovery"] = self._error(operator, read, input, sampled, operator.recovery).rows
-        difference = None
+        both: tuple[_Copy, ...] = ()
         if "gap_exact" in self.names:
-            difference = self._difference(operator, read, input, rows, fault, copy)
+            both = self._both(operator, input, rows, fault, copy)
         if "input_std" in self.names:
             if "input" not in read.measured:
                 norm = torch.linalg.vector_norm(sampled, dim=1, dtype=torch.float32)
@@ -136,38 +137,26 @@ class Probe:
             sums,
             sampled.numel(),
             rows.shape[0] / sampled.shape[0],
-            difference,
+            both,
         )
 
-    def _difference(
-        self,
-        operator: PathLinear,
-        read: Read,
-        input: Tensor,
-        rows: Tensor,
-        fault: Injector | None,
-        copy: tuple[Tensor, ...],
-    ) -> Tensor:
-        """Q_low(x) - Q_recovery(x), (rows, D) in x's dtype; kept until backward, shared by the tensor's readers."""
+    def _both(
+        self, operator: PathLinear, input: Tensor, rows: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
+    ) -> tuple[_Copy, ...]:
+        """The copies of both paths, packed; the one that backward keeps anyway is that very one."""
         low, recovery, shared = operator.low, operator.recovery, operator.shared
         assert recovery is not None
 
-        def kept(fmt: Format, broken: Injector | None) -> Tensor:
+        def packed(fmt: Format, broken: Injector | None) -> tuple[Tensor, ...]:
             if isinstance(fmt, KeepFormat):
-                return rows
+                return (rows,)
             if broken is not None:
-                packed = broken.compress(input, fmt, shared) if operator.recovering else copy
-            elif shared.generator is None:
-                packed, _ = shared.copy_of(input, fmt, operator.unit_name)
-            else:
-                packed = compress(rows, fmt)
-            return decompress(packed[0], packed[1], fmt, rows.shape[1], rows.dtype)
+                return broken.compress(input, fmt, shared) if operator.recovering else copy
+            if shared.generator is None:
+                return shared.copy_of(input, fmt, operator.unit_name)[0]
+            return compress(rows, fmt)
 
-        if fault is not None:
-            return kept(low, fault) - kept(recovery, None)
-        if "difference" not in read.measured:
-            read.measured["difference"] = kept(low, None) - kept(recovery, None)
-        return read.measured["difference"]
+        return tuple(_Copy(fmt, packed(fmt, broken), rows.shape[1]) for fmt, broken in ((low, fault), (recovery, None)))
 
     def _error(self, operator: PathLinear, read: Read, input: Tensor, sampled: Tensor, fmt: Format) -> _Error:
         """Of a path without a fault, once for all readers of the tensor."""
@@ -207,6 +196,21 @@ class _Error:
 
 
 @dataclass(frozen=True)
+class _Copy:
+    """A tensor as one path keeps it."""
+
+    fmt: Format
+    tensors: tuple[Tensor, ...]
+    width: int
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """(rows, D)."""
+        if isinstance(self.fmt, KeepFormat):
+            return self.tensors[0]
+        return decompress(self.tensors[0], self.tensors[1], self.fmt, self.width, dtype)
+
+
+@dataclass(frozen=True)
 class Measured:
     """One forward pass of a unit, on its way to backward."""
 
@@ -217,8 +221,8 @@ class Measured:
     elements: int
     scale: float
     """All rows over the measured ones."""
-    difference: Tensor | None = None
-    """Of the two paths' copies, for gap_exact."""
+    both: tuple[_Copy, ...] = ()
+    """The low and the recovery path's copy, for gap_exact."""
 
     def add(self, grad_2d: Tensor) -> None:
         """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass."""
@@ -228,8 +232,9 @@ class Measured:
             square = norm.double().square_()
             for name, errors in self.errors.items():
                 totals[name][self.unit].add_(square.dot(errors.double()), alpha=self.scale)
-        if self.difference is not None:
-            norm = torch.linalg.vector_norm(grad_2d.t() @ self.difference, dtype=torch.float32)
+        if self.both:
+            low, recovery = (each.rows(grad_2d.dtype) for each in self.both)
+            norm = torch.linalg.vector_norm(grad_2d.t() @ (low - recovery), dtype=torch.float32)
             totals["gap_exact"][self.unit].add_(norm.double().square_())
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)

@@ -39,6 +39,7 @@ class SharedState:
 
     - the compressed copies of the tensor that was read last, so that its other readers find them;
     - the generator of stochastic rounding (None: round to nearest);
+    - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults remember;
     - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
     - the probe, if there is one.
     """
@@ -47,6 +48,7 @@ class SharedState:
         self.quantize_forward = site == "forward"
         self.generator = generator
         self.exact = False
+        self.rehearsing = False
         self.probe: Probe | None = None
         self._last: Read | None = None
 
@@ -182,7 +184,7 @@ class PathLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         copy: tuple[Tensor, ...]
-        fault = self.fault.for_step(input) if self.fault is not None else None
+        fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
         if fault is not None and not self.recovering:
             copy, first_reader = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
         else:

@@ -60,7 +60,8 @@ EVENT_FIELDS: dict[str, str] = {
     "step": "step whose norms led to it; in force from the next step on (0: in force from the start)",
     "unit": "the unit's id",
     "event": "promote or release",
-    "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), nonfinite or "
+    "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), rank (a ranked "
+    "signal took it under its threshold), nonfinite or "
     "warmup; release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)",
     "risk": "R of the unit at that step; null where it has none",
 }

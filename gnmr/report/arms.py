@@ -23,8 +23,8 @@ QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b")
 _SAME_BUDGET = 1.5
 """Largest factor between two mean promotion shares that count as one budget."""
-_OF_THE_MACHINE = re.compile(r"disk full|out of memory|cannot write|while writing")
-"""FAILED for these is no divergence: the run says nothing about its arm."""
+_DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
+"""FAILED for these is a divergence; for a full disk, memory or a defect the run says nothing about its arm."""
 
 _NAMES = ("arm", "paths.name", "controller.name")
 
@@ -92,7 +92,7 @@ class Arm:
         for run in self.with_status("done", "failed"):
             loss = run.summary.get("final_val_loss")
             if run.status == "failed":
-                if not _OF_THE_MACHINE.search(run.reason or ""):
+                if _DIVERGED.search(run.reason or ""):
                     found[run.seed] = math.inf
             elif loss is not None:
                 found[run.seed] = float(loss) if math.isfinite(loss) else math.inf

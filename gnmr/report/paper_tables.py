@@ -12,7 +12,7 @@ from dataclasses import astuple
 import numpy as np
 
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, Kind, stat
+from gnmr.report.arms import Arm, Comparison, Kind, bits, stat
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
 
 _GNMR = ("gnmr_delta", "gnmr", "delta_gnmr")
@@ -40,9 +40,11 @@ def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
         return arm.always is not None or (arm.signal in _GNMR and not arm.ranked)
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
-        if not (_of_the_paper(arm) and (not arm.routed or _plain_gnmr(arm))):
-            return None
         get = arm.settings.get
+        if _of_the_paper(arm) and arm.always is not None:
+            return published.val_ppl(kind.scale, bits(arm.always), None, None, None)
+        if not (_of_the_paper(arm) and _plain_gnmr(arm)):
+            return None
         return published.val_ppl(
             kind.scale, arm.low_bits, arm.recovery_bits, get("controller.alpha"), get("controller.beta")
         )
@@ -56,8 +58,8 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
     having = [comp for comp in comparisons if any(arm.signal == _STATIC_BASELINE for arm in comp.arms if arm.routed)]
 
     def shown(arm: Arm) -> bool:
-        if not arm.routed:
-            return not arm.sixteen_bit
+        if arm.always is not None:
+            return bits(arm.always) != 16
         return arm.signal == _STATIC_BASELINE or (arm.signal == "gnmr_delta" and not arm.ranked)
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
@@ -104,7 +106,7 @@ def table_5(comparison: Comparison) -> Table:
     columns = ["arm", "α first", "α then", *_marks(comparison)]
     table = Table(f"{comparison.name}: two-stage thresholds (the paper's table 5)", columns)
     for arm in sorted(arms, key=_stages):
-        theirs = published.TABLE_5.get(_stages(arm))
+        theirs = published.TABLE_5.get(_stages(arm)) if _of_the_paper(arm) else None
         _add_row(table, comparison, [arm.label, *map(str, _stages(arm)), *_along(arm)], theirs)
     return _noted(table, comparison)
 
@@ -114,7 +116,7 @@ def table_6(comparison: Comparison) -> Table:
     arms = [arm for group in _siblings(comparison, ("controller.max_o",), _GNMR) for arm in group]
     table = Table(f"{comparison.name}: max_o (the paper's table 6)", ["arm", "max_o", *_marks(comparison)])
     for arm in sorted(arms, key=_max_o):
-        theirs = published.TABLE_6.get(_max_o(arm)) if _stages(arm) == (1.5, 1.1) else None
+        theirs = published.TABLE_6.get(_max_o(arm)) if _stages(arm) == (1.5, 1.1) and _of_the_paper(arm) else None
         _add_row(table, comparison, [arm.label, str(_max_o(arm)), *_along(arm)], theirs)
     return _noted(table, comparison)
 
@@ -262,11 +264,11 @@ def _plain_gnmr(arm: Arm) -> bool:
 
 
 def _matched_trigger(arm: Arm) -> bool:
-    """Whether the arm's actuator is that of E.5: 4-bit and 8-bit, max_o 4, lock 1; GNMR thresholded, others ranked."""
+    """Whether the arm is one of E.5: 4-bit and 8-bit, max_o 4, lock 1, rate 3e-3; GNMR thresholded, others ranked."""
     return (
         _of_the_paper(arm)
         and (arm.low_bits, arm.recovery_bits) == (4, 8)
-        and (_max_o(arm), arm.settings.get("controller.t_lock")) == (4, 1)
+        and (_max_o(arm), arm.settings.get("controller.t_lock"), arm.settings.get("optim.lr")) == (4, 1, 3e-3)
         and (arm.ranked if arm.signal not in _GNMR else _plain_gnmr(arm))
     )
 

@@ -9,13 +9,12 @@ import errno
 import fcntl
 import math
 import platform
-import resource
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +87,7 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
     """
     folder = run_folder(config)
     _check_folder(folder, config)
+    reset_peak_memory(_device(config.training.device))
     if (folder / "DONE").exists():
         say(f"{folder} is done: skipped")
         return folder
@@ -133,6 +133,11 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         start, stop = outliers.window
         if stop > training.steps:
             raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+        if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+            raise UserError(
+                f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+                "weights can be multiplied and divided by exactly"
+            )
         stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
     elif outliers.number > 0:
         models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
@@ -229,8 +234,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             recorder.start(
                 OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
             )
-            if parts.faults is not None:
-                recorder.faults([fault_row(window) for window in parts.faults.windows])
+            if parts.stress:
+                recorder.faults(fault_rows(parts))
             with _signals() as stop:
                 status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
@@ -314,11 +319,26 @@ def loop(
     return "done", None
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Largest resident size of this process (Linux), on CUDA what PyTorch allocated there."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts the measurement that `peak_memory_bytes` ends: a sweep runs many cells in one process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Largest resident size of this process since the reset (Linux), on CUDA what PyTorch allocated there.
+
+    A process that ran other cells before may still hold memory of theirs. None where the system does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) -> dict[str, Any]:
@@ -343,10 +363,15 @@ def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) 
     }
 
 
-def fault_row(window: Window) -> dict[str, Any]:
-    """A row of `records.schema.FAULT_FIELDS`."""
-    row = asdict(window)
-    return {"step": row.pop("start"), **row}
+def fault_rows(parts: Parts) -> list[dict[str, Any]]:
+    """Rows of `records.schema.FAULT_FIELDS` by their first step; a window of outlier channels hits all units."""
+    windows = [] if parts.faults is None else list(parts.faults.windows)
+    outliers = parts.config.model.outlier_channels
+    if outliers.window:
+        start, end = outliers.window
+        windows += [Window(name, start, end, "outliers", outliers.gain) for name in parts.controller.names]
+    rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
+    return [{"step": row.pop("start"), **row} for row in rows]
 
 
 def ratio_rows(decision: Decision) -> RatioRows:
@@ -391,12 +416,18 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
     }
 
 
-_ORACLE_PARAMETERS = 100_000_000
+_ORACLE_PARAMETERS = 200_000_000
 
 
 def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
     """UserError for evidence that this run cannot give."""
-    key, accumulation = f"controller.signal.name={config.controller.signal.name}", config.training.accumulation
+    accumulation = config.training.accumulation
+    by_signal = not set(needs) <= set(config.records.evidence)
+    key = f"controller.signal.name={config.controller.signal.name}" if by_signal else "records.evidence"
+    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
+        raise UserError(f"{key}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
+    if "spike_share" in needs and config.optim.name != "adamw":
+        raise UserError(f"{key}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none")
     if "micro_square" in needs and accumulation < 2:
         raise UserError(f"{key}: needs micro-batches, training.accumulation={accumulation}; use 2 or more")
     if "true_gap" in needs:
@@ -406,8 +437,6 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
                 f"{key}: runs both paths in every step, which is for small models: this one has {number:,} parameters, "
                 f"{_ORACLE_PARAMETERS:,} at the most"
             )
-        if plan.recovery is None:
-            raise UserError(f"{key}: needs both paths, and paths.recovery is null")
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gnmr.controller import Controller, Decision
 from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share, weight_std
-from gnmr.controller.norms import UnitNorms
+from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms import StepContext, Transform
@@ -104,7 +104,7 @@ class TrainStep:
             factor = self.transform.lr_factor(step)
         if self.clip_norm is not None:
             if self.transform is not None:
-                now = UnitNorms([(p,) for p in self.parameters])()[0].square().sum().sqrt()
+                now = gradient_norms(self.parameters).square().sum().sqrt()
             clip_gradients(self.parameters, now, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * factor
@@ -165,6 +165,7 @@ class TrainStep:
         if self._probe is not None:
             self._probe.enabled = False
         gradients: list[list[list[Tensor]]] = []
+        plan.shared.rehearsing = True
         for recovering in (False, True):
             plan.load_state_dict(generator)
             for operator in plan.operators:
@@ -174,6 +175,7 @@ class TrainStep:
             plan.shared.forget()
             gradients.append([[p.grad.float() for p in unit.parameters if p.grad is not None] for unit in units])
             self.optimizer.zero_grad(set_to_none=True)
+        plan.shared.rehearsing = False
         plan.load_state_dict(generator)
         for operator, recovering in zip(plan.operators, in_force, strict=True):
             operator.switch(recovering)

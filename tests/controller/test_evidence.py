@@ -68,7 +68,8 @@ def test_spike_share_counts_coordinates_over_5000_second_moments() -> None:
     assert spike_share([u], optimizer).tolist() == [0.0]  # no second moment yet
     p.grad = torch.ones(4)
     optimizer.step()
-    optimizer.state[p]["exp_avg_sq"] = torch.tensor([1.0, 1.0, 1e-4, 0.0])
+    optimizer.state[p]["step"] = torch.tensor(10.0)
+    optimizer.state[p]["exp_avg_sq"] = (1 - 0.999**10) * torch.tensor([1.0, 1.0, 1e-4, 0.0])
     p.grad = torch.tensor([70.0, 71.0, 0.8, 0.0])  # 4900, 5041; 0.64 against 0.5; 0 against 0
     assert spike_share([u], optimizer).tolist() == [0.5]
 

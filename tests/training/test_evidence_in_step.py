@@ -1,12 +1,13 @@
-"""Evidence as a step measures it, against what other runs, hooks and plain loops find; and that measuring only looks on."""
+"""Evidence as a step measures it, against what plain loops find by themselves; and that measuring only looks on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
-from everything import differences, everything, same_bits
+from everything import differences, everything
 from torch import Tensor
 
 from gnmr.controller.evidence import EVIDENCE
@@ -171,7 +172,8 @@ def test_update_norm_is_what_the_weights_moved(words, assembled, blocks_of):
     for batch in blocks_of(parts, 4).split(2):
         before = {op.unit_name: op.weight.detach().double() for op in parts.plan.operators}
         result = step([batch], LR)
-        moved = {op.unit_name: float((op.weight.double() - before[op.unit_name]).norm()) for op in parts.plan.operators}
+        with torch.no_grad():
+            moved = {op.unit_name: float((op.weight - before[op.unit_name]).norm()) for op in parts.plan.operators}
         assert min(moved.values()) > 0
         assert shown(result, "update_norm") == pytest.approx(moved, rel=1e-5)
 
@@ -217,12 +219,14 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     parts = assembled("training.steps=2")
     probe = parts.plan.probe(PATHS)
     gradients(parts, [blocks_of(parts, 2)])
-    wanted = {name: dict(zip(parts.controller.names, values.tolist(), strict=True)) for name, values in probe.read().items()}
+    wanted = {
+        name: dict(zip(parts.controller.names, values.tolist(), strict=True)) for name, values in probe.read().items()
+    }
     found = columns(folder, 1)
     for name in PATHS:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6), name
         assert name == "underflow" or min(found[name].values()) > 0
-    stds = {op.unit_name: float(op.weight.double().std(correction=0)) for op in parts.plan.operators}
+    stds = {op.unit_name: float(op.weight.detach().double().std(correction=0)) for op in parts.plan.operators}
     assert found["weight_std"] == pytest.approx(stds, rel=1e-5)
 
 
@@ -249,7 +253,7 @@ def test_a_signal_that_measures_every_third_step(assembled, blocks_of):
         assert gaps[0] == gaps[1] == gaps[2] != gaps[3] and min(gaps[0]) > 0
         if more:
             low = [result.evidence["gap_low"].tolist() for result in results]
-            assert all(a != b for a, b in zip(low, low[1:], strict=False)) and min(map(min, low)) > 0
+            assert all(a != b for a, b in pairwise(low)) and min(map(min, low)) > 0
 
 
 LOOKING_ON = {
@@ -260,10 +264,19 @@ LOOKING_ON = {
     "transform": ["optim.transform.name=spam", "optim.transform.options.grace=1"],
     "faults": ["stress.kind=bit_flip", "stress.windows=[[2,3]]"],
     "stale": ["stress.kind=stale_scale", "stress.windows=[[3,3]]", "paths.rounding=stochastic"],
+    "stale_forward": ["stress.kind=stale_scale", "stress.windows=[[2,5]]", "paths.site=forward", "model.num_layers=2"],
 }
 
 
-@pytest.mark.parametrize("name", LOOKING_ON)
+STALE_FORWARD = pytest.param(
+    "stale_forward",
+    marks=pytest.mark.xfail(
+        strict=True, reason="true_gap's two passes enter the history of stale_scale: TrainStep._true_gap"
+    ),
+)
+
+
+@pytest.mark.parametrize("name", [STALE_FORWARD if name == "stale_forward" else name for name in LOOKING_ON])
 def test_recording_everything_changes_no_bit(name, train, tmp_path):
     """The same losses, sets, saved bytes, weights, moments and generators as without."""
     words = ["training.accumulation=2", "training.steps=6", *LOOKING_ON[name]]
@@ -278,7 +291,9 @@ def test_recording_everything_changes_no_bit(name, train, tmp_path):
 def test_the_oracle_leaves_no_trace(train, tmp_path):
     """What a signal needs is measured as what is recorded is: a run whose sets are fixed does not depend on it."""
     words = ["training.steps=5", "paths.rounding=stochastic", "controller.signal.name=always_low"]
-    plain, watched = (train(tmp_path / kind, *words, *more) for kind, more in (("a", []), ("b", ["records.evidence=[true_gap]"])))
+    plain, watched = (
+        train(tmp_path / kind, *words, *more) for kind, more in (("a", []), ("b", ["records.evidence=[true_gap]"]))
+    )
     losses = [[row["loss"] for row in read_jsonl(folder / "steps.jsonl")] for folder in (plain, watched)]
     assert losses[0] == losses[1]
     a, b = everything(plain)["state"], everything(watched)["state"]
@@ -291,24 +306,28 @@ def test_the_oracle_leaves_no_trace(train, tmp_path):
     assert chosen == set(sorted(first, key=lambda unit: -first[unit])[:2])
 
 
-def test_what_was_measured_outlives_a_stop(train, tmp_path, monkeypatch):
+HISTORIES = {
+    "gsnr": ["training.accumulation=2"],
+    "update_norm": [],
+    "static_k": ["controller.signal.options.calibration_steps=4"],
+    "gap": ["controller.signal.options.variant=times_gnmr", "controller.signal.options.every=2"],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
     """Signals whose history is made of evidence go on after a checkpoint as if nothing had happened."""
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 5:
+        if self.controller.t == 4:
             raise ZeroDivisionError
         return plain(self, *args)
 
-    for name in ("gsnr", "update_norm", "static_k", "gap"):
-        words = ["training.accumulation=2", "training.steps=7", f"controller.signal.name={name}"]
-        words += ["controller.signal.options.calibration_steps=4"] * (name == "static_k")
-        words += ["controller.signal.options.variant=times_gnmr", "controller.signal.options.every=2"] * (name == "gap")
-        words += ["controller.routing=ranked"]
-        want = everything(train(tmp_path / f"{name}-whole", *words))
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(TrainStep, "__call__", call)
-            train(tmp_path / name, *words)
-        got = everything(train(tmp_path / name, *words))
-        assert differences(want, got) == [], name
-        assert want["events"], name
+    words = ["training.steps=6", f"controller.signal.name={name}", "controller.routing=ranked", *HISTORIES[name]]
+    want = everything(train(tmp_path / "whole", *words))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(TrainStep, "__call__", call)
+        train(tmp_path / "run", *words)
+    assert differences(want, everything(train(tmp_path / "run", *words))) == []
+    assert want["events"]

@@ -70,6 +70,10 @@ def build_signal(name: str, options: Mapping[str, Any], context: Context) -> Sig
     for option in options:
         if option not in known and not open_ended:
             raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(known) or 'none'}")
+    try:
+        signature(cls).bind(context, **options)
+    except TypeError as error:
+        raise ValueError(f"signal {name}: cannot be made of (context, **options): {error}") from error
     built: Signal = cls(context, **options)
     return built
 

@@ -1,6 +1,6 @@
 """The k units that one calibration found most at risk, recovered ever after: the ADAPT-style baseline.
 
-For `calibration_steps` steps the average GNMR of each unit is taken, with risk 0 for all. Then the k units with the
+During a calibration the average GNMR of each unit is taken, with risk 0 for all. Then the k units with the
 highest average are fixed for the rest of the run (ties in unit order).
 
 Source: arXiv 2606.00539, appendix E.4: 500 steps in BF16, then the top 25 % of the blocks; it ended far above every
@@ -13,12 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due, positive, ratio, seen, whole
+from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due, positive, ratio, seen, share_of, whole
 from gnmr.controller.signals.history import Cumulative
 
 
 class StaticK(BlindSignal):
-    """A set that is chosen once. `k`: its size; None: max_o.
+    """A set that is chosen once. `k`: its size, or `k_frac` of the units; both None: max_o.
+
+    The calibration takes `calibration_steps`, or where that is None `calibration_frac` of the run's steps.
 
     `share`: mean share of unit-steps with R > 1, over the whole run where its length is known, else from the choice on.
     """
@@ -30,13 +32,21 @@ class StaticK(BlindSignal):
         self,
         context: Context,
         *,
-        calibration_steps: int = 500,
+        calibration_steps: int | None = None,
+        calibration_frac: float = 0.05,
         k: int | None = None,
+        k_frac: float | None = None,
         share: float | None = None,
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
+        if calibration_steps is None:
+            calibration_steps = max(
+                1, round(share_of(calibration_frac, "calibration_frac") * (context.steps or 10_000))
+            )
         self.calibration_steps = whole(calibration_steps, "calibration_steps")
+        if k is None and k_frac is not None:
+            k = max(1, round(share_of(k_frac, "k_frac") * num_units))
         self.k = at_once if k is None else whole(k, "k")
         if self.k > at_once:
             raise ValueError(
