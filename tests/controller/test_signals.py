@@ -208,7 +208,13 @@ def test_grad_to_noise_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "risk"),
-    [("underflow", 0.06, 1.2), ("mse", 3e-4, 3.0), ("spike_share", 0.004, 4.0), ("oracle", 7.0, 7.0), ("gap_exact", 7.0, 7.0)],
+    [
+        ("underflow", 0.06, 1.2),
+        ("mse", 3e-4, 3.0),
+        ("spike_share", 0.004, 4.0),
+        ("oracle", 7.0, 7.0),
+        ("gap_exact", 7.0, 7.0),
+    ],
 )
 def test_levels_by_hand(name: str, value: float, risk: float) -> None:
     (need,) = make(name).needs
