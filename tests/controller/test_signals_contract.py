@@ -235,6 +235,7 @@ BAD: dict[str, list[Any]] = {
     "two_sided": [1, "yes"],
     "clip": [0, 0.9, math.nan, True],
     "variant": ["squared", None],
+    **{key: [0, -0.1, 1.1, math.nan, True, "0.1"] for key in ("calibration_frac", "k_frac")},
     "share": [-0.1, 1.1, math.nan, True, "0.1"],
 }
 

@@ -40,13 +40,13 @@ class StaticK(BlindSignal):
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
+        calibration_frac = share_of(calibration_frac, "calibration_frac")
         if calibration_steps is None:
-            calibration_steps = max(
-                1, round(share_of(calibration_frac, "calibration_frac") * (context.steps or 10_000))
-            )
+            calibration_steps = max(1, round(calibration_frac * (context.steps or 10_000)))
         self.calibration_steps = whole(calibration_steps, "calibration_steps")
-        if k is None and k_frac is not None:
-            k = max(1, round(share_of(k_frac, "k_frac") * num_units))
+        if k_frac is not None:
+            chosen = max(1, round(share_of(k_frac, "k_frac") * num_units))
+            k = chosen if k is None else k
         self.k = at_once if k is None else whole(k, "k")
         if self.k > at_once:
             raise ValueError(
