@@ -159,6 +159,25 @@ class Seen(SIGNALS["gsnr"]):  # type: ignore[misc, name-defined]
         return super().observe(evidence, step)
 
 
+def test_a_signal_that_measures_every_second_step() -> None:
+    """The paths are measured for the steps that are read alone, unless the evidence is recorded in each."""
+    for record in ((), ("gap_low",)):
+        model = net()
+        controller = gnmr.attach(
+            model, max_o=2, targets=["?"], signal=partial(SIGNALS["gap"], every=2), record=record, recovery="bf16"
+        )
+        decisions = []
+        for _ in range(4):
+            decisions.append(one_step(controller, model))
+            with torch.no_grad():
+                model[0].weight.mul_(1.5)
+        gaps = [decision.columns["gap"].tolist() for decision in decisions]
+        assert gaps[0] == gaps[1] != gaps[2] == gaps[3] and min(gaps[0]) > 0
+        if record:
+            low = [decision.evidence["gap_low"].tolist() for decision in decisions]
+            assert low[0] == gaps[0] and low[0] != low[1] != low[2] and min(map(min, low)) > 0
+
+
 def test_micro_batches() -> None:
     """Three of them, each with its own gradient; a loop that does not tell of them is told so."""
     model = net()
@@ -205,18 +224,12 @@ def explode(_context: Context) -> Signal:
         ({"signal": SIGNALS["gap"], "recovery": None}, ValueError),
         ({"signal": partial(SIGNALS["mse"], threshold=-1.0)}, ValueError),
         ({"signal": SIGNALS["first_last"]}, ValueError),  # there are no layers.N here
-        pytest.param(
-            {"signal": partial(SIGNALS["mse"], level=1.0)},
-            TypeError,
-            marks=pytest.mark.xfail(strict=True, reason="only a ValueError gives the model back: attachment.attach"),
-        ),
-        pytest.param(
-            {"signal": explode},
-            RuntimeError,
-            marks=pytest.mark.xfail(strict=True, reason="only a ValueError gives the model back: attachment.attach"),
-        ),
+        ({"signal": partial(SIGNALS["mse"], level=1.0)}, TypeError),
+        ({"signal": explode}, RuntimeError),
+        ({"record": ["colour"]}, ValueError),
+        ({"trigger": 0.0}, ValueError),
     ],
-    ids=["no_recovery", "value", "names", "option", "defect"],
+    ids=["no_recovery", "value", "names", "option", "defect", "record", "trigger"],
 )
 def test_a_signal_that_cannot_be_leaves_the_model_as_it_was(wrong: dict, error: type[Exception]) -> None:
     model = net()

@@ -56,18 +56,25 @@ CASES = {
     "--config-dir=nowhere": "Additional config directory",
     # signals
     "controller/signal=gsnr": "controller.signal.name=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
-    "controller/signal=oracle paths.recovery=null": "signal.name=oracle: needs both paths, and paths.recovery is null",
+    "controller/signal=oracle paths.recovery=null": "signal.name=oracle: true_gap needs both paths, and paths",
     "controller.signal.name=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
     "controller/signal=gnrm": "Could not find 'controller/signal/gnrm': use one of always_high, always_low, delta_gnmr",
     "controller.signal.options.treshold=1": "Key 'treshold' is not in struct (key controller.signal.options.treshold)",
     "controller/signal=mse +controller.signal.options.treshold=1": "mse has no option 'treshold': it has threshold",
     "controller/signal=zscore controller.signal.options.warmup=0": "warmup=0: must be a whole number of at least",
-    "controller/signal=static_k": "controller: calibration_steps=50: the run has only 2 steps",
+    "controller/signal=gap paths=int4": "name=gap: gap_recovery needs both paths, and paths.recovery is null",
+    "controller/signal=spike_share optim=scale": "signal.name=spike_share: spike_share needs Adam's second moment, opt",
+    "controller/signal=static_k controller.signal.options.calibration_steps=50": "the run has only 2 steps",
+    "controller/signal=own": "controller.signal.name=: give the name, package.module:Class",
+    "controller/signal=own controller.signal.name=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
     "controller/signal=own controller.signal.name=nowhere:It": "No module named 'nowhere' (is its folder on PYTHON",
     "controller/signal=own controller.signal.name=json:It": "controller: signal 'json:It': json has no class 'It'",
     "variant=rank_gap": "Could not find 'variant/rank_gap': use one of adapt, always_high",
     # recorded evidence
     "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
+    "records.evidence=[norm]": "norm: recorded in every run",
+    "records.evidence=[micro_square]": "records.evidence: needs micro-batches, training.accumulation=1",
+    "records.evidence=[gap_exact,mse] paths=int4": "records.evidence: gap_exact needs both paths, and paths.recovery",
     "records.evidence=mse": "str is not a ListConfig, list or tuple. (key records.evidence)",
     # faults and outlier channels
     "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are lay",
@@ -77,7 +84,8 @@ CASES = {
     "stress=noise paths=bf16": "stress: the low path is bf16: there is no quantizer to break",
     "stress=quake": "Could not find 'stress/quake': use one of bit_flip, noise, none, saturation",
     "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
-    "model.outlier_channels.number=99 model.outlier_channels.window=[1,1]": "outlier_channels.number=99: the narrowest",
+    "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16": "the narrow",
+    "model.outlier_channels.number=2 model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",
     # transforms and optimizers
     "optim/transform=spam +optim.transform.options.every=1": "spam has no such option, it has threshold, reset_every",
     "optim/transform=spam optim.transform.options.grace=600": "option grace=600: must be less than reset_every=500",
@@ -88,15 +96,9 @@ CASES = {
 }
 OPEN = {
     # what the line should hold, and what is said or done as yet
-    "controller/signal=own": ("package.module:Class", "trains with gnmr_delta: ??? does not overrule a value"),
-    "controller/signal=gap paths=int4": ("needs both paths", "a traceback, the run folder made: run._check_evidence"),
-    "records.evidence=[norm]": ("records.evidence", "a traceback at the first row: two columns of one name"),
-    "records.evidence=[micro_square]": ("records.evidence", "blames the signal: run._check_evidence"),
-    "controller/signal=own controller.signal.name=json:JSONDecoder": (
-        "json:JSONDecoder",
-        "a traceback of that class: build_signal",
-    ),
+    "controller/signal=mse records.evidence=[micro_square]": ("records.evidence", "blames the signal: _check_evidence"),
     "controller/signal=own controller.signal.name=builtins:repr": ("builtins:repr", "a traceback: build_signal"),
+    "controller/signal=own controller.signal.name=pathlib:PurePath": ("pathlib:PurePath", "a traceback: build_signal"),
 }
 CASES_AND_OPEN = [
     *CASES.items(),
@@ -111,7 +113,7 @@ VALUES = {
     "controller.trigger=0": f"controller.trigger=0.0: {POSITIVE}",
     "controller.trigger=inf": f"controller.trigger=inf: {POSITIVE}",
     "controller.warmup_frac=1.0 paths.recovery=null": "=1.0: a high-fidelity warm-up needs paths.rec",
-    "records.evidence=[gap_exact,mse] paths.recovery=null": "['gap_exact', 'mse']: gap_exact needs paths.recov",
+    "controller.signal.options.alpha=2": "controller.signal.options.alpha=2: is controller.alpha",
     "paths.probe_tokens=0": f"paths.probe_tokens=0: {POSITIVE}",
     "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up",
     "stress.kind=noise": "stress.rate=0.0: give windows, or a rate above 0",

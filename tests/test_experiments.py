@@ -58,13 +58,7 @@ def test_every_signal_has_its_file():
     assert compose("controller/signal=zscore", "optim/transform=spam").arm_name == "int4_int8-zscore-spam"
 
 
-STATIC_K = pytest.param(
-    "static_k",
-    marks=pytest.mark.xfail(strict=True, reason="50 calibration steps in conf, so in training; 500 in replay: StaticK"),
-)
-
-
-@pytest.mark.parametrize("name", [STATIC_K if name == "static_k" else name for name in SIGNALS])
+@pytest.mark.parametrize("name", SIGNALS)
 def test_options_are_the_same_in_conf_and_in_replay(name):
     """`gnmr replay signal=...` takes the class's defaults, `gnmr train controller/signal=...` those of conf/."""
     tree = OmegaConf.to_container(OmegaConf.load(CONF / "controller" / "signal" / f"{name}.yaml"))

@@ -169,6 +169,15 @@ def test_a_window_of_outlier_channels_changes_the_activations_and_not_the_functi
     assert norms[0][:2] == norms[1][:2] and norms[0][2] != norms[1][2]
 
 
+def test_the_window_of_outlier_channels_is_recorded_for_every_unit(train, tmp_path):
+    words = [*OUTLIERS, *_window(3, 6), *stress("noise", (2, 1), (5, 1))]
+    rows = faults_of(train(tmp_path / "run", *words))
+    outliers = [row for row in rows if row["kind"] == "outliers"]
+    assert [(row["step"], row["end"], row["magnitude"]) for row in outliers] == [(3, 6, 16.0)] * 7
+    assert len({row["unit"] for row in outliers}) == 7
+    assert [row["step"] for row in rows] == [2, *[3] * 7, 5]
+
+
 def test_a_window_that_closes_leaves_no_outliers_behind(train, tmp_path):
     """Open to the end of a run that learns nothing, or closed before it: then the weights are those of the start."""
     words = ["optim.lr=1e-30", "training.steps=4", *OUTLIERS]
