@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -54,7 +55,10 @@ def calibrate(norms: Norms, settings: ControllerConfig, wanted: float) -> Calibr
         return float(np.mean(in_force))
 
     low, high = (1e-9, 1.0) if by_share else (1e-9, 1e9)
-    value = _bisect(promoted, low, high, wanted, falling=not by_share)
+    with warnings.catch_warnings():  # the search goes to shares that a fixed set cannot give
+        warnings.simplefilter("ignore")
+        found = _bisect(promoted, low, high, wanted, falling=not by_share)
+    value = float(f"{found:.6g}")  # as it is printed
     share = promoted(value)
     if abs(share - wanted) > 0.1 * wanted:
         most = min(settings.max_o / len(norms.units), 1.0)
@@ -63,7 +67,10 @@ def calibrate(norms: Norms, settings: ControllerConfig, wanted: float) -> Calibr
             f"{len(norms.units)} units is {most:.4g} at the most)"
         )
     key = "controller.signal.options.share" if by_share else "controller.trigger"
-    return Calibration(name, [f"controller/signal={name}", f"{key}={value:.4g}"], share)
+    group = (
+        ["controller/signal=own", f"controller.signal.name={name}"] if ":" in name else [f"controller/signal={name}"]
+    )
+    return Calibration(name, [*group, f"{key}={value:.6g}"], share)
 
 
 def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float, falling: bool) -> float:
@@ -93,7 +100,10 @@ def calibrate_and_print(norms: Norms, asked: Asked, wanted: float) -> int:
     hidden = not console.is_terminal
     for name in track(names, "calibrating", console=console, transient=True, disable=hidden):
         signal = settings.signal if name == own else SignalConfig(name)
-        options = [f"controller.{word}" for word in asked.words if name == own and word.startswith("signal.options.")]
+        plus = "++" if ":" in name else ""  # conf/controller/signal/own.yaml has no options
+        options = [
+            f"{plus}controller.{word}" for word in asked.words if name == own and word.startswith("signal.options.")
+        ]
         try:
             found = calibrate(norms, replace(settings, signal=signal), wanted)
         except UserError as error:

@@ -92,21 +92,11 @@ CASES = {
     "+optim.transform.options.every=1": "optim.transform.options={'every': 1}: without effect while",
     "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of norm_clip, zclip, adagc",
     "optim/transform=clip": "Could not find 'optim/transform/clip': use one of adagc, agc",
+    "controller/signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
+    "controller/signal=own controller.signal.name=builtins:repr": "signal builtins:repr: a str is no signal",
+    "controller/signal=own controller.signal.name=pathlib:PurePath": "signal pathlib:PurePath: ",
     "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
 }
-OPEN = {
-    # what the line should hold, and what is said or done as yet
-    "controller/signal=mse records.evidence=[micro_square]": ("records.evidence", "blames the signal: _check_evidence"),
-    "controller/signal=own controller.signal.name=builtins:repr": ("builtins:repr", "a traceback: build_signal"),
-    "controller/signal=own controller.signal.name=pathlib:PurePath": ("pathlib:PurePath", "a traceback: build_signal"),
-}
-CASES_AND_OPEN = [
-    *CASES.items(),
-    *(
-        pytest.param(words, line, marks=pytest.mark.xfail(strict=True, reason=why))
-        for words, (line, why) in OPEN.items()
-    ),
-]
 VALUES = {
     # in a config -> what the line says
     "controller.routing=rank": "controller.routing=rank: must be one of thresholded, ranked",
@@ -164,7 +154,7 @@ def test_values_without_sense(words):
     assert VALUES[words] in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("words", "told"), CASES_AND_OPEN)
+@pytest.mark.parametrize(("words", "told"), CASES.items())
 def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cache, tmp_path):
     before = listing(place)
     line = gnmr("train", *tiny_words, *words.split(" ")).mistake
@@ -177,7 +167,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "_ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
-    assert line.startswith("controller.signal.name=oracle: runs both paths in every step, which is for small models: ")
+    assert line.startswith("controller.signal.name=oracle: runs both paths in every step, for small models: ")
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
     assert line.endswith(f"this one has {number:,} parameters, 20,000 at the most")
     assert not (tmp_path / "runs").exists()

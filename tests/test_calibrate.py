@@ -141,9 +141,6 @@ def test_a_signal_of_ones_own(calibrated, spent, monkeypatch):
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a third party's signal is named under controller.signal.name: calibration.calibrate"
-)
 def test_the_overrides_of_a_signal_of_ones_own_are_for_train(calibrated, monkeypatch):
     from gnmr.launch import compose
 
@@ -160,9 +157,6 @@ def test_the_overrides_hold_what_was_given(calibrated):
     assert {"controller.signal.options.variant=relative", "controller.t_lock=2"} < plain
 
 
-@pytest.mark.xfail(
-    strict=True, reason="printed with four digits, the share is that of all digits: calibration.calibrate"
-)
 def test_values_that_differ_in_their_fifth_digit(table, gnmr, spent, tmp_path):
     """The share that is printed is that of the number that is printed."""
     close = {name: table[name] for name in ("step", "unit")} | {"norm": 1000 + 5 * (table["norm"] % 1)}
@@ -172,7 +166,6 @@ def test_values_that_differ_in_their_fifth_digit(table, gnmr, spent, tmp_path):
     assert spent(*for_replay(overrides), source=tmp_path / "close.parquet") == pytest.approx(float(share), abs=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="the search tries shares above what the signal gives: calibration.calibrate")
 def test_a_share_close_to_the_most_there_is_without_a_warning(file, gnmr):
     outcome = gnmr("replay", str(file), "calibrate=0.24", "signal=random", "max_o=2")
     assert (outcome.code, outcome.err) == (0, "")

@@ -67,7 +67,7 @@ def step_cost(setting: Setting) -> list[Figure]:
             result = take_step(micro_batches, config.optim.lr)
             counters.step += 1
             with watch.part("records"):
-                recorder.step(run.step_row(result, counters, config.optim.lr, 0.0), run.ratio_rows(result.decision))
+                recorder.step(run.step_row(result, counters, 0.0), run.ratio_rows(result.decision))
                 recorder.events([asdict(event) for event in result.decision.events])
 
         with Recorder(_info(parts), settings, None) as recorder, watch.inside(*_PARTS):

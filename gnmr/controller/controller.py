@@ -25,6 +25,9 @@ from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals.base import Evidence, Signal
 from gnmr.controller.units import Unit
 
+NO_CAP = 2**31 - 1
+"""A max_o that says so: every unit may be on the recovery path at once."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -93,7 +96,7 @@ class Controller:
         units: in a fixed order, the same on every rank; ids must differ.
         signal: gives each unit's risk.
         max_o: most units on the recovery path at once, once control has started. Above the number of recoverable
-            units it has no effect beyond them, and a warning says so.
+            units it has no effect beyond them, and a warning says so, unless it is `NO_CAP`.
         t_lock: steps for which a triggered unit stays a candidate.
         warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
             the history builds up and nothing is decided.
@@ -139,7 +142,7 @@ class Controller:
         """Steps observed so far."""
 
         num_recoverable = sum(unit.recoverable for unit in units)
-        if 0 < num_recoverable < max_o:
+        if 0 < num_recoverable < max_o < NO_CAP:
             warnings.warn(f"max_o={max_o} is above the number of units, {num_recoverable}: it caps there", stacklevel=2)
         self._norms = UnitNorms([unit.parameters for unit in units])
         self._micro = MicroNorms(self.units) if "micro_square" in self.needs else None

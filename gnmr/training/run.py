@@ -296,7 +296,7 @@ def loop(
         if counters.nonfinite_streak == 1:
             streak_began, streak_unit = step, str(result.nonfinite_unit)
         recorder.step(
-            step_row(result, counters, lr, time.perf_counter() - began),
+            step_row(result, counters, time.perf_counter() - began),
             ratio_rows(result.decision),
         )
         recorder.events([asdict(event) for event in result.decision.events])
@@ -341,14 +341,14 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return None
 
 
-def step_row(result: StepResult, counters: Counters, lr: float, seconds: float) -> dict[str, Any]:
+def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str, Any]:
     """A row of `records.schema.STEP_FIELDS`."""
     decision = result.decision
     return {
         "step": counters.step,
         "tokens": counters.tokens,
         "loss": result.loss,
-        "lr": lr,
+        "lr": result.lr,
         "grad_norm_pre_clip": result.grad_norm_pre_clip,
         "num_candidates": int(np.count_nonzero(decision.candidate)),
         "num_active": int(np.count_nonzero(decision.in_force)),
@@ -422,20 +422,27 @@ _ORACLE_PARAMETERS = 200_000_000
 def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
     """UserError for evidence that this run cannot give."""
     accumulation = config.training.accumulation
-    by_signal = not set(needs) <= set(config.records.evidence)
-    key = f"controller.signal.name={config.controller.signal.name}" if by_signal else "records.evidence"
+
+    def key(*names: str) -> str:
+        asked = set(names) <= set(config.records.evidence)
+        return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
+
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
-        raise UserError(f"{key}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
+        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
     if "spike_share" in needs and config.optim.name != "adamw":
-        raise UserError(f"{key}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none")
+        raise UserError(
+            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
+        )
     if "micro_square" in needs and accumulation < 2:
-        raise UserError(f"{key}: needs micro-batches, training.accumulation={accumulation}; use 2 or more")
+        raise UserError(
+            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
+        )
     if "true_gap" in needs:
         number = sum(p.numel() for p in model.parameters())
         if number > _ORACLE_PARAMETERS:
             raise UserError(
-                f"{key}: runs both paths in every step, which is for small models: this one has {number:,} parameters, "
-                f"{_ORACLE_PARAMETERS:,} at the most"
+                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
+                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
             )
 
 

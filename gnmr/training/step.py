@@ -40,6 +40,8 @@ class StepResult:
     saved_bytes: int | None
     """Read from the graph, largest micro-batch; None under activation checkpointing."""
     saved_bytes_predicted: int | None
+    lr: float
+    """The rate that the optimizer took, the transform's factor included."""
     decision: Decision
 
 
@@ -124,7 +126,7 @@ class TrainStep:
         if bool(host[2]):
             where = self._first_nonfinite(float(host[0]), host[start:end], micro_batches)
         decision = controller.apply(host[end:].view(packet.shape))
-        return StepResult(float(host[0]), float(host[1]), bool(host[3]), where, saved, predicted, decision)
+        return StepResult(float(host[0]), float(host[1]), bool(host[3]), where, saved, predicted, lr * factor, decision)
 
     def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, int | None, int | None]:
         total: Tensor | None = None

@@ -11,6 +11,7 @@ from everything import differences, everything
 from torch import Tensor
 
 from gnmr.controller.evidence import EVIDENCE
+from gnmr.controller.signals import SIGNALS
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.run import Parts
 from gnmr.training.step import StepResult, TrainStep, loss_of
@@ -325,3 +326,16 @@ def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
         train(tmp_path / "run", *words)
     assert differences(want, everything(train(tmp_path / "run", *words))) == []
     assert want["events"]
+
+
+@pytest.mark.parametrize("name", [*HISTORIES, "jacobian", "random"])
+def test_what_was_recorded_gives_the_sets_again(name, train, gnmr, tmp_path):
+    """`gnmr replay` of a run whose signal reads more than norms, or the seed."""
+    needs = ",".join(SIGNALS[name].needs)
+    words = ["training.steps=8", "training.seed=3", f"controller.signal.name={name}", f"records.evidence=[{needs}]"]
+    folder = train(tmp_path / "run", *words, "controller.routing=ranked", *HISTORIES.get(name, []))
+    out = tmp_path / "out.jsonl"
+    assert gnmr("replay", str(folder), f"out={out}").code == 0
+    replayed = [set(row["active"]) for row in read_jsonl(out)]
+    real = [{unit for unit, on in columns(folder, t)["active"].items() if on} for t in range(1, 9)]
+    assert replayed[:-1] == real[1:] and any(real)

@@ -131,7 +131,6 @@ def test_a_step_that_is_not_finite_counts_with_a_transform_too(train, tmp_path, 
 # ---- the learning rate ----
 
 
-@pytest.mark.xfail(strict=True, reason="steps.jsonl has the schedule's rate, without Transform.lr_factor: run.step_row")
 def test_the_rate_that_is_recorded_is_the_one_that_was_taken(train, tmp_path, monkeypatch):
     """SPAM warms up anew after each reset of the moments."""
     taken: list[float] = []

@@ -71,10 +71,11 @@ def build_signal(name: str, options: Mapping[str, Any], context: Context) -> Sig
         if option not in known and not open_ended:
             raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(known) or 'none'}")
     try:
-        signature(cls).bind(context, **options)
+        built: Signal = cls(context, **options)
     except TypeError as error:
         raise ValueError(f"signal {name}: cannot be made of (context, **options): {error}") from error
-    built: Signal = cls(context, **options)
+    if not hasattr(built, "observe"):
+        raise ValueError(f"signal {name}: a {type(built).__name__} is no signal: it has no observe()")
     return built
 
 
