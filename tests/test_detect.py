@@ -1,0 +1,86 @@
+"""`gnmr replay RUN... detect=SHARE`: signals held against faults whose place and time are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gnmr.errors import UserError
+from gnmr.replay import main
+
+UNITS, STEPS = ["a", "b", "c", "d"], 60
+
+
+@pytest.fixture
+def recorded(tmp_path: Path):
+    """A run folder: norms near 1; b's are 10 in the steps 30 to 34, and 48 of its unit-steps alone alarm for nothing."""
+
+    def make(name: str = "run", faults: bool = True) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        norm = 1 + 0.01 * np.random.default_rng(0).random((STEPS, 4))
+        norm[29:34, 1] = 10.0
+        norm[9, 3] = 5.0  # one false alarm
+        rows = {
+            "step": np.repeat(np.arange(1, STEPS + 1), 4),
+            "unit": UNITS * STEPS,
+            "norm": norm.flatten(),
+        }
+        pq.write_table(pa.table(rows), folder / "ratios.parquet")
+        if faults:
+            windows = [("b", 30, 34, "scale_up"), ("c", 50, 52, "noise")]
+            lines = [
+                json.dumps({"step": start, "end": end, "unit": unit, "kind": kind, "magnitude": 8.0})
+                for unit, start, end, kind in windows
+            ]
+            (folder / "faults.jsonl").write_text("\n".join(lines) + "\n")
+        return folder
+
+    return make
+
+
+def test_recall_precision_and_delay_by_hand(recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """240 unit-steps, 10 of them in windows (with a step of grace): two false alarms are 1 % of the 230 others."""
+    folder, out = recorded(), tmp_path / "found.json"
+    assert main([str(folder), "detect=0.01", "signal=grad_norm", f"out={out}"]) == 0
+    found = json.loads(out.read_text())["signals"]["grad_norm"]
+    # The trigger is the third largest norm outside, a plain 1.01; so much of c's window is over it as chance has it.
+    assert found["scale_up"] | {"flagged": 0} == {
+        "windows": 1,
+        "detected": 1,
+        "flagged": 0,
+        "flagged_inside": 0,
+        "unit_steps_outside": 0,
+        "delays": [0],
+    }
+    assert found["all"]["windows"] == 2 and found["all"]["unit_steps_outside"] == 230
+    assert found["all"]["flagged"] - found["all"]["flagged_inside"] == 2
+    assert "1 of 2" in capsys.readouterr().out
+
+
+def test_a_ratio_to_the_units_past_finds_it_too_and_forgets(recorded, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main([str(recorded()), "detect=0.01", "signal=gnmr", "alpha=1.5", f"out={out}"]) == 0
+    assert json.loads(out.read_text())["signals"]["gnmr"]["scale_up"]["delays"] == [0]
+
+
+def test_several_runs_add_up_and_those_without_faults_are_passed_over(recorded, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "found.json"
+    runs = [str(recorded("one")), str(recorded("two")), str(recorded("plain", faults=False))]
+    assert main([*runs, "detect=0.01", "signal=all", f"out={out}"]) == 0
+    captured = capsys.readouterr()
+    assert f"{runs[2]}: no faults, passed over" in captured.err
+    assert "signal gap needs gap_low, gap_recovery, which was not recorded" in captured.err
+    signals = json.loads(out.read_text())["signals"]
+    assert signals["grad_norm"]["all"]["windows"] == 4
+    assert "random" in signals and "always_low" not in signals and "first_last" not in signals
+
+
+def test_without_any_faults_it_says_so(recorded) -> None:
+    with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress="):
+        main([str(recorded(faults=False)), "detect=0.01"])
