@@ -18,7 +18,7 @@ UNITS, STEPS = ["a", "b", "c", "d"], 60
 
 @pytest.fixture
 def recorded(tmp_path: Path):
-    """A run folder: norms near 1; b's are 10 in the steps 30 to 34, and 48 of its unit-steps alone alarm for nothing."""
+    """A run folder: norms near 1; b's are 10 in the steps 30 to 34, one of d's is 5 for nothing."""
 
     def make(name: str = "run", faults: bool = True) -> Path:
         folder = tmp_path / name
