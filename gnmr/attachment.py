@@ -55,8 +55,7 @@ class AttachedController(Controller):
     def _look(self) -> None:
         """Has the paths measured in the coming step only if somebody reads it."""
         if self._probe is not None:
-            reads = getattr(self.signal, "reads", lambda _step: True)
-            self._probe.enabled = bool(self.record) or reads(self.t + 1)
+            self._probe.enabled = self.reads_next()
 
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured."""

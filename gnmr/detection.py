@@ -21,7 +21,7 @@ from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError
 from gnmr.records.files import replace_json
-from gnmr.replay import Norms, Recorded, recorded_risk
+from gnmr.replay import Norms, risks
 from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Ratios
@@ -50,8 +50,9 @@ def detect_and_print(runs: list[FaultyRun], share: float, every: bool, out: Path
     own = runs[0].settings.signal.name
     names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
     console = Console(stderr=True)
+    hidden = not console.is_terminal
     found: dict[str, dict[str, Tally]] = {}
-    for name in track(names if every else [own], "detecting", console=console, transient=True, disable=_piped(console)):
+    for name in track(names if every else [own], "detecting", console=console, transient=True, disable=hidden):
         try:
             found[name] = _of_signal(name, runs, share)
         except UserError as error:
@@ -67,10 +68,6 @@ def detect_and_print(runs: list[FaultyRun], share: float, every: bool, out: Path
         replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
         print(f"figures: {out}")
     return 0
-
-
-def _piped(console: Console) -> bool:
-    return not console.is_terminal
 
 
 @dataclass
@@ -106,8 +103,8 @@ def _of_signal(name: str, runs: list[FaultyRun], share: float) -> dict[str, Tall
     tallies: dict[str, Tally] = {"all": Tally()}
     for run in runs:
         signal = run.settings.signal if name == run.settings.signal.name else SignalConfig(name)
-        recorded = recorded_risk(run.norms, replace(run.settings, signal=signal))
-        _, found = at_false_alarms(recorded, run.windows, share)
+        risk = risks(run.norms, replace(run.settings, signal=signal))
+        found = at_false_alarms(run.norms, risk, run.windows, share)
         tallies["all"].add(found)
         for kind in {window.kind for window in run.windows}:
             tallies.setdefault(kind, Tally()).add(found, kind)
@@ -144,21 +141,23 @@ def _delay(tally: Tally) -> str:
     return f"{median(tally.delays):g}" if tally.delays else NOTHING
 
 
-def at_false_alarms(recorded: Recorded, windows: list[Window], share: float) -> tuple[float, Detection]:
-    """The least trigger with false alarms in at most `share` of the unit-steps outside the windows; what it finds."""
+def at_false_alarms(norms: Norms, risk: np.ndarray, windows: list[Window], share: float) -> Detection:
+    """What the least trigger with false alarms in at most `share` of the unit-steps outside the windows finds.
+
+    `risk` (T, U) float64.
+    """
     ratios = Ratios(
-        np.arange(1, len(recorded.risk) + 1),
-        recorded.units,
-        recorded.risk,
+        np.arange(1, len(risk) + 1),
+        norms.units,
+        risk,
         {},
-        np.where(recorded.observed, recorded.risk, np.nan),
-        np.zeros(recorded.risk.shape, bool),
+        np.where(norms.observed, risk, np.nan),
+        np.zeros(risk.shape, bool),
     )
-    outside = recorded.observed.copy()
-    place = {unit: index for index, unit in enumerate(recorded.units)}
+    outside = norms.observed.copy()
+    place = {unit: index for index, unit in enumerate(norms.units)}
     for window in windows:
         outside[window.start - 1 : window.end + GRACE, place[window.unit]] = False
-    risks = np.sort(recorded.risk[outside])[::-1]
-    allowed = int(share * len(risks))
-    trigger = float(risks[allowed]) if allowed < len(risks) else 0.0
-    return trigger, detect(ratios, windows, trigger)
+    highest = np.sort(risk[outside])[::-1]
+    allowed = int(share * len(highest))
+    return detect(ratios, windows, float(highest[allowed]) if allowed < len(highest) else 0.0)

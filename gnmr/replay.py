@@ -192,7 +192,7 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         values = OmegaConf.from_dotlist(changes)
         if values.get("signal", {}).get("name", defaults.signal.name) != defaults.signal.name:
             defaults = replace(defaults, signal=SignalConfig())  # another signal's options are not this one's
-        tree = load(OmegaConf.create({"controller": OmegaConf.merge(_plain(defaults), values)}))
+        tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(defaults), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
@@ -213,10 +213,6 @@ def _share(key: str, text: str) -> float:
     if not 0 < share <= 1:
         raise UserError(f"{key}={text}: must be a share of the unit-steps above 0, at most 1")
     return share
-
-
-def _plain(settings: ControllerConfig) -> dict[str, Any]:
-    return asdict(settings)
 
 
 def read_norms(path: Path) -> Norms:
@@ -328,19 +324,9 @@ def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Contro
     return controller
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The risks that a signal gives to recorded evidence."""
-
-    units: list[str]
-    risk: np.ndarray  # (T, U) float64
-    observed: np.ndarray  # (T, U) bool
-
-
-def recorded_risk(norms: Norms, settings: ControllerConfig) -> Recorded:
-    """Of every step and unit, whatever is routed."""
-    risk = np.array([decision.risk for decision in replay(norms, settings)])
-    return Recorded(norms.units, risk, norms.observed)
+def risks(norms: Norms, settings: ControllerConfig) -> np.ndarray:
+    """(T, U) float64: what a signal makes of recorded evidence, whatever is routed."""
+    return np.array([decision.risk for decision in replay(norms, settings)])
 
 
 class Tally:

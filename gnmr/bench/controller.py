@@ -13,7 +13,7 @@ from torch import nn
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch, train_step
+from gnmr.bench.steps import batch
 from gnmr.bench.timing import Stopwatch, alternate, clock_of
 from gnmr.config import to_dict
 from gnmr.controller import Controller, Unit
@@ -49,7 +49,7 @@ def step_cost(setting: Setting) -> list[Figure]:
         clock = clock_of(parts.device, setting.clock)
         watch = Stopwatch(clock)
         counters = run.Counters()
-        take_step, micro_batches = train_step(parts), batch(parts)
+        take_step, micro_batches = run.train_step(parts), batch(parts)
 
         def bare() -> None:
             losses = []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch, train_step
+from gnmr.bench.steps import batch
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.training.run import Parts, assemble
+from gnmr.training.run import Parts, assemble, train_step
 from gnmr.training.step import StepResult
 
 REFERENCE = "bf16"

@@ -41,7 +41,6 @@ from torch import Tensor, nn
 
 from gnmr.bench.figures import Figure, median, show
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import train_step
 from gnmr.data import TrainBlocks
 from gnmr.errors import UserError
 from gnmr.paths import Plan
@@ -250,7 +249,7 @@ def recovery(setting: Setting) -> list[Figure]:
     if number > MOST_PARAMETERS:
         raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
     training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.max_o
-    blocks, take_step = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None), train_step(parts)
+    blocks, take_step = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None), run.train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
 
     def batch() -> list[Tensor]:

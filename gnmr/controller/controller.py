@@ -181,14 +181,21 @@ class Controller:
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """The evidence that this controller can make of its units alone. Does not wait for the device."""
         norm, observed = self._norms()
-        found = {"norm": norm / grad_scale, "observed": observed} | self.measure_micro(grad_scale)
+        return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
+
+    def measure_more(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+        """The same without the norms, which a loop may have already: what is needed of micro-batches and weights."""
+        found = {}
+        if self._micro is not None:
+            found["micro_square"] = self._micro.take() / grad_scale**2
         if "weight_std" in self.needs:
             found["weight_std"] = weight_std(self.units)
         return found
 
-    def measure_micro(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """micro_square where the signal needs it."""
-        return {} if self._micro is None else {"micro_square": self._micro.take() / grad_scale**2}
+    def reads_next(self) -> bool:
+        """Whether anybody looks at the paths' evidence of the coming step; where not, nobody has to measure it."""
+        reads = getattr(self.signal, "reads", None)
+        return bool(self.record) or reads is None or reads(self.t + 1)
 
     @torch.no_grad()
     def observe(self, evidence: Evidence) -> Tensor:

@@ -253,6 +253,21 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         raise SystemExit(128 + stop[0])
 
 
+def train_step(parts: Parts) -> TrainStep:
+    """The step of a run; benchmarks take it too."""
+    config = parts.config
+    return TrainStep(
+        parts.model,
+        parts.plan,
+        parts.controller,
+        parts.optimizer,
+        config.optim.clip_norm,
+        measure_saved=not config.training.activation_checkpointing,
+        transform=parts.transform,
+        probe_tokens=config.paths.probe_tokens,
+    )
+
+
 def loop(
     parts: Parts,
     blocks: TrainBlocks,
@@ -264,16 +279,7 @@ def loop(
 ) -> tuple[str, str | None]:
     """Steps until the end or until `stop` holds a signal; returns ("done", None) or ("interrupted", why)."""
     config, training = parts.config, parts.config.training
-    take_step = TrainStep(
-        parts.model,
-        parts.plan,
-        parts.controller,
-        parts.optimizer,
-        config.optim.clip_norm,
-        measure_saved=not training.activation_checkpointing,
-        transform=parts.transform,
-        probe_tokens=config.paths.probe_tokens,
-    )
+    take_step = train_step(parts)
 
     def save() -> None:
         checkpointer.save(counters.step, {"counters": asdict(counters), "blocks": blocks.state_dict()})

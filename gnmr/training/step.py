@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.controller import Controller, Decision
-from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share, weight_std
+from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
@@ -93,7 +93,7 @@ class TrainStep:
 
         norms, observed = self._norms()
         num_units = len(controller.units)
-        evidence |= {"norm": norms[:num_units], "observed": observed[:num_units]} | controller.measure_micro()
+        evidence |= {"norm": norms[:num_units], "observed": observed[:num_units]} | controller.measure_more()
         evidence |= self._measured()
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
@@ -133,8 +133,7 @@ class TrainStep:
         saved = predicted = None
         if self._probe is not None:
             self._probe.reset()
-            reads = getattr(self.controller.signal, "reads", lambda _step: True)
-            self._probe.enabled = bool(self.controller.record) or reads(self.controller.t + 1)
+            self._probe.enabled = self.controller.reads_next()
         for block in micro_batches:
             loss = loss_of(self.model, block)
             if self.measure_saved:
@@ -148,10 +147,8 @@ class TrainStep:
         return total / len(micro_batches), saved, predicted
 
     def _measured(self) -> dict[str, Tensor]:
-        """Evidence of the paths, the weights and the optimizer, where it is needed."""
+        """Evidence of the paths and the optimizer, where it is needed."""
         found = {} if self._probe is None else self._probe.read()
-        if "weight_std" in self.controller.needs:
-            found["weight_std"] = weight_std(self.controller.units)
         if "spike_share" in self.controller.needs:
             found["spike_share"] = spike_share(self.controller.units, self.optimizer)
         return found
@@ -163,9 +160,8 @@ class TrainStep:
         """
         plan, units = self.plan, self.controller.units
         in_force, generator = [operator.recovering for operator in plan.operators], plan.state_dict()
-        probe_was = self._probe is not None and self._probe.enabled
         if self._probe is not None:
-            self._probe.enabled = False
+            self._probe.enabled = False  # until `_backward` decides anew
         gradients: list[list[list[Tensor]]] = []
         plan.shared.rehearsing = True
         for recovering in (False, True):
@@ -181,8 +177,6 @@ class TrainStep:
         plan.load_state_dict(generator)
         for operator, recovering in zip(plan.operators, in_force, strict=True):
             operator.switch(recovering)
-        if self._probe is not None:
-            self._probe.enabled = probe_was
         nothing = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
         return torch.stack(
             [

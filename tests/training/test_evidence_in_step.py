@@ -13,7 +13,7 @@ from torch import Tensor
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.controller.signals import SIGNALS
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training.run import Parts
+from gnmr.training.run import Parts, train_step
 from gnmr.training.step import StepResult, TrainStep, loss_of
 
 LR = 1e-2
@@ -22,19 +22,6 @@ SUMS = ("gap_low", "gap_recovery", "gap_exact")
 PATHS = (*SUMS, "underflow", "mse", "input_std")
 ALL = "records.evidence=[" + ",".join(name for name in EVIDENCE if name not in ("norm", "observed")) + "]"
 UNITS = 7
-
-
-def stepper(parts: Parts) -> TrainStep:
-    """As `gnmr.training.run.loop` makes it."""
-    return TrainStep(
-        parts.model,
-        parts.plan,
-        parts.controller,
-        parts.optimizer,
-        parts.config.optim.clip_norm,
-        transform=parts.transform,
-        probe_tokens=parts.config.paths.probe_tokens,
-    )
 
 
 def gradients(parts: Parts, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -89,13 +76,13 @@ def test_true_gap_is_the_squared_distance_of_two_runs_gradients(words, assembled
     low, high = (gradients(one_path(parts, fmt, *static), batches) for fmt in ("int4", "int8"))
     expected = squares({unit: low[unit] - high[unit] for unit in low})
     assert min(expected.values()) > 0
-    assert shown(stepper(parts)(batches, LR), "true_gap") == pytest.approx(expected, rel=1e-6)
+    assert shown(train_step(parts)(batches, LR), "true_gap") == pytest.approx(expected, rel=1e-6)
 
 
 def test_true_gap_whatever_is_in_force(assembled, one_path, blocks_of):
     """In a step in which some units are on the recovery path, and the others not."""
     parts = assembled(FP32, "records.evidence=[true_gap]", "controller.signal.name=random")
-    step, batches = stepper(parts), blocks_of(parts, 4).split(2)
+    step, batches = train_step(parts), blocks_of(parts, 4).split(2)
     step([batches[0]], LR)
     low, high = (gradients(one_path(parts, fmt, FP32), [batches[1]]) for fmt in ("int4", "int8"))
     result = step([batches[1]], LR)
@@ -113,7 +100,7 @@ def test_true_gap_whatever_is_in_force(assembled, one_path, blocks_of):
 )
 def test_gap_exact_is_the_true_gap_where_only_the_saved_copy_differs(words, assembled, blocks_of):
     parts = assembled(FP32, "records.evidence=[true_gap,gap_exact,gap_low,gap_recovery]", *words)
-    result = stepper(parts)([blocks_of(parts, parts.config.training.batch_size)], LR)
+    result = train_step(parts)([blocks_of(parts, parts.config.training.batch_size)], LR)
     exact = shown(result, "gap_exact")
     assert exact == pytest.approx(shown(result, "true_gap"), rel=1e-4)
     estimate = {unit: gap - shown(result, "gap_recovery")[unit] for unit, gap in shown(result, "gap_low").items()}
@@ -129,7 +116,7 @@ def test_gap_exact_of_a_path_that_is_broken(assembled, blocks_of):
         parts = assembled(FP32, "records.evidence=[true_gap,gap_exact]", *fault)
         for stress in parts.stress:
             stress.begin_step(1)
-        result = stepper(parts)([blocks_of(parts, 2)], LR)
+        result = train_step(parts)([blocks_of(parts, 2)], LR)
         found[kind] = shown(result, "gap_exact")
         assert found[kind] == pytest.approx(shown(result, "true_gap"), rel=1e-4)
     hit = {unit for unit, gap in found["scale_up"].items() if gap > 1.5 * found["none"][unit]}
@@ -141,9 +128,9 @@ def test_gap_exact_of_several_micro_batches_is_the_sum_of_their_own(assembled, b
     words = [FP32, "records.evidence=[gap_exact]"]
     parts = assembled(*words)
     batches = list(blocks_of(parts, 6).split(2))
-    singles = [shown(stepper(assembled(*words))([batch], LR), "gap_exact") for batch in batches]
+    singles = [shown(train_step(assembled(*words))([batch], LR), "gap_exact") for batch in batches]
     expected = {unit: sum(single[unit] for single in singles) / 9 for unit in singles[0]}
-    assert shown(stepper(parts)(batches, LR), "gap_exact") == pytest.approx(expected, rel=1e-4)
+    assert shown(train_step(parts)(batches, LR), "gap_exact") == pytest.approx(expected, rel=1e-4)
 
 
 # ---- micro-batches, updates, moments ----
@@ -153,7 +140,7 @@ def test_gap_exact_of_several_micro_batches_is_the_sum_of_their_own(assembled, b
 def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assembled, blocks_of):
     words = [f"training.dtype={dtype}", "training.accumulation=2"]
     parts, twin = assembled(*words, "records.evidence=[micro_square]"), assembled(*words)
-    step, batches = stepper(parts), list(blocks_of(parts, 8).split(2))
+    step, batches = train_step(parts), list(blocks_of(parts, 8).split(2))
     for pair in (batches[:2], batches[2:]):  # in the second step nothing of the first one is left
         twin.model.load_state_dict(parts.model.state_dict())
         for op, switched in zip(twin.plan.operators, parts.plan.operators, strict=True):
@@ -169,7 +156,7 @@ def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assemb
 @pytest.mark.parametrize("words", [[FP32], [], ["optim.name=scale"]], ids=["fp32", "bf16", "scale"])
 def test_update_norm_is_what_the_weights_moved(words, assembled, blocks_of):
     parts = assembled("records.evidence=[update_norm]", *words)
-    step = stepper(parts)
+    step = train_step(parts)
     for batch in blocks_of(parts, 4).split(2):
         before = {op.unit_name: op.weight.detach().double() for op in parts.plan.operators}
         result = step([batch], LR)
@@ -182,7 +169,7 @@ def test_update_norm_is_what_the_weights_moved(words, assembled, blocks_of):
 def test_a_skipped_step_moves_nothing(assembled, blocks_of):
     parts = assembled("records.evidence=[update_norm]")
     parts.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * torch.nan)
-    result = stepper(parts)([blocks_of(parts, 2)], LR)
+    result = train_step(parts)([blocks_of(parts, 2)], LR)
     assert result.skipped and set(shown(result, "update_norm").values()) == {0.0}
 
 
@@ -191,7 +178,7 @@ def test_spike_share_is_of_the_gradient_that_backward_left(transform, assembled,
     """Second moments made small in one unit, so that some of its coordinates spike; clipping comes after."""
     words = [FP32, "controller.signal.name=always_low"]
     parts, twin = assembled(*words, *transform, "records.evidence=[spike_share]"), assembled(*words)
-    step, batches = stepper(parts), blocks_of(parts, 4).split(2)
+    step, batches = train_step(parts), blocks_of(parts, 4).split(2)
     assert set(shown(step([batches[0]], LR), "spike_share").values()) == {0.0}  # no moments yet
     moments = {}
     for index, op in enumerate(parts.plan.operators):
@@ -238,7 +225,7 @@ def test_a_sample_of_the_tokens(assembled, blocks_of):
     results = {}
     for tokens in (1, 3):
         parts = assembled(FP32, f"records.evidence=[{','.join(PATHS)}]", f"paths.probe_tokens={tokens}")
-        results[tokens] = stepper(parts)([blocks_of(parts, 2)], LR)
+        results[tokens] = train_step(parts)([blocks_of(parts, 2)], LR)
     for name in PATHS:
         whole, sample = shown(results[1], name), shown(results[3], name)
         assert (sample == whole) == (name == "gap_exact")
@@ -250,7 +237,7 @@ def test_a_signal_that_measures_every_third_step(assembled, blocks_of):
     words = ["controller.signal.name=gap", "controller.signal.options.every=3"]
     for more in ([], ["records.evidence=[gap_low]"]):
         parts = assembled(*words, *more)
-        step = stepper(parts)
+        step = train_step(parts)
         results = [step([batch], LR).decision for batch in blocks_of(parts, 8).split(2)]
         gaps = [result.columns["gap"].tolist() for result in results]
         assert gaps[0] == gaps[1] == gaps[2] != gaps[3] and min(gaps[0]) > 0
