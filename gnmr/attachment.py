@@ -110,6 +110,7 @@ def attach(
     trigger: float = 1.0,
     probe_tokens: int = 1,
     record: Sequence[str] = (),
+    hold: int = 1,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
 
@@ -120,7 +121,7 @@ def attach(
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
             one; alpha, beta and delta are then not used.
-        ranked, trigger, record: see `gnmr.controller.Controller`.
+        ranked, trigger, record, hold: see `gnmr.controller.Controller`.
         probe_tokens: of this many tokens one is measured, where the signal needs the paths' errors.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
@@ -146,7 +147,7 @@ def attach(
             made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
         else:
             made = signal(context) if callable(signal) else signal
-        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked, trigger, record)
+        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked, trigger, record, hold)
         controller.attach_plan(plan, probe_tokens)
     except BaseException:
         plan.restore()

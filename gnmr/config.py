@@ -280,6 +280,8 @@ class ControllerConfig:
     """Most units on the recovery path at once, once control has started."""
     t_lock: int = 1
     """Steps for which a triggered unit stays a candidate."""
+    hold: int = 1
+    """Steps for which a chosen set stays in force; 1: a new choice in every step (section 3)."""
     eps: float = 1e-8
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
@@ -287,7 +289,7 @@ class ControllerConfig:
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             _positive(f"controller.{key}", getattr(self, key), optional=True)
         _one_of("controller.routing", self.routing, ("thresholded", "ranked"))
-        for key in ("delta", "max_o", "t_lock", "eps", "trigger"):
+        for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
             _positive(f"controller.{key}", getattr(self, key))
             _require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
         for key in ("alpha", "beta"):

@@ -26,6 +26,7 @@ def build_controller(
         ranked=settings.routing == "ranked",
         trigger=settings.trigger,
         record=record,
+        hold=settings.hold,
     )
 
 

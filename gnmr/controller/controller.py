@@ -103,6 +103,9 @@ class Controller:
         ranked: the max_o largest positive risks are taken in every step, whatever the thresholds (table 11).
         trigger: multiplies every threshold; a unit is over where R > trigger.
         record: names of evidence that each `Decision` shall hold.
+        hold: steps for which a chosen set stays in force; 1 is the paper's. The set is chosen in the first step after
+            the warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A
+            non-finite risk is not kept waiting: it brings the next decision forward, which changes no later one.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
@@ -117,13 +120,19 @@ class Controller:
         ranked: bool = False,
         trigger: float = 1.0,
         record: Sequence[str] = (),
+        hold: int = 1,
     ) -> None:
         if not units:
             raise ValueError("no units: there is nothing to control")
         names = [unit.name for unit in units]
         if len(set(names)) < len(names):
             raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
-        for name, value, least in (("max_o", max_o, 1), ("t_lock", t_lock, 1), ("warmup_steps", warmup_steps, 0)):
+        for name, value, least in (
+            ("max_o", max_o, 1),
+            ("t_lock", t_lock, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("hold", hold, 1),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
         if not (trigger > 0 and math.isfinite(trigger)):
@@ -137,7 +146,7 @@ class Controller:
         self.names = names
         self.ranked, self.trigger, self.record = ranked, trigger, tuple(record)
         self.signal = signal
-        self.max_o, self.t_lock, self.warmup_steps = max_o, t_lock, warmup_steps
+        self.max_o, self.t_lock, self.warmup_steps, self.hold = max_o, t_lock, warmup_steps, hold
         self.t = 0
         """Steps observed so far."""
 
@@ -150,6 +159,7 @@ class Controller:
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
+        self._chosen = torch.zeros(len(units), dtype=torch.bool, device=self._device)  # what `apply` will have made of it
         self._pending: list[Event] = []
         if warmup_steps > 0:
             self._pending = self._switch(self._recoverable.cpu().numpy(), step=0, causes=None, risk=None)
@@ -215,7 +225,13 @@ class Controller:
         else:
             trigger = 0.0 if self.ranked else self.trigger
             choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
-        self._lock = choice.lock
+            if (self.t - max(self.warmup_steps, 1)) % self.hold:
+                urgent = (risk.isinf() & observed & self._recoverable).any()
+                choice = choice._replace(
+                    active=torch.where(urgent, choice.active, self._chosen),
+                    lock=torch.where(urgent, choice.lock, self._lock),
+                )
+        self._lock, self._chosen = choice.lock, choice.active
         recorded = [evidence[name] for name in self.record]
         rows = [norm, risk, *columns, *recorded, observed, choice.candidate, choice.active, choice.lock, choice.rank]
         return torch.stack([row.to(torch.float64) for row in rows])
@@ -296,6 +312,7 @@ class Controller:
         self.t = int(state["t"])
         self._lock = state["lock"].to(self._device).clone()
         self._active = state["active"].cpu().numpy().astype(bool)
+        self._chosen = state["active"].to(self._device).clone()
         self._pending = []
         for unit, active in zip(self.units, self._active, strict=True):
             if unit.switch is not None:

@@ -125,7 +125,7 @@ def table_11(comparison: Comparison) -> Table:
     """Signals on one actuator: final perplexity, promotion, steps at the cap, time of a step and peak memory."""
     columns = ["arm", "final PPL", "promotion\nratio", "hit-max_o\nrate", "step [s]", "peak [MB]"]
     table = Table(f"{comparison.name}: matched triggers (the paper's table 11)", columns)
-    actuator = ("controller.max_o", "controller.t_lock")
+    actuator = ("controller.max_o", "controller.t_lock", "controller.hold")
     groups = _siblings(comparison, ("controller.", "paths.probe_tokens"), None, fixed=actuator)
     for arm in [arm for group in groups if len({(arm.signal, arm.ranked) for arm in group}) > 1 for arm in group]:
         steps, peak = arm.mean("steps"), arm.mean("peak_memory_bytes")
@@ -260,6 +260,7 @@ def _plain_gnmr(arm: Arm) -> bool:
         (arm.signal == "gnmr_delta" and not arm.ranked and get("controller.trigger", 1.0) == 1.0)
         and not get("controller.alpha_init")
         and not get("controller.warmup_frac")
+        and get("controller.hold", 1) == 1
     )
 
 

@@ -16,13 +16,14 @@ from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage
 class Script:
     """A controller over units a, b, c, ... that is fed norms by hand."""
 
-    def __init__(self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, **signal) -> None:
+    def __init__(self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, hold: int = 1, **signal) -> None:
         self.on: dict[str, bool] = {}
         self.switches = 0
         units = [
             Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
         ]
-        self.controller = Controller(units, GnmrSignal(context(num_units), **signal), max_o, t_lock, warmup_steps)
+        signal = GnmrSignal(context(num_units), **signal)
+        self.controller = Controller(units, signal, max_o, t_lock, warmup_steps, hold=hold)
 
     def _switch(self, name: str):
         def switch(recovering: bool) -> None:
@@ -79,6 +80,27 @@ def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
         ("a", "promote", "gnmr"),
         ("b", "release", "max_o"),
     ]
+
+
+def test_a_held_set_stays_until_its_steps_are_over() -> None:
+    step = Script(2, alpha=1.5, beta=None, hold=3)
+    # Decisions after steps 1, 4 and 7; what triggers between them is not looked at.
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), (9, 1), (1, 1), (9, 1), (1, 99), (1, 1), (1, 1))]
+    assert sets == ["", "", "", "a", "a", "a", "a"], "the lock keeps it for one more decision"
+    step(1, 1), step(1, 1), step(1, 1)
+    assert step.active == ""
+
+
+def test_holding_starts_where_the_warmup_ends() -> None:
+    step = Script(2, alpha=1.5, beta=None, warmup_steps=2, hold=2)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), (1, 9), (9, 1), (99, 1), (1, 1), (1, 1))]
+    assert sets == ["ab", "b", "b", "a", "a", "a"]
+
+
+def test_a_nonfinite_norm_does_not_wait_for_the_held_set() -> None:
+    step = Script(3, alpha=1.5, beta=None, max_o=2, hold=10)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1, 1), (1, math.nan, 1), (1, 1, 9))]
+    assert sets == ["", "b", "b"]
 
 
 def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history() -> None:
@@ -211,14 +233,15 @@ def random_rows(steps: int, num_units: int) -> Tensor:
     return torch.rand(steps, num_units, generator=generator, dtype=torch.float64).mul(2).exp()
 
 
-def test_state_dict_continues_exactly() -> None:
+@pytest.mark.parametrize("hold", [1, 4])
+def test_state_dict_continues_exactly(hold: int) -> None:
     rows = random_rows(30, 5)
-    whole = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    whole = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
     sets = [whole(*row.tolist()).by_risk(whole.controller._active) for row in rows]
-    first = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    first = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
     for row in rows[:17]:
         first(*row.tolist())
-    second = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3)
+    second = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
     second.controller.load_state_dict(first.controller.state_dict())
     assert second.active == first.active, "loading puts every unit on the path it had"
     assert [second(*row.tolist()).by_risk(second.controller._active) for row in rows[17:]] == sets[17:]
@@ -241,6 +264,7 @@ def test_foreign_states_are_refused() -> None:
         *[("max_o", v) for v in (0, -1, 2.0)],
         *[("t_lock", v) for v in (0, -1)],
         ("warmup_steps", -1),
+        ("hold", 0),
         ("eps", 0.0),
     ],
 )
