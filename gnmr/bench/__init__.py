@@ -24,6 +24,7 @@ BENCHMARKS = {
     "controller": ("controller", "step_cost", "norms, signal, policy and records in a training step"),
     "decision": ("controller", "decision", "signal and policy alone, for 10,000 units"),
     "saved": ("saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
+    "signals": ("signals", "signals", "whole steps under signals that look beyond the norms"),
     "hf": ("hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
     "startup": ("process", "startup", "gnmr --help, and gnmr train to its first step"),
     "memory": ("process", "memory", "peak memory of gnmr train"),
