@@ -262,6 +262,7 @@ class Sweep(Sweeper):
             options |= {"n_jobs": jobs, "batch_size": 1, "backend": "loky"}
             if jobs > 1:
                 measure = lambda config: _step_seconds_side_by_side(config, options)
+                _prepare_data(cells)
 
         errors, received = [], list[int]()
         with _stoppable() if jobs > 1 else nullcontext(received) as received:
@@ -313,6 +314,20 @@ def _step_seconds_side_by_side(config: Config, options: dict[str, Any]) -> float
 
     measure = delayed(in_worker)(partial(step_seconds, config), os.getpid())
     return mean(Parallel(**options)([measure] * options["n_jobs"]))
+
+
+def _prepare_data(cells: list[Cell]) -> None:
+    """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
+    from gnmr.data import prepare
+
+    asked = {}
+    for cell in cells:
+        if cell.config is not None and not cell.done:
+            tokens = cell.config.training.steps * cell.config.training.tokens_per_step
+            asked[repr((cell.config.data, tokens))] = cell.config.data, tokens
+    for data, tokens in asked.values():
+        with suppress(UserError):  # which the cells themselves will say
+            prepare(data, tokens, say)
 
 
 def _cells(number: int) -> str:

@@ -212,6 +212,15 @@ def test_cells_side_by_side(gnmr, tiny_words, tmp_path, workers):
     assert losses[0] != losses[1]
 
 
+def test_data_is_made_once_before_cells_run_side_by_side(gnmr, tiny_words, tmp_path, workers, monkeypatch):
+    """With a cold cache each of two workers would tokenize the corpus."""
+    made = []
+    monkeypatch.setattr("gnmr.data.prepare", lambda data, tokens, say: made.append((data.vocab_size, tokens)))
+    words = [*tiny_words, *SIDE_BY_SIDE, "training.seed=0,1", "training.steps=2,3"]
+    assert gnmr("train", *words).code == 0
+    assert len(made) == 2 and made[0][1] * 3 == made[1][1] * 2, "once for each amount of tokens"
+
+
 LONG = ["training.steps=300", "training.checkpoint_every=1000", "training.eval_every=1000"]
 """A cell that takes seconds and saves no checkpoint before its end unless it is told to stop."""
 

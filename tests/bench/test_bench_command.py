@@ -102,7 +102,9 @@ def test_saved_bytes_follow_the_format(measure):
 
 def test_signals_are_held_against_gnmr(measure):
     figures = named(measure("signals"))
-    assert {"step under gap", "step under gap, every 8th token", "step under oracle", "step under gnmr_delta"} < set(figures)
+    assert {"step under gap", "step under gap, every 8th token", "step under oracle", "step under gnmr_delta"} < set(
+        figures
+    )
     assert all(figure["unit"] == ("s" if name == "step under gnmr_delta" else "x") for name, figure in figures.items())
 
 
