@@ -15,9 +15,11 @@ from scipy import stats
 from torch import nn
 
 from gnmr import models
-from gnmr.bench import theory
+from gnmr.bench import false_triggers, recovery_gaps, theory
+from gnmr.bench.cells import Cell
+from gnmr.bench.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.bench.figures import Figure
-from gnmr.bench.theory import ALPHAS, ESTIMATE, HISTORIES, NORM, Cell, gamma, lognormal
+from gnmr.bench.recovery_gaps import ESTIMATE, NORM
 from gnmr.config import ModelConfig
 from gnmr.errors import UserError
 from gnmr.paths import Plan, convert
@@ -36,13 +38,13 @@ def tiny_plan(site: str = "saved", low: str = "int2", **more: str) -> tuple[nn.M
     return model, convert(model, low, "int8", site=site, **more)
 
 
-def measured(model: nn.Module, plan: Plan) -> theory.Gaps:
+def measured(model: nn.Module, plan: Plan) -> recovery_gaps.Gaps:
     block = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
-    return theory.measure(model, plan, lambda: loss_of(model, block).backward())
+    return recovery_gaps.measure(model, plan, lambda: loss_of(model, block).backward())
 
 
 @pytest.fixture(scope="module")
-def gaps() -> theory.Gaps:
+def gaps() -> recovery_gaps.Gaps:
     return measured(*tiny_plan())
 
 
@@ -50,7 +52,7 @@ def test_the_gap_of_one_token_by_hand():
     linear = nn.Linear(2, 3, bias=False)
     plan = convert(nn.Sequential(linear), "int2", "bf16", targets=["0"])
     x = torch.tensor([[0.25, 1.0]])  # int2 keeps -1, 0, 1 times the largest: (0, 1)
-    found = theory.measure(linear, plan, lambda: linear(x).sum().backward())
+    found = recovery_gaps.measure(linear, plan, lambda: linear(x).sum().backward())
     # Every row of the weight gradient is x; it lacks 0.25 in each of the three. 16 bits lack nothing.
     assert found.gap_U == pytest.approx([3 * 0.25**2])
     assert found.scores[ESTIMATE] == pytest.approx([3 * 0.25**2])
@@ -69,7 +71,7 @@ def test_the_identity_holds_for_every_set_and_the_best_is_the_oracle_set(gaps):
 
 
 def test_with_site_forward_units_disturb_each_other():
-    compared = theory.compare(measured(*tiny_plan("forward")), MAX_O, np.random.default_rng(0))
+    compared = recovery_gaps.compare(measured(*tiny_plan("forward")), MAX_O, np.random.default_rng(0))
     assert max(compared.deviations) > 0.01
 
 
@@ -78,7 +80,7 @@ def test_only_positive_scores_are_chosen(gaps):
 
 
 def test_comparison(gaps):
-    found = theory.compare(gaps, MAX_O, np.random.default_rng(0))
+    found = recovery_gaps.compare(gaps, MAX_O, np.random.default_rng(0))
     assert max(found.deviations) < 1e-9 and len(found.deviations) >= 3
     shares, rankings = found.shares, found.rankings
     assert shares["best measured random set over oracle set"] <= 1 + 1e-9
@@ -96,7 +98,7 @@ def test_comparison(gaps):
 
 def test_equal_paths_have_no_oracle_set():
     with pytest.raises(UserError, match="no unit has a gap above 0"):
-        theory.compare(measured(*tiny_plan(low="int8")), MAX_O, np.random.default_rng(0))
+        recovery_gaps.compare(measured(*tiny_plan(low="int8")), MAX_O, np.random.default_rng(0))
 
 
 def test_measuring_leaves_paths_probe_and_generator_as_they_were():
@@ -118,7 +120,7 @@ def exact(shape: float) -> np.ndarray:
 @pytest.fixture(scope="module")
 def rates() -> dict[str, np.ndarray]:
     laws = (EXPONENTIAL, NARROW)
-    return {law.name: theory.simulate(law, np.random.default_rng(0), 4000) / 4000 for law in laws}
+    return {law.name: false_triggers.simulate(law, np.random.default_rng(0), 4000) / 4000 for law in laws}
 
 
 def test_exponential_norms_after_one_step(rates):
@@ -135,7 +137,7 @@ def test_simulation_against_the_exact_rate(rates, name, shape):
 
 def test_the_means_of_the_laws_are_one():
     rng = np.random.default_rng(0)
-    for law in theory.LAWS:
+    for law in false_triggers.LAWS:
         assert law.draw(rng, 100, 2000).mean() == pytest.approx(1, abs=0.01)
     assert lognormal("", 0.3).draw(rng, 100, 2000).std() == pytest.approx(0.3, abs=0.01)
 
@@ -144,43 +146,43 @@ def test_log_mgf_by_hand():
     # E exp(l X) of the exponential distribution is 1 / (1 - l).
     found = EXPONENTIAL.log_mgf(np.array([0.5, -1.0, 1.0, 2.0]))
     np.testing.assert_allclose(found, [-0.5 + math.log(2), 1 - math.log(2), np.inf, np.inf])
-    coin = theory.resampled("coin", np.array([[0.5], [1.5]]))
+    coin = false_triggers.resampled("coin", np.array([[0.5], [1.5]]))
     np.testing.assert_allclose(coin.log_mgf(np.array([[2.0], [-2.0]])), [[math.log(math.cosh(1))]] * 2)
 
 
-@pytest.mark.parametrize("law", [EXPONENTIAL, NARROW, theory.resampled("coin", np.array([[0.5], [1.5]]))])
+@pytest.mark.parametrize("law", [EXPONENTIAL, NARROW, false_triggers.resampled("coin", np.array([[0.5], [1.5]]))])
 def test_k_is_the_smallest_that_the_definition_allows(law):
     def holds(k: float) -> bool:
         slopes = np.linspace(-1 / k, 1 / k, 1000)
         return bool((law.log_mgf(slopes) <= slopes**2 * k**2 / 2 + 1e-15).all())
 
-    k = theory.sub_exponential(law)
+    k = false_triggers.sub_exponential(law)
     assert holds(k) and not holds(0.97 * k)
 
 
 def test_k_of_a_heavy_tail_is_infinite():
-    assert theory.sub_exponential(lognormal("", 0.3)) == math.inf
-    assert theory.bound(math.inf, 1000, 3.0) == 1 == theory.chernoff(lognormal("", 0.3), 1000, 3.0)
+    assert false_triggers.sub_exponential(lognormal("", 0.3)) == math.inf
+    assert false_triggers.bound(math.inf, 1000, 3.0) == 1 == false_triggers.chernoff(lognormal("", 0.3), 1000, 3.0)
 
 
 def test_bound_by_hand():
     # e/k = 10: exp(-10/8); (e/alpha)/k = 5: 2 exp(-10 * 5/8).
-    assert theory.bound(0.1, 10, 2.0) == pytest.approx(0.2865048 + 0.0038609)
-    assert theory.bound(1.0, 8, 3.0) == 1  # 0.78 + 1.28
+    assert false_triggers.bound(0.1, 10, 2.0) == pytest.approx(0.2865048 + 0.0038609)
+    assert false_triggers.bound(1.0, 8, 3.0) == 1  # 0.78 + 1.28
 
 
 @pytest.mark.parametrize(("law", "shape"), [(EXPONENTIAL, 1.0), (NARROW, 25.0)])
 def test_the_bounds_dominate(law, shape):
-    k = theory.sub_exponential(law)
+    k = false_triggers.sub_exponential(law)
     for history, row in zip(HISTORIES, exact(shape), strict=True):
         for alpha, rate in zip(ALPHAS, row, strict=True):
-            assert rate <= theory.chernoff(law, history, alpha) <= 1
-            assert rate <= theory.bound(k, history, alpha) <= 1
-    assert theory.bound(k, 1000, 3.0) < 0.9  # and not because it is 1 everywhere
+            assert rate <= false_triggers.chernoff(law, history, alpha) <= 1
+            assert rate <= false_triggers.bound(k, history, alpha) <= 1
+    assert false_triggers.bound(k, 1000, 3.0) < 0.9  # and not because it is 1 everywhere
 
 
 def test_a_resampled_history_is_one_unit():
-    rows = theory.resampled("", np.array([[1.0, 2.0], [1.0, 2.0]])).draw(np.random.default_rng(0), 50, 4)
+    rows = false_triggers.resampled("", np.array([[1.0, 2.0], [1.0, 2.0]])).draw(np.random.default_rng(0), 50, 4)
     assert (rows == rows[:, :1]).all() and set(rows[:, 0]) == {1.0, 2.0}
 
 
@@ -189,19 +191,19 @@ def test_detrending():
     rng = np.random.default_rng(0)
     norms = np.hstack([ramp, ramp * rng.gamma(100, 0.01, (301, 1)), np.zeros((301, 1))])  # the third: nothing to divide
     norms[7] = np.nan
-    x, dependence = theory.detrended(norms)
+    x, dependence = false_triggers.detrended(norms)
     assert x.shape == (300, 2)
     np.testing.assert_allclose(x.mean(axis=0), 1)
     assert np.abs(x[60:240, 0] - x[100, 0]).max() < 1e-3  # a straight line is its own centred mean
     assert x[:, 1].std() == pytest.approx(0.1, rel=0.2)
     assert dependence.n == 2
-    assert len(theory.detrended(np.ones((2001, 1)) + rng.random((2001, 1)))[0]) == 667  # every third
+    assert len(false_triggers.detrended(np.ones((2001, 1)) + rng.random((2001, 1)))[0]) == 667  # every third
 
 
 def test_recorded_ratios_by_hand():
     norms = np.array([[1.0, 2.0], [1.0, np.nan], [4.0, 2.0], [2.0, 3.1]])
     # The ratios are 1, 4, 1 after 1, 2, 3 norms and 1, 1.55 after 1, 2.
-    cells = {(cell.row, cell.column): cell for cell in theory._recorded(norms)}
+    cells = {(cell.row, cell.column): cell for cell in false_triggers._recorded(norms)}
     assert {row for row, _ in cells} == {"after 1", "after 2 to 4"}
     first, second = cells["after 1", "alpha 1.1"], cells["after 2 to 4", "alpha 1.5"]
     assert (first.value, first.n, second.value, second.n) == (0.0, 2, pytest.approx(2 / 3), 3)
@@ -239,7 +241,7 @@ def test_the_command(gnmr, tiny_words, tmp_path):
     assert named["saved: deviation from theorem 1, largest"]["value"] < 1e-9
     assert named["forward: deviation from theorem 1, largest"]["target"] is None
     cells = [figure for figure in figures if figure.get("row") == "after 1000" and figure["column"] == "alpha 1.5"]
-    assert len(cells) == 5 and all(cell["n"] == theory.HISTORIES_DRAWN for cell in cells)
+    assert len(cells) == 5 and all(cell["n"] == false_triggers.HISTORIES_DRAWN for cell in cells)
     assert [cell["target"] is None for cell in cells] == [False, False, False, True, False]
 
 
