@@ -71,8 +71,8 @@ class AttachedController(Controller):
         return found
 
     def apply(self, packet: Tensor) -> Decision:
-        """As `Controller.apply`; the step is over, so its compressed copies are let go too."""
-        self.plan.shared.forget()
+        """As `Controller.apply`; the step is over for the paths too (`Plan.end_step`)."""
+        self.plan.end_step()
         self._look()
         return super().apply(packet)
 
@@ -81,7 +81,7 @@ class AttachedController(Controller):
         self.plan.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controller.state_dict`, with the generator of stochastic rounding."""
+        """As `Controller.state_dict`, with the generator of stochastic rounding and delayed scales."""
         return {**super().state_dict(), "plan": self.plan.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,6 +105,7 @@ def attach(
     site: str = "saved",
     rounding: str = "nearest",
     seed: int = 0,
+    recovers: Sequence[str] = ("fprop", "dgrad", "wgrad"),
     signal: Signal | Callable[[Context], Signal] | None = None,
     ranked: bool = False,
     trigger: float = 1.0,
@@ -116,7 +117,7 @@ def attach(
 
     Args:
         model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        low, recovery, targets, site, rounding, seed: see `gnmr.paths.convert`.
+        low, recovery, targets, site, rounding, seed, recovers: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
@@ -131,7 +132,7 @@ def attach(
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
     one = Context(("unit",), (1.0,), torch.device("cpu"))
     GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
-    plan = convert(model, low, recovery, targets, site, rounding, seed)
+    plan = convert(model, low, recovery, targets, site, rounding, seed, recovers)
     try:
         units = units_of(plan)
         frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]

@@ -1,4 +1,4 @@
-"""`gnmr replay FILE calibrate=SHARE`: the thresholds at which a signal spends a wanted recovery budget.
+"""`gnmr replay RUN... calibrate=SHARE`: the thresholds at which a signal spends a wanted recovery budget.
 
 Recorded evidence is taken as it is: in a real run recovery changes the gradients that follow, so the share that comes
 out there differs somewhat and is what a comparison has to state.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 
@@ -35,10 +37,11 @@ class Calibration:
     """The share of unit-steps on the recovery path that it gives on these records."""
 
 
-def calibrate(norms: Norms, settings: ControllerConfig, wanted: float) -> Calibration:
+def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: float) -> Calibration:
     """The trigger (of signals that take one, the option share) whose replay has `wanted` of the unit-steps promoted.
 
-    UserError where no value gives it to within a tenth: the cap, or a signal that never or always triggers.
+    Over several records it is the mean of their shares. UserError where no value gives it to within a tenth: the cap,
+    or a signal that never or always triggers.
     """
     name = settings.signal.name
     if settings.routing == "ranked":
@@ -51,20 +54,20 @@ def calibrate(norms: Norms, settings: ControllerConfig, wanted: float) -> Calibr
             changed = replace(settings, signal=SignalConfig(name, options))
         else:
             changed = replace(settings, trigger=value)
-        in_force = [decision.in_force for decision in replay(norms, changed)]
-        return float(np.mean(in_force))
+        shares = [np.mean([decision.in_force for decision in replay(norms, changed)]) for norms in recorded]
+        return float(np.mean(shares))
 
     low, high = (1e-9, 1.0) if by_share else (1e-9, 1e9)
     with warnings.catch_warnings():  # the search goes to shares that a fixed set cannot give
         warnings.simplefilter("ignore")
         found = _bisect(promoted, low, high, wanted, falling=not by_share)
-    value = float(f"{found:.6g}")  # as it is printed
-    share = promoted(value)
+        value = float(f"{found:.6g}")  # as it is printed
+        share = promoted(value)
     if abs(share - wanted) > 0.1 * wanted:
-        most = min(settings.max_o / len(norms.units), 1.0)
+        most = min(settings.max_o / len(recorded[0].units), 1.0)
         raise UserError(
             f"calibrate={wanted:g}: {name} gives {share:.4g} at its nearest (max_o={settings.max_o} of "
-            f"{len(norms.units)} units is {most:.4g} at the most)"
+            f"{len(recorded[0].units)} units is {most:.4g} at the most)"
         )
     key = "controller.signal.options.share" if by_share else "controller.trigger"
     group = (
@@ -90,26 +93,46 @@ def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float,
     return best
 
 
-def calibrate_and_print(norms: Norms, asked: Asked, wanted: float) -> int:
-    """One line a signal; returns the exit code."""
+def calibrate_and_print(recorded: Sequence[Norms], asked: Asked) -> int:
+    """One line a signal and share, with `asked.out` also a variant file; returns the exit code."""
     settings = asked.settings
     own = settings.signal.name
-    names = list(SIGNALS) if asked.all_signals else [own]
+    names = list(SIGNALS) if asked.signals == ("all",) else list(asked.signals or [own])
+    points = [(name, wanted) for name in names for wanted in asked.calibrate]
     changed = [f"controller.{word}" for word in asked.words if not word.startswith("signal.")]
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    for name in track(names, "calibrating", console=console, transient=True, disable=hidden):
+    for name, wanted in track(points, "calibrating", console=console, transient=True, disable=hidden):
         signal = settings.signal if name == own else SignalConfig(name)
         plus = "++" if ":" in name else ""  # conf/controller/signal/own.yaml has no options
         options = [
             f"{plus}controller.{word}" for word in asked.words if name == own and word.startswith("signal.options.")
         ]
         try:
-            found = calibrate(norms, replace(settings, signal=signal), wanted)
+            found = calibrate(recorded, replace(settings, signal=signal), wanted)
         except UserError as error:
-            if not asked.all_signals:
+            if len(points) == 1:
                 raise
             print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
             continue
-        print(f"{found.signal:20} {found.share:.5f}  {' '.join([*found.overrides, *options, *changed])}", flush=True)
+        words = [*found.overrides, *options, *changed]
+        print(f"{found.signal:20} {found.share:.5f}  {' '.join(words)}", flush=True)
+        if asked.out is not None:
+            write_variant(asked.out, found, wanted, words)
     return 0
+
+
+def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequence[str]) -> None:
+    """`words` as folder/variant/<signal>_at_<share>.yaml, an arm of its own. UserError where it cannot be written."""
+    group, *keys = [word.lstrip("+") for word in words]
+    name = found.signal.rpartition(":")[2]
+    tree = OmegaConf.create({"defaults": [{"override /controller/signal": group.partition("=")[2]}]})
+    arm = {"arm": f"${{paths.name}}-{name}-{wanted:g}"}
+    text = OmegaConf.to_yaml(OmegaConf.merge(tree, OmegaConf.from_dotlist(keys), arm))
+    file = folder / "variant" / f"{name}_at_{wanted:g}.yaml"
+    what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{what}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from error

@@ -19,7 +19,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.errors import UserError
 
-FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2", "bf16")
+FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "bf16")
+RECIPES = {
+    "fp8_hybrid": 8,
+    "fp8_delayed": 8,
+    "deepseek_v3": 8,
+    "mxfp8": 8,
+    "sim_e2m1": 4,
+    "sim_e2m3": 6,
+    "sim_e3m2": 6,
+    "sim_e4m3": 8,
+    "sim_int4": 4,
+    "sim_int8": 8,
+    "bf16": 16,
+}
+"""And their bits (those of the forward input)."""
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def _require(condition: bool, key: str, value: object, right: str) -> None:
@@ -69,14 +84,46 @@ class OutlierConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of model=moe (gnmr/models/moe.py); each is an MLP of model.intermediate_size."""
+
+    number: int = 0
+    """Experts in every layer; 0 in the other models, which have one MLP."""
+    top_k: int = 2
+    """Experts that every token goes to."""
+    normalized: bool = True
+    """A token's gate weights are divided by their sum; false: they stay parts of the softmax over all experts."""
+    balance_coef: float = 0.01
+    """Weight of the load-balancing loss in training; without effect where the routing is fixed."""
+    routing_seed: int | None = None
+    """Fixes the routing: a hash of the token, the layer and this seed chooses the experts; null: the gate does."""
+
+    def __post_init__(self) -> None:
+        _require(self.number >= 0, "model.experts.number", self.number, "must be 0 or more")
+        _positive("model.experts.top_k", self.top_k)
+        _require(
+            0 <= self.balance_coef < math.inf,
+            "model.experts.balance_coef",
+            self.balance_coef,
+            "must be a number, 0 or more",
+        )
+        _require(
+            self.routing_seed is None or 0 <= self.routing_seed < 2**31,
+            "model.experts.routing_seed",
+            self.routing_seed,
+            "must lie between 0 and 2^31, or be null",
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture only; precision is `paths`'s and `training.dtype`'s."""
 
     name: str = "llama"
-    """llama or gpt."""
+    """llama, gpt or moe."""
     hidden_size: int = 256
     intermediate_size: int = 704
-    """Width of the MLP."""
+    """Width of the MLP; in moe of each expert's."""
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
@@ -86,10 +133,13 @@ class ModelConfig:
     """Base of the rotary embedding (llama)."""
     init_std: float = 0.02
     """Standard deviation of the normal initialisation."""
+    tied_head: bool = False
+    """llama: the head is the embedding, as it always is in gpt and moe."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
     def __post_init__(self) -> None:
-        _one_of("model.name", self.name, ("llama", "gpt"))
+        _one_of("model.name", self.name, ("llama", "gpt", "moe"))
         for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _positive(f"model.{key}", getattr(self, key))
         _require(
@@ -115,6 +165,24 @@ class ModelConfig:
         _positive("model.norm_eps", self.norm_eps)
         _positive("model.rope_theta", self.rope_theta)
         _positive("model.init_std", self.init_std)
+        _require(self.name == "llama" or not self.tied_head, "model.tied_head", True, "only llama has the choice")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        number, top_k = self.experts.number, self.experts.top_k
+        if self.name != "moe":
+            for key, value in asdict(self.experts).items():
+                default = getattr(ExpertsConfig, key)
+                _require(value == default, f"model.experts.{key}", value, f"model.name={self.name} has no experts")
+            return
+        _require(number >= 1, "model.experts.number", number, "moe needs at least one expert")
+        _require(top_k <= number, "model.experts.top_k", top_k, f"there are only model.experts.number={number} experts")
+        _require(
+            top_k > 1 or number == 1 or not self.experts.normalized,
+            "model.experts.normalized",
+            True,
+            "with model.experts.top_k=1 every gate weight would be 1 and the gate could not learn; use false",
+        )
 
 
 @dataclass(frozen=True)
@@ -157,23 +225,35 @@ class PathsConfig:
     name: str = "int4_int8"
     """Name of this choice, part of the arm's name."""
     low: str = "int4"
-    """Format of the low-cost path's saved activations."""
+    """The low-cost path: a format of the saved activations, or a recipe (gnmr/paths/recipes.py)."""
     recovery: str | None = "int8"
-    """Format of the recovery path; null: a static run, units are monitored and never routed."""
+    """The recovery path, of the same kind; null: a static run, units are monitored and never routed."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the linears to exchange, matched at the end of the name: down_proj, *_proj, layers.0.*."""
     site: str = "saved"
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
     rounding: str = "nearest"
     """nearest (ties to even) or stochastic."""
+    recovers: list[str] = field(default_factory=lambda: list(GEMMS))
+    """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     probe_tokens: int = 1
     """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
 
     def __post_init__(self) -> None:
         _positive("paths.probe_tokens", self.probe_tokens)
-        _one_of("paths.low", self.low, FORMATS)
+        choices = tuple(dict.fromkeys((*FORMATS, *RECIPES)))
+        _one_of("paths.low", self.low, choices)
         if self.recovery is not None:
-            _one_of("paths.recovery", self.recovery, FORMATS)
+            _one_of("paths.recovery", self.recovery, choices)
+            kind = "a format" if self.low in FORMATS else "a recipe"
+            alike = any(self.low in known and self.recovery in known for known in (FORMATS, RECIPES))
+            _require(alike, "paths.recovery", self.recovery, f"must be {kind}, as paths.low={self.low} is")
+        _require(
+            len(self.recovers) > 0 and set(self.recovers) <= set(GEMMS),
+            "paths.recovers",
+            self.recovers,
+            f"must be some of {', '.join(GEMMS)}",
+        )
         _require(len(self.targets) > 0, "paths.targets", self.targets, "needs at least one pattern")
         _one_of("paths.site", self.site, ("saved", "forward"))
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
@@ -250,6 +330,10 @@ class SignalConfig:
             )
 
 
+THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
+"""The paper's signals, whose thresholds have keys of their own in conf/controller."""
+
+
 @dataclass(frozen=True)
 class ControllerConfig:
     """Algorithms 1 and 2 (gnmr/controller)."""
@@ -301,6 +385,19 @@ class ControllerConfig:
             )
         _share("controller.init_frac", self.init_frac)
         _share("controller.warmup_frac", self.warmup_frac)
+
+    def unread(self) -> dict[str, str]:
+        """Keys that choose nothing as the others stand, and the setting that makes it so."""
+        signal = f"signal.name={self.signal.name}"
+        read = THRESHOLDS.get(self.signal.name, ())
+        found = {key: signal for one in ("alpha", "beta") if one not in read for key in (one, f"{one}_init")}
+        if not read:
+            found |= {"delta": signal, "eps": signal}
+        if self.routing == "ranked":
+            found["trigger"] = "routing=ranked"
+            if self.signal.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
+                found["t_lock"] = "routing=ranked"
+        return found
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ chance catches at that rate.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -45,18 +46,19 @@ def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig) -> Faulty
     return FaultyRun(folder, norms, settings, windows) if windows else None
 
 
-def detect_and_print(runs: list[FaultyRun], share: float, every: bool, out: Path | None) -> int:
-    """Two tables, and with `out` the same as JSON; returns the exit code."""
-    own = runs[0].settings.signal.name
-    names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
+def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str], out: Path | None) -> int:
+    """Two tables, and with `out` the same as JSON; returns the exit code. `signals`: as of `Asked`."""
+    names = list(signals) or [runs[0].settings.signal.name]
+    if names == ["all"]:
+        names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
     console = Console(stderr=True)
     hidden = not console.is_terminal
     found: dict[str, dict[str, Tally]] = {}
-    for name in track(names if every else [own], "detecting", console=console, transient=True, disable=hidden):
+    for name in track(names, "detecting", console=console, transient=True, disable=hidden):
         try:
             found[name] = _of_signal(name, runs, share)
         except UserError as error:
-            if not every:
+            if len(names) == 1:
                 raise
             print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
     kinds = sorted({window.kind for run in runs for window in run.windows})

@@ -11,7 +11,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,10 +108,24 @@ def run_cell(composed: DictConfig) -> None:
     config = schema.load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
+    warn_of_unread(config.controller, settings.overrides.task)
 
     from gnmr.training.run import run
 
     run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
+
+
+def warn_of_unread(controller: schema.ControllerConfig, words: Sequence[str]) -> None:
+    """Warns of settings of conf/controller that have no effect.
+
+    Those among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was set: alpha and
+    beta are set by files that know nothing of the signal.
+    """
+    given = {word.lstrip("+").partition("=")[0] for word in words}
+    for key, why in controller.unread().items():
+        value = getattr(controller, key)
+        if f"controller.{key}" in given or (key in ("trigger", "t_lock") and value != 1):
+            warnings.warn(f"controller.{key}={value} has no effect under controller.{why}", stacklevel=2)
 
 
 def _by_joblib(settings: HydraConf) -> bool:

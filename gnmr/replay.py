@@ -31,31 +31,34 @@ from gnmr.config import ControllerConfig, SignalConfig, load, one_line
 from gnmr.config import read as read_config
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
+from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_ratios
 from gnmr.wiring import build_controller
 
 _HELP = """\
 usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
-       gnmr replay FILE calibrate=SHARE [signal=NAME|all] [key=value ...]
-       gnmr replay RUN... detect=SHARE [signal=NAME|all] [key=value ...] [out=OUT.json]
+       gnmr replay RUN... calibrate=SHARE[,SHARE...] [signal=NAME[,NAME...]|all] [key=value ...] [out=FOLDER]
+       gnmr replay RUN... detect=SHARE [signal=NAME[,NAME...]|all] [key=value ...] [out=OUT.json]
 
   FILE       a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed;
              a missing row is a unit that was not observed in that step)
-  keys       alpha beta max_o t_lock delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
+  keys       alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
              conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
   signal     another signal (docs/signals.md), its options as signal.options.KEY=VALUE; what it needs besides norms must
              have been recorded (records.evidence)
   out        one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step
              t (in force in step t + 1), largest risk first
   calibrate  finds the controller.trigger (for random and fixed sets the option share) at which the mean share of
-             unit-steps on the recovery path is SHARE; all: for every signal whose evidence is there
+             unit-steps on the recovery path is SHARE, over all RUNs; signal=all: for every signal whose evidence is
+             there. A line a signal and share: the share that it gives, and words for `gnmr train`; with out=FOLDER also
+             FOLDER/variant/<signal>_at_<share>.yaml, for gnmr train --config-dir FOLDER variant=...
 
   detect     holds the signals against the runs' injected faults (stress=...), each at the trigger that raises false
              alarms in SHARE of the unit-steps outside of them: recall, precision and delay
 
   gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
-  gnmr replay runs/act_quant_stress/RUN calibrate=0.01 signal=all
+  gnmr replay runs/act_quant_stress/RUN calibrate=0.01,0.05 signal=all
 """
 
 
@@ -89,9 +92,10 @@ class Asked:
 
     settings: ControllerConfig
     out: Path | None = None
-    calibrate: float | None = None
+    calibrate: tuple[float, ...] = ()
     detect: float | None = None
-    all_signals: bool = False
+    signals: tuple[str, ...] = ()
+    """Names, where several were given; ("all",) for all that there are."""
     words: tuple[str, ...] = ()
     """What changes the settings, as it was written."""
 
@@ -107,17 +111,12 @@ def main(argv: list[str]) -> int:
         raise UserError("replay: name a run folder or a file (gnmr replay --help)")
     if any(word.startswith("detect=") for word in words):
         return _detect(paths, words)
+    asked = parse(words, settings_of(paths[0]))
+    if asked.calibrate:
+        return _calibrate(paths, words, asked)
     if len(paths) > 1:
-        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; only detect= takes several")
-    path = paths[0]
-    defaults = settings_of(path)
-    asked = parse(words, defaults)
-    norms = read_norms(path)
-    if asked.calibrate is not None:
-        from gnmr.calibration import calibrate_and_print
-
-        _all_steps(path, norms, "calibrate")
-        return calibrate_and_print(norms, asked, asked.calibrate)
+        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
+    path, norms = paths[0], read_norms(paths[0])
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
@@ -147,6 +146,20 @@ def _all_steps(path: Path, norms: Norms, what: str) -> None:
         raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
 
 
+def _calibrate(paths: list[Path], words: list[str], asked: Asked) -> int:
+    from gnmr.calibration import calibrate_and_print
+
+    recorded = []
+    for path in paths:
+        if parse(words, settings_of(path)).settings != asked.settings:
+            raise UserError(f"calibrate: {path}: has other controller settings than {paths[0]}")
+        recorded.append(read_norms(path))
+        _all_steps(path, recorded[-1], "calibrate")
+    if len({len(norms.units) for norms in recorded}) > 1:
+        raise UserError("calibrate: these runs differ in their number of units")
+    return calibrate_and_print(recorded, asked)
+
+
 def _detect(paths: list[Path], words: list[str]) -> int:
     from gnmr.detection import detect_and_print, faulty_run
 
@@ -162,24 +175,24 @@ def _detect(paths: list[Path], words: list[str]) -> int:
     if not runs:
         raise UserError("detect: none of these runs had faults; train with stress=... (conf/stress)")
     assert asked.detect is not None
-    return detect_and_print(runs, asked.detect, asked.all_signals, asked.out)
+    return detect_and_print(runs, asked.detect, asked.signals, asked.out)
 
 
 def parse(words: list[str], defaults: ControllerConfig) -> Asked:
     """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller."""
     known = {field.name for field in fields(ControllerConfig)} - {"name"}
     changes: list[str] = []
-    out, all_signals = None, False
-    shares: dict[str, float] = {}
+    out, signals = None, tuple[str, ...]()
+    shares: dict[str, tuple[float, ...]] = {}
     for word in words:
         key, sign, text = word.partition("=")
         if key == "out" and text:
             out = Path(text)
         elif key in ("calibrate", "detect") and text:
-            shares[key] = _share(key, text)
+            shares[key] = tuple(_share(key, one) for one in text.split(",", -1 if key == "calibrate" else 0))
         elif key == "signal" and text:
-            all_signals = text == "all"
-            changes += [] if all_signals else [f"signal.name={text}"]
+            signals = tuple(text.split(",")) if text == "all" or "," in text else ()
+            changes += [] if signals else [f"signal.name={text}"]
         elif not sign or key.partition(".")[0] not in known:
             more = ", ".join(sorted(known - {"signal"}))
             raise UserError(
@@ -195,14 +208,19 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(defaults), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"out={out}: must be a file in a folder that exists")
-    if len(shares) > 1 or ("calibrate" in shares and out is not None):
-        raise UserError("calibrate stands alone: no detect and no out beside it")
-    if all_signals and not shares:
-        raise UserError("signal=all: only with calibrate=SHARE or detect=SHARE; name one signal")
+    if out is not None and ((out.is_dir() and "calibrate" not in shares) or not out.parent.is_dir()):
+        what = "a folder" if "calibrate" in shares else "a file"
+        raise UserError(f"out={out}: must be {what} in a folder that exists")
+    if len(shares) > 1:
+        raise UserError("calibrate and detect: one at a time")
+    if signals and not shares:
+        raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
+    for name in signals:
+        if name not in (*SIGNALS, "all") and ":" not in name:
+            raise UserError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}")
     settings = replace(tree.controller, name=defaults.name)
-    return Asked(settings, out, shares.get("calibrate"), shares.get("detect"), all_signals, tuple(changes))
+    detect = shares.get("detect", (None,))[0]
+    return Asked(settings, out, shares.get("calibrate", ()), detect, signals, tuple(changes))
 
 
 def _share(key: str, text: str) -> float:

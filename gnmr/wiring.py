@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gnmr.attachment import context_of
-from gnmr.config import ControllerConfig
+from gnmr.config import THRESHOLDS, ControllerConfig
 from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
-
-_GNMR = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
-"""The paper's signals, whose thresholds have keys of their own in conf/controller."""
 
 
 def build_controller(
@@ -38,7 +35,7 @@ def signal_of(settings: ControllerConfig, units: list[Unit], steps: int, seed: i
         return main if main is None or init is None else TwoStage(init, main, round(settings.init_frac * steps))
 
     options: dict[str, Any] = dict(settings.signal.options)
-    if (name := settings.signal.name) in _GNMR:
+    if (name := settings.signal.name) in THRESHOLDS:
         options = {"delta": settings.delta, "eps": settings.eps} | options
-        options |= {key: threshold(key) for key in _GNMR[name]}
+        options |= {key: threshold(key) for key in THRESHOLDS[name]}
     return build_signal(name, options, context_of(units, settings.max_o, steps, seed))

@@ -25,6 +25,12 @@ POSITIVE = "must be a positive number"
 CASES = {
     # what is typed behind the words of a sound run -> what the line says
     "unknown=1": "Key 'unknown' not in 'Config'",
+    "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
+    "model=moe model.experts.number=0": "model.experts.number=0: moe needs at least one expert",
+    "model.experts.number=8": "model.experts.number=8: model.name=llama has no experts",
+    "model=gpt model.experts.routing_seed=1": "model.experts.routing_seed=1: model.name=gpt has no experts",
+    "scale=moe_cpu model=llama": "model.experts.number=8: model.name=llama has no experts",
+    "model=moe paths.targets=[router]": "paths: layers.0.mlp.router is a Router: only a plain nn.Linear",
     "training.stps=3": "Key 'stps' not in 'TrainingConfig'",
     "+unknown=1": "Key 'unknown' not in 'Config'",
     "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
@@ -43,6 +49,15 @@ CASES = {
     "controller.t_lock=null": "'controller.t_lock' is not Optional",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
     "paths.low=int5": "paths.low=int5: must be one of int2",
+    "paths.low=sim_int4": "paths.recovery=int8: must be a recipe, as paths.low=sim_int4 is",
+    "paths.recovery=fp8_hybrid": "paths.recovery=fp8_hybrid: must be a format, as paths.low=int4 is",
+    "paths.recovers=[bprop]": "paths.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
+    "paths=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
+    "paths=mxfp8": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a multiple of 32",
+    "paths=sim_int4 paths.site=forward": "paths: site='forward': belongs to formats; with the recipe sim_int4 it must",
+    "paths=sim_int4_bf16 controller/signal=mse": "signal.name=mse: mse is measured of saved formats, and paths.low=sim",
+    "paths=sim_int4_bf16 records.evidence=[gap_low]": "records.evidence: gap_low is measured of saved formats",
+    "paths=sim_int4_bf16 stress=noise": "stress: the low path is the recipe sim_int4: only a format's quantizer can be",
     "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_proj",
     "data.path=???": "Missing mandatory value: path (key data.path)",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
@@ -99,6 +114,14 @@ CASES = {
 }
 VALUES = {
     # in a config -> what the line says
+    "model.name=moe model.experts.number=-1": "model.experts.number=-1: must be 0 or more",
+    "model.name=moe model.experts.number=8 model.experts.top_k=0": f"model.experts.top_k=0: {POSITIVE}",
+    "model.name=moe model.experts.number=8 model.experts.top_k=1": "model.experts.normalized=True: with model.experts.",
+    "model.name=moe model.experts.number=8 model.experts.balance_coef=-1": "balance_coef=-1.0: must be a number, 0 or",
+    "model.name=moe model.experts.number=8 model.experts.balance_coef=inf": "balance_coef=inf: must be a number, 0 or",
+    "model.name=moe model.experts.number=8 model.experts.routing_seed=-1": "routing_seed=-1: must lie between 0 and",
+    "model.name=moe model.experts.number=8 model.num_kv_heads=2": "model.num_kv_heads=2: only llama has grouped",
+    "model.name=gpt model.tied_head=true": "model.tied_head=True: only llama has the choice",
     "controller.routing=rank": "controller.routing=rank: must be one of thresholded, ranked",
     "controller.trigger=0": f"controller.trigger=0.0: {POSITIVE}",
     "controller.trigger=inf": f"controller.trigger=inf: {POSITIVE}",

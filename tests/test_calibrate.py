@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
 from gnmr.controller.signals import SIGNALS
 
@@ -157,6 +158,72 @@ def test_the_overrides_hold_what_was_given(calibrated):
     assert {"controller.signal.options.variant=relative", "controller.t_lock=2"} < plain
 
 
+def test_several_shares_of_several_signals(file, gnmr, spent):
+    """One line each, in that order; a point that cannot be is left out and named."""
+    outcome = gnmr("replay", str(file), "calibrate=0.1,0.4,0.9", "signal=gap,random", "max_o=5")
+    assert outcome.code == 0
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert [name for name, *_ in lines] == ["gap", "gap", "random", "random"]
+    for (_, share, *overrides), wanted in zip(lines, (0.1, 0.4, 0.1, 0.4), strict=True):
+        assert float(share) == pytest.approx(wanted, rel=0.1)
+        assert overrides[-1] == "controller.max_o=5"
+        assert spent(*for_replay(overrides)) == pytest.approx(float(share), abs=1e-5)
+    told = [line.partition(":")[0].split() for line in outcome.err.splitlines()]
+    assert told == [["gap", "left", "out"], ["random", "left", "out"]]
+
+
+def test_several_runs_spend_the_share_together(table, file, gnmr, spent, tmp_path):
+    """Another seed's norms are ten times larger: one trigger, the mean of both shares."""
+    pq.write_table(pa.table(table | {"norm": 10 * table["norm"]}), tmp_path / "larger.parquet")
+    files = [file, tmp_path / "larger.parquet"]
+    outcome = gnmr("replay", *map(str, files), "calibrate=0.25", "signal=grad_norm")
+    (line,) = outcome.out.splitlines()
+    _, share, *overrides = line.split()
+    shares = [spent(*for_replay(overrides), source=source) for source in files]
+    assert shares[0] < 0.1 < 0.4 < shares[1] and float(share) == pytest.approx(np.mean(shares), abs=1e-5)
+
+
+def test_runs_of_other_controllers_are_refused(train, gnmr, tmp_path):
+    runs = [str(train(tmp_path / str(max_o), f"controller.max_o={max_o}")) for max_o in (1, 2)]
+    line = gnmr("replay", *runs, "calibrate=0.1").mistake
+    assert line == f"calibrate: {runs[1]}: has other controller settings than {runs[0]}"
+    assert gnmr("replay", *runs, "calibrate=0.1", "max_o=2").code == 0
+
+
+def test_a_small_share_of_a_run_is_spent_to_the_unit_step(gnmr, spent, tmp_path):
+    """0.1 % of 500 steps of 28 units: seven draws, each in force for two steps."""
+    names = [f"layers.{i}" for i in range(28)]
+    rows = {"step": np.repeat(np.arange(1, 501), 28), "unit": np.tile(names, 500), "norm": np.ones(500 * 28)}
+    pq.write_table(pa.table(rows), tmp_path / "plain.parquet")
+    outcome = gnmr("replay", str(tmp_path / "plain.parquet"), "calibrate=0.001", "signal=random", "max_o=28")
+    _, share, *overrides = outcome.out.split()
+    assert share == "0.00100"
+    assert spent(*for_replay(overrides), source=tmp_path / "plain.parquet") == 0.001
+
+
+def test_a_file_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatch):
+    """What `out` leaves are variants: a sweep finds them by their names, and each is an arm of its own."""
+    monkeypatch.chdir(tmp_path)
+    words = ["calibrate=0.1,0.3", "signal=random,mse", "max_o=6", "out=promotion"]
+    lines = gnmr("replay", str(file), *words).out.splitlines()
+    files = sorted(path.name for path in (tmp_path / "promotion" / "variant").iterdir())
+    assert files == ["mse_at_0.1.yaml", "mse_at_0.3.yaml", "random_at_0.1.yaml", "random_at_0.3.yaml"]
+    assert gnmr("replay", str(file), *words).out.splitlines() == lines, "written again"
+
+    swept = ["-m", "--config-dir", "promotion", "variant=glob(*_at_*)"]
+    assert gnmr("train", *tiny_words, *swept).code == 0
+    runs = {path.name.rsplit("-", 2)[0]: path for path in tmp_path.glob("runs/*/*-s0")}
+    assert runs.keys() == {f"int4_int8-{name}" for name in ("mse-0.1", "mse-0.3", "random-0.1", "random-0.3")}
+    printed = {}
+    for line in lines:
+        name, share, *overrides = line.split()
+        printed[f"int4_int8-{name}-{float(share):.1f}"] = float(overrides[1].partition("=")[2])
+    for name, run in runs.items():
+        controller = OmegaConf.load(run / "config.yaml").controller
+        assert (controller.max_o, name) == (6, f"int4_int8-{controller.signal.name}-{name[-3:]}")
+        assert printed[name] == (controller.trigger if "mse" in name else controller.signal.options.share)
+
+
 def test_values_that_differ_in_their_fifth_digit(table, gnmr, spent, tmp_path):
     """The share that is printed is that of the number that is printed."""
     close = {name: table[name] for name in ("step", "unit")} | {"norm": 1000 + 5 * (table["norm"] % 1)}
@@ -193,7 +260,16 @@ def test_a_share_close_to_the_most_there_is_without_a_warning(file, gnmr):
         (["calibrate=2"], "calibrate=2: must be a share"),
         (["calibrate=nan"], "calibrate=nan: must be a share"),
         (["calibrate=a_tenth"], "calibrate=a_tenth: must be a share"),
-        (["calibrate=0.1", "out=decisions.jsonl"], "out"),
+        (["calibrate=0.1,2"], "calibrate=2: must be a share"),
+        (
+            ["calibrate=0.1", "signal=gap,colour"],
+            "signal 'colour' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
+        ),
+        (["signal=gap,mse"], "signal=gap,mse: only with calibrate=SHARE"),
+        (["calibrate=0.1", "detect=0.1"], "detect"),
+        (["detect=0.1,0.2"], "detect=0.1,0.2: must be a share"),
+        (["calibrate=0.1", "out=nowhere/here"], "out=nowhere/here: must be a folder in a folder that exists"),
+        (["calibrate=0.1", "another.csv"], "another.csv: there is no such file or run folder"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:share is above")

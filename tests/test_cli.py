@@ -212,6 +212,32 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
     assert (outcome.code, outcome.err) == (130, "gnmr: interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["controller/signal=random", "controller.alpha=2"],
+            ["alpha=2.0 has no effect under controller.signal.name=random"],
+        ),
+        (["controller/signal=gnmr", "controller.beta=2"], ["beta=2.0 has no effect under controller.signal.name=gnmr"]),
+        (
+            ["controller.routing=ranked", "controller.trigger=2"],
+            ["trigger=2.0 has no effect under controller.routing=ranked"],
+        ),
+        (["variant=ranked_gap", "controller.t_lock=3"], ["t_lock=3 has no effect under controller.routing=ranked"]),
+        (["controller.alpha=2", "controller.beta=1.2", "controller.trigger=2", "controller.t_lock=3"], []),
+        (["scale=cpu_2bit", "variant=ranked_random"], []),
+    ],
+)
+def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, monkeypatch):
+    """Those of the command line: the files set alpha and beta for every signal, and nobody asked for them."""
+    from gnmr.training import run
+
+    monkeypatch.setattr(run, "run", lambda *_: None)
+    outcome = gnmr("train", *tiny_words, *words)
+    assert (outcome.code, outcome.err) == (0, "".join(f"gnmr: warning: controller.{line}\n" for line in told))
+
+
 def test_compose_gives_what_the_command_gives(gnmr, tiny_words):
     words = [*tiny_words, "paths=e2m1_e4m3", "scale=130m", "debug=smoke"]
     assert launch.compose(words) == config.load(composed(gnmr("train", *words, "--cfg", "job", "--resolve").out))

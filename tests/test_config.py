@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr.config import FORMATS, Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.config import FORMATS, RECIPES, Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
 from gnmr.errors import UserError
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -101,8 +101,22 @@ def test_mistakes_name_the_key_in_one_line(tree: dict, line: str) -> None:
     assert line in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_every_format_has_an_arm() -> None:
-    assert {path.stem for path in (CONF / "paths").glob("*.yaml")} >= set(FORMATS)
+@pytest.mark.parametrize(
+    ("controller", "unread"),
+    [
+        ({}, ""),
+        ({"signal": {"name": "delta_gnmr"}}, "alpha alpha_init"),
+        ({"signal": {"name": "module:Own"}}, "alpha alpha_init beta beta_init delta eps"),
+        ({"routing": "ranked"}, "t_lock trigger"),
+        ({"routing": "ranked", "signal": {"name": "gnmr", "options": {"share": 0.1}}}, "beta beta_init trigger"),
+    ],
+)
+def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:
+    assert sorted(load({"controller": controller}).controller.unread()) == unread.split()
+
+
+def test_every_format_and_recipe_has_an_arm() -> None:
+    assert {path.stem for path in (CONF / "paths").glob("*.yaml")} >= {*FORMATS, *RECIPES}
 
 
 def test_flatten_keeps_lists_whole() -> None:

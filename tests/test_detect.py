@@ -81,6 +81,29 @@ def test_several_runs_add_up_and_those_without_faults_are_passed_over(recorded, 
     assert "random" in signals and "always_low" not in signals and "first_last" not in signals
 
 
+def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, capsys) -> None:
+    """Outlier channels are at three of four units; what the paths really differ by sees them, the norms do not."""
+    folder, out = recorded("run"), tmp_path / "found.json"
+    gap = 1 + 0.01 * np.random.default_rng(1).random((STEPS, 4))
+    gap[20:25, :3] = 4.0
+    gap[29:34, 1] = 9.0
+    table = pq.read_table(folder / "ratios.parquet").append_column("true_gap", pa.array(gap.flatten()))
+    pq.write_table(table, folder / "ratios.parquet")
+    with (folder / "faults.jsonl").open("a") as file:
+        for unit in ("a", "b", "c"):
+            row = {"step": 20, "end": 25, "unit": unit, "kind": "outliers", "magnitude": 32.0}
+            print(json.dumps(row), file=file)
+    assert main([str(folder), "detect=0.001", "signal=oracle,grad_norm", f"out={out}"]) == 0
+    signals = json.loads(out.read_text())["signals"]
+    assert list(signals) == ["oracle", "grad_norm"]
+    assert signals["oracle"]["outliers"]["delays"] == [1, 1, 1] and signals["oracle"]["scale_up"]["delays"] == [0]
+    assert signals["oracle"]["all"]["unit_steps_outside"] == 240 - 10 - 3 * 7
+    assert (signals["grad_norm"]["outliers"]["windows"], signals["grad_norm"]["outliers"]["detected"]) == (3, 0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["signal", "noise", "outliers", "scale_up"] in lines
+    assert ["oracle", "0%", "(-)", "100%", "(1)", "100%", "(0)"] in lines
+
+
 def test_without_any_faults_it_says_so(recorded) -> None:
     with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress="):
         main([str(recorded(faults=False)), "detect=0.01"])

@@ -80,10 +80,9 @@ def test_a_stress_file(choice):
 
 
 @pytest.mark.parametrize("choice", choices("paths"))
-def test_a_paths_name_says_its_formats(choice):
+def test_a_paths_name_says_its_paths(choice):
     paths = compose(f"paths={choice}").paths
-    low, _, recovery = choice.partition("_")
-    assert (paths.low, paths.recovery) == (low, recovery or None)
+    assert choice == paths.name == "_".join(path for path in (paths.low, paths.recovery) if path)
 
 
 # ---- sweeps and variants ----
@@ -181,7 +180,7 @@ TABLE_8 = {
 
 
 def test_no_scale_is_left_out():
-    assert set(choices("scale")) == {*TABLE_8, "cpu", "cpu_2bit"}
+    assert set(choices("scale")) == {*TABLE_8, "cpu", "cpu_2bit", "moe_cpu", "moe_3.7b", "pangu_cpu", "pangu_1b"}
 
 
 @pytest.mark.parametrize("scale", TABLE_8)
@@ -234,3 +233,84 @@ def test_a_scale_is_built_whole_on_the_meta_device(scale):
     hidden, mlp = loaded.model.hidden_size, loaded.model.intermediate_size
     copies = loaded.model.num_layers * tokens.numel() * (3 * ((hidden + 1) // 2 + 2) + (mlp + 1) // 2 + 2)
     assert plan.predicted_bytes() == copies
+
+
+# ---- scales of the recipe setting: tables 12 and 14 ----
+
+
+@pytest.mark.parametrize(
+    ("scale", "sizes", "seq_len", "batch", "steps_or_tokens", "rate"),
+    [
+        (
+            "moe_3.7b",
+            {"hidden_size": 7168, "intermediate_size": 2048, "num_heads": 128, "num_layers": 3},
+            4096,
+            32,
+            29e3,
+            5e-5,
+        ),
+        (
+            "pangu_1b",
+            {"hidden_size": 1536, "intermediate_size": 6144, "num_heads": 12, "num_layers": 26},
+            4096,
+            256,
+            4e9,
+            2e-3,
+        ),
+    ],
+)
+def test_a_scale_is_that_of_its_table(scale, sizes, seq_len, batch, steps_or_tokens, rate):
+    loaded = compose(f"scale={scale}")
+    model, training = loaded.model, loaded.training
+    assert {key: getattr(model, key) for key in sizes} == sizes
+    assert (training.seq_len, training.batch_size * training.accumulation, loaded.optim.lr) == (seq_len, batch, rate)
+    length = training.steps if steps_or_tokens < 1e6 else training.steps * training.tokens_per_step
+    assert length == pytest.approx(steps_or_tokens, rel=1e-3)
+    if scale == "moe_3.7b":
+        assert (model.name, model.experts.number, model.experts.top_k) == ("moe", 64, 8)
+    else:
+        assert (model.name, model.num_kv_heads, model.hidden_size // model.num_heads) == ("llama", 6, 128)
+
+
+def test_the_cpu_sizes_of_both():
+    """Those of scale=cpu in all but the architecture."""
+    for scale in ("moe_cpu", "pangu_cpu"):
+        ours, cpu = (config.identity(compose(f"scale={name}")) for name in (scale, "cpu"))
+        differing = {key for key, value in ours.items() if value != cpu[key]}
+        assert {key for key in differing if not key.startswith("model.")} == {"scale_name"}
+    moe, pangu = compose("scale=moe_cpu").model, compose("scale=pangu_cpu").model
+    assert (moe.name, moe.experts.number, moe.experts.top_k, moe.hidden_size) == ("moe", 8, 2, 128)
+    assert (pangu.num_heads // pangu.num_kv_heads, pangu.intermediate_size // pangu.hidden_size) == (2, 4)
+
+
+@pytest.mark.parametrize("scale", ["moe_cpu", "moe_3.7b", "pangu_cpu", "pangu_1b"])
+def test_a_scale_of_the_recipe_setting_takes_two_steps(scale, text_file):
+    """As above; of the 3.7B a narrow one with all its experts."""
+    small = ["model.num_layers=1", "training.seq_len=16", "training.batch_size=1", "training.accumulation=1"]
+    small += ["model.hidden_size=256", "model.intermediate_size=64"] if scale == "moe_3.7b" else []
+    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
+    loaded = compose(f"scale={scale}", *data, *small)
+    parts = assemble(loaded, Path("unused"), lambda _: None)
+    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer, loaded.optim.clip_norm)
+    block = torch.from_numpy(parts.corpus.train[:17].astype("int64"))[None]
+    first, second = (step([block], loaded.optim.lr) for _ in range(2))
+    assert not first.skipped and not second.skipped and second.loss < first.loss
+    assert first.saved_bytes == first.saved_bytes_predicted
+    units = {"moe_cpu": 4 + 2 * 8, "moe_3.7b": 4 + 2 * 64}.get(scale, 7)
+    assert len(second.decision.units) == units
+    assert bool(second.statistics) == scale.startswith("moe")
+
+
+@pytest.mark.parametrize("scale", ["moe_3.7b", "pangu_1b"])
+def test_a_scale_of_the_recipe_setting_is_built_whole_on_the_meta_device(scale):
+    loaded = compose(f"scale={scale}")
+    training, sizes = loaded.training, loaded.model
+    with torch.device("meta"):
+        model = models.build(sizes, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
+        tokens = torch.zeros(training.batch_size, training.seq_len, dtype=torch.int64)
+    plan = convert(model, loaded.paths.low, loaded.paths.recovery, loaded.paths.targets)
+    assert model(tokens).shape == (training.batch_size, training.seq_len, loaded.data.vocab_size)
+    # q, k, v share one copy, o has its own; gate and up share one, or every expert's up has its rows.
+    hidden, mlp, k = sizes.hidden_size, sizes.intermediate_size, sizes.experts.top_k if sizes.experts.number else 1
+    copies = 2 * (hidden // 2 + 2) + k * (hidden // 2 + 2 + mlp // 2 + 2)
+    assert plan.predicted_bytes() == sizes.num_layers * tokens.numel() * copies

@@ -55,7 +55,7 @@ def step_cost(setting: Setting) -> list[Figure]:
             losses = []
             for block in micro_batches:
                 loss = step.loss_of(parts.model, block)
-                (loss / len(micro_batches)).backward()
+                (step.objective_of(parts.model, loss) / len(micro_batches)).backward()
                 losses.append(loss.detach())
             parts.optimizer.found_inf = None  # type: ignore[attr-defined]
             parts.optimizer.step()

@@ -78,7 +78,7 @@ def _hugging_face(parts: Parts) -> nn.Module:
         max_position_embeddings=config.training.seq_len,
         rms_norm_eps=model.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        tie_word_embeddings=False,
+        tie_word_embeddings=model.tied_head,
     )
     theirs: nn.Module = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
     weights = {
@@ -86,5 +86,5 @@ def _hugging_face(parts: Parts) -> nn.Module:
     }
     with torch.no_grad():
         theirs.to(device=parts.device, dtype=getattr(torch, config.training.dtype))
-        theirs.load_state_dict(weights)
+        theirs.load_state_dict(weights, strict=not model.tied_head)  # a tied head is no weight of its own here
     return theirs.train()

@@ -1,18 +1,20 @@
-"""Architecture only: llama and gpt, and outlier channels. Nothing here knows of precision paths.
+"""Architecture only: llama, gpt and moe, and outlier channels. Nothing here knows of precision paths.
 
 model = models.build(config.model, vocab_size, seq_len)
 model.init_weights(torch.Generator().manual_seed(seed))
 add_outlier_channels(model, number, gain, generator)    # where asked for
 logits_BTV = model(tokens_BT)
+model.auxiliary_loss        # where it is not None, training adds it to the cross-entropy of these logits
 """
 
 from gnmr.config import ModelConfig
 from gnmr.models.gpt import GPT
 from gnmr.models.layers import Decoder
 from gnmr.models.llama import Llama
+from gnmr.models.moe import MoE
 from gnmr.models.outliers import OutlierWindow, add_outlier_channels
 
-__all__ = ["GPT", "Decoder", "Llama", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
+__all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
 
 
 def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
@@ -20,7 +22,7 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
 
     Its weights mean nothing before `init_weights` or `load_state_dict`.
     """
-    return {"llama": Llama, "gpt": GPT}[config.name](config, vocab_size, max_seq_len)
+    return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
 
 
 def parameter_count(model: Decoder) -> int:

@@ -20,13 +20,16 @@ class GPT(Decoder):
         super().__init__(config, vocab_size, max_seq_len)
         width, eps = config.hidden_size, config.norm_eps
         self.embed_positions = nn.Embedding(max_seq_len, width)
-        self.layers = nn.ModuleList(
-            Block(nn.LayerNorm(width, eps), Attention(config, bias=True), nn.LayerNorm(width, eps), GELUMLP(config))
-            for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(self.block(index) for index in range(config.num_layers))
         self.norm = nn.LayerNorm(width, eps)
 
-    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, None]:
+    def block(self, index: int) -> Block:
+        """The block of layer `index`."""
+        width, eps = self.config.hidden_size, self.config.norm_eps
+        attn, mlp = Attention(self.config, bias=True), GELUMLP(self.config)
+        return Block(nn.LayerNorm(width, eps), attn, nn.LayerNorm(width, eps), mlp)
+
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.embed_tokens(tokens_BT) + self.embed_positions.weight[: tokens_BT.shape[1]], None
 
     def head(self, x_BTD: Tensor) -> Tensor:

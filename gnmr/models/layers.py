@@ -1,4 +1,4 @@
-"""The parts that both models are made of, and the decoder that puts them together.
+"""The parts that the models are made of, and the decoder that puts them together.
 
 Every linear is an `nn.Linear` called as a module, and linears that read the same activation get the very same tensor
 object: whoever exchanges linears can then find one shared saved copy by identity.
@@ -9,6 +9,8 @@ Shape suffixes
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -142,9 +144,7 @@ class GELUMLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(
-        self, input_layernorm: nn.Module, attn: Attention, post_layernorm: nn.Module, mlp: SwiGLU | GELUMLP
-    ) -> None:
+    def __init__(self, input_layernorm: nn.Module, attn: Attention, post_layernorm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm
         self.self_attn = attn
@@ -157,7 +157,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What llama and gpt share: embedding, blocks, norm, head, and the initialisation.
+    """What all models share: embedding, blocks, norm, head, and the initialisation.
 
     `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward during
     backward. The parameters are the constructor's defaults, meaningless until `init_weights` or `load_state_dict`.
@@ -165,6 +165,8 @@ class Decoder(nn.Module):
 
     layers: nn.ModuleList
     norm: nn.Module
+    auxiliary_loss: Tensor | None = None
+    """What the last forward pass adds to the loss in training, a scalar; None: nothing. No part of any perplexity."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
@@ -172,8 +174,8 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
 
-    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """x_BTD and, for a rotary model, its tables."""
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Any]:
+        """x_BTD and what every block is handed besides: a rotary model's tables, else None."""
         raise NotImplementedError
 
     def head(self, x_BTD: Tensor) -> Tensor:
@@ -184,17 +186,24 @@ class Decoder(nn.Module):
         """Standard deviation at initialisation of the projections that write to the residual stream."""
         return self.config.init_std
 
+    def statistics(self) -> dict[str, Tensor]:
+        """What there is to record of the last forward pass, scalars on the device by name; always the same names."""
+        return {}
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """tokens_BT (int64) -> logits_BTV in the weights' dtype. ValueError where T exceeds `max_seq_len`."""
         if tokens_BT.shape[1] > self.max_seq_len:
             raise ValueError(f"sequence of {tokens_BT.shape[1]} tokens: the model was built for {self.max_seq_len}")
-        x_BTD, rotary = self.embed(tokens_BT)
+        x_BTD, beside = self.embed(tokens_BT)
         for block in self.layers:
-            if self.activation_checkpointing:
-                x_BTD = checkpoint(block, x_BTD, rotary, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, rotary)
+            x_BTD = self.through(block, x_BTD, beside)
         return self.head(self.norm(x_BTD))
+
+    def through(self, block: nn.Module, x_BTD: Tensor, beside: Any) -> Any:
+        """What the block returns, recomputed in backward where `activation_checkpointing` says so."""
+        if self.activation_checkpointing:
+            return checkpoint(block, x_BTD, beside, use_reentrant=False)
+        return block(x_BTD, beside)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

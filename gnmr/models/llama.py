@@ -1,10 +1,11 @@
-"""LLaMA: RMSNorm, rotary positions, SwiGLU, untied head, no biases.
+"""LLaMA: RMSNorm, rotary positions, SwiGLU, a head of its own (`tied_head`: the embedding), no biases.
 
 Parameters are named as in Hugging Face's LlamaForCausalLM without its leading "model.", and the logits are equal.
 """
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnmr.config import ModelConfig
@@ -21,11 +22,12 @@ class Llama(Decoder):
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(width, eps)
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        if not config.tied_head:
+            self.lm_head = nn.Linear(width, vocab_size, bias=False)
 
     def embed(self, tokens_BT: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x_BTD = self.embed_tokens(tokens_BT)
         return x_BTD, self.rotary(x_BTD)
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        return self.lm_head(x_BTD)
+        return F.linear(x_BTD, self.embed_tokens.weight) if self.config.tied_head else self.lm_head(x_BTD)

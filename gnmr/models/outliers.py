@@ -6,13 +6,14 @@ an activation enters a linear, multiply a channel by `gain` at its source and di
 
     source                              read by
     input_layernorm                     q_proj, k_proj, v_proj
-    post_attention_layernorm            gate_proj (llama), up_proj
-    final norm (llama)                  lm_head
+    post_attention_layernorm            gate_proj (llama), up_proj; in moe every expert's, and the router
+    final norm (llama, head not tied)   lm_head
     v_proj                              o_proj: attention mixes positions, never channels
     up_proj (llama)                     down_proj: SwiGLU is linear in up
 
-Left out for gpt: its final norm, because the tied head cannot be divided without changing the embedding; and its
-up/down pair, because GELU(gain * x) is not gain * GELU(x).
+Left out: the final norm where the head is tied (gpt, moe), which cannot be divided without changing the embedding; and
+the up/down pair of gpt and moe, because GELU(gain * x) is not gain * GELU(x). In moe the logits of the router are equal
+to rounding, so a token whose choice of experts hangs on the last bit may go elsewhere.
 
 The logits stay the same at initialisation (to rounding; to the last bit where `gain` is a power of two), the
 activations do not, nor do the gradients: training takes another course from the first step on.
@@ -30,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.errors import UserError
-from gnmr.models.layers import Block, Decoder, SwiGLU
+from gnmr.models.layers import GELUMLP, Block, Decoder, SwiGLU
 from gnmr.models.llama import Llama
+from gnmr.models.moe import MoEMLP
 
 
 def add_outlier_channels(model: Decoder, number: int, gain: float, generator: torch.Generator | None = None) -> None:
@@ -79,6 +81,12 @@ class OutlierWindow:
             _scale(self._model, self._channels, self._gain if wanted else 1 / self._gain)
             self.on = wanted
 
+    def touched(self) -> list[str]:
+        """Names of the linears that write or read one of the channels, in module order."""
+        linears = {module: name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        of_pairs = {module for source, readers, _ in _pairs(self._model) for module in (source, *readers)}
+        return [name for module, name in linears.items() if module in of_pairs]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers (JSON will do): whether it is on, and which channels of each source."""
         return {"on": self.on, "channels": [channels.tolist() for channels in self._channels]}
@@ -119,9 +127,12 @@ def _pairs(model: Decoder) -> Iterator[tuple[nn.Module, list[nn.Linear], Callabl
         if isinstance(mlp, SwiGLU):
             yield block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], _same
             yield mlp.up_proj, [mlp.down_proj], _same
+        elif isinstance(mlp, MoEMLP):
+            yield block.post_attention_layernorm, mlp.readers(), _same
         else:
+            assert isinstance(mlp, GELUMLP)
             yield block.post_attention_layernorm, [mlp.up_proj], _same
-    if isinstance(model, Llama):
+    if isinstance(model, Llama) and not model.config.tied_head:
         yield model.norm, [model.lm_head], _same
 
 

@@ -4,16 +4,19 @@ from gnmr.paths.convert import Plan, convert
 from gnmr.paths.faults import Fault, FaultSchedule, Window
 from gnmr.paths.formats import FORMATS
 from gnmr.paths.probe import STATISTICS, Probe
+from gnmr.paths.recipes import RECIPES, Recipe
 from gnmr.paths.saved import PathLinear
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
     "STATISTICS",
     "Fault",
     "FaultSchedule",
     "PathLinear",
     "Plan",
     "Probe",
+    "Recipe",
     "Window",
     "convert",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.paths.formats import Format, KeepFormat, get_format
+from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.probe import Probe
-from gnmr.paths.saved import PathLinear, SharedState, exact
+from gnmr.paths.recipes import GEMMS, RECIPES, Recipe
+from gnmr.paths.saved import Path, PathLinear, SharedState, exact
 from gnmr.paths.scaling import row_bytes, scale_dtype
+from gnmr.paths.simulated import OPERANDS, Ledger
 
 
 @dataclass(eq=False)
@@ -23,8 +26,8 @@ class Plan:
     """The converted operators of a model, in module order, and what they share."""
 
     operators: list[PathLinear]
-    low: Format
-    recovery: Format | None
+    low: Path
+    recovery: Path | None
     shared: SharedState
     _predicted: tuple[object, int] | None = None
 
@@ -32,20 +35,38 @@ class Plan:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation)."""
         return exact(self.shared)
 
+    def end_step(self) -> None:
+        """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
+        note of the step, and `saturation` begins anew."""
+        self.shared.forget()
+        if self.shared.ledger is not None:
+            self.shared.ledger.end_step()
+
+    def saturation(self) -> dict[str, Tensor]:
+        """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
+        as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
+        empty where the paths are formats. Counts once for every different cast. Does not wait for the device.
+        """
+        ledger = self.shared.ledger
+        return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
+
     def restore(self) -> None:
         """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time."""
         for operator in self.operators:
             if type(operator) is not PathLinear:
                 continue
-            for name in ("unit_name", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
+            for name in ("unit_name", "index", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
                 delattr(operator, name)
             operator.__class__ = nn.Linear  # type: ignore[assignment]
 
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
 
-        ValueError for an unknown name, a stride below 1, and a gap to the recovery path of a static plan.
+        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and a plan of
+        recipes: what is measured is the error of a saved input.
         """
+        if isinstance(self.low, Recipe):
+            raise ValueError(f"{', '.join(names)}: measured of saved formats only, and {self.low.name} is a recipe")
         if self.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact"} & set(names))):
             raise ValueError(f"{', '.join(gaps)}: this plan has no recovery path")
         self.shared.forget()  # and what an earlier probe measured of the last tensor
@@ -69,19 +90,25 @@ class Plan:
         return sum(storages.values())
 
     def predicted_bytes(self) -> int:
-        """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format."""
+        """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
+
+        A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
+        """
         now = [(operator.recovering, operator.read) for operator in self.operators]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
             copies = {}
             for operator in self.operators:
                 if operator.read is not None:
                     rows, first_reader = operator.read
-                    copies[first_reader, operator.format.name] = rows * bytes_per_row(operator, operator.format)
+                    copies[first_reader, kept_as(operator.path)] = rows * bytes_per_row(operator, operator.path)
             self._predicted = now, sum(copies.values())
         return self._predicted[1]
 
     def extra_bytes(self) -> float:
-        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the units in recovery, each unit counted by itself."""
+        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the units in recovery, each unit counted by itself.
+
+        0 under recipes, which are simulated: whatever the path, the input is kept in its own width.
+        """
         return sum(self._extra(operator) for operator in self.operators if operator.recovering)
 
     def extra_bytes_bound(self, max_o: int) -> float:
@@ -89,7 +116,7 @@ class Plan:
         return sum(sorted((self._extra(operator) for operator in self.operators), reverse=True)[:max_o])
 
     def _extra(self, operator: PathLinear) -> float:
-        if self.recovery is None or operator.read is None:
+        if self.recovery is None or operator.read is None or isinstance(self.low, Recipe):
             return 0.0
         return (self.recovery.bits - self.low.bits) / 8 * operator.read[0] * operator.in_features
 
@@ -113,21 +140,29 @@ class Plan:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of the stochastic generator; empty with rounding to nearest."""
-        generator = self.shared.generator
-        return {} if generator is None else {"generator": generator.get_state()}
+        """State of the stochastic generator and of delayed scales; empty where there is neither."""
+        state = {} if self.shared.generator is None else {"generator": self.shared.generator.get_state()}
+        history = None if self.shared.ledger is None else self.shared.ledger.history
+        return state if history is None else state | {"largest": history.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.shared.generator is not None:
             self.shared.generator.set_state(state["generator"].cpu())
+        if self.shared.ledger is not None and self.shared.ledger.history is not None:
+            self.shared.ledger.history.copy_(state["largest"])
 
 
-def bytes_per_row(operator: PathLinear, fmt: Format) -> int:
-    """Bytes that one row (token) of the operator's input occupies in `fmt`, its scale counted."""
+def kept_as(path: Path) -> str:
+    """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
+    return path.name if isinstance(path, Format) else str(path.wgrad.input or "bf16")
+
+
+def bytes_per_row(operator: PathLinear, path: Path) -> int:
+    """Bytes that one row (token) of the operator's input occupies on `path`, its scale counted."""
     dtype = operator.weight.dtype
-    if isinstance(fmt, KeepFormat):
+    if isinstance(path, (KeepFormat, Recipe)):
         return operator.in_features * dtype.itemsize
-    return row_bytes(operator.in_features, fmt.bits) + scale_dtype(dtype).itemsize
+    return row_bytes(operator.in_features, path.bits) + scale_dtype(dtype).itemsize
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -149,28 +184,36 @@ def convert(
     site: str = "saved",
     rounding: str = "nearest",
     seed: int = 0,
+    recovers: Sequence[str] = GEMMS,
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
     The modules, their parameters, hooks and names stay the same objects, so an optimizer made before stays valid.
 
     Args:
-        low, recovery: formats (`gnmr.paths.formats.FORMATS`); `recovery=None` makes the run static.
+        low, recovery: two formats of the saved input (`gnmr.paths.formats.FORMATS`) or two recipes
+            (`gnmr.paths.recipes.RECIPES`); bf16 is both. `recovery=None` makes the run static.
         targets: patterns with `*` and `?`, matched against the end of the dotted name at a component's border:
             `down_proj` is every layer's, `layers.2.*` is not layer 20's.
         site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
         rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
+        recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
 
-    ValueError for an unknown format, site or rounding, a pattern that matches no linear, and a linear that is a
-    subclass of `nn.Linear` (converted already, or another library's).
+    Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
+
+    ValueError for an unknown format, recipe, site, rounding or GEMM, a format with a recipe, a pattern that matches no
+    linear, a linear whose widths the tiles of a recipe do not divide, and a linear that is a subclass of `nn.Linear`
+    (converted already, or another library's). Warns of a recovery path that is coarser than the low one.
     """
-    low_format, recovery_format = get_format(low), None if recovery is None else get_format(recovery)
+    low_path, recovery_path = resolve(low, recovery, recovers)
     for name, value, choices in (
         ("site", site, ("saved", "forward")),
         ("rounding", rounding, ("nearest", "stochastic")),
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r}: must be {' or '.join(choices)}")
+        if isinstance(low_path, Recipe) and value != choices[0]:
+            raise ValueError(f"{name}={value!r}: belongs to formats; with the recipe {low} it must be {choices[0]}")
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names, empty = select(linears, targets)
@@ -181,18 +224,67 @@ def convert(
     for name, module in chosen.items():
         if type(module) is not nn.Linear:
             raise ValueError(f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths")
+        for path in (low_path, recovery_path):
+            if isinstance(path, Recipe):
+                _check_widths(name, module, path)
 
     device = next(iter(chosen.values())).weight.device
     generator = None
     if rounding == "stochastic":
         generator = torch.Generator(device="cpu" if device.type == "meta" else device)
         generator.manual_seed(seed)
-    shared = SharedState(site, generator)
+    ledger = None
+    if isinstance(low_path, Recipe):
+        history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
+        ledger = Ledger(len(chosen), history, device)
+    shared = SharedState(site, generator, ledger)
     operators = []
-    for name, module in chosen.items():
+    for index, (name, module) in enumerate(chosen.items()):
         module.__class__ = PathLinear
         assert isinstance(module, PathLinear)
-        module.unit_name, module.low, module.recovery = name, low_format, recovery_format
+        module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
         operators.append(module)
-    return Plan(operators, low_format, recovery_format, shared)
+    return Plan(operators, low_path, recovery_path, shared)
+
+
+def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> tuple[Path, Path | None]:
+    """The paths of these names, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
+
+    ValueError and warning: see `convert`.
+    """
+    names = [low] if recovery is None else [low, recovery]
+    for name in names:
+        if name not in FORMATS and name not in RECIPES:
+            raise ValueError(
+                f"{name!r} is not known: use a format ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)})"
+            )
+    unknown = [gemm for gemm in recovers if gemm not in GEMMS]
+    if unknown or not recovers:
+        raise ValueError(f"recovers={unknown or list(recovers)}: use some of {', '.join(GEMMS)}")
+    some = set(recovers) != set(GEMMS)
+    paths: list[Path]
+    if all(name in FORMATS for name in names):
+        paths = [FORMATS[name] for name in names]
+        if some:
+            warnings.warn(f"recovers={list(recovers)}: has no effect on formats, which touch wgrad alone", stacklevel=3)
+    elif all(name in RECIPES for name in names):
+        recipes = [RECIPES[name] for name in names]
+        paths = [recipes[0], *(recipes[0].with_recovered(recipe, recovers) for recipe in recipes[1:])]
+    else:
+        kinds = [f"{name} is a {'format' if name in FORMATS else 'recipe'}" for name in names]
+        raise ValueError(f"{' and '.join(kinds)}: both paths must be of one kind (bf16 is of both)")
+    if recovery is not None and paths[1].bits < paths[0].bits:
+        warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}", stacklevel=3)
+    return paths[0], paths[1] if recovery is not None else None
+
+
+def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
+    """ValueError if a group of elements with one scale would be cut by the linear's widths."""
+    widths = {"inputs": module.in_features, "outputs": module.out_features}
+    for (kind, width), divisor in zip(widths.items(), recipe.divisors(), strict=True):
+        if width % divisor:
+            raise ValueError(
+                f"{name} has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}, the size of its "
+                "tiles; use another recipe or width, or leave it out of the targets"
+            )

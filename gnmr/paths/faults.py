@@ -32,6 +32,7 @@ from torch import Tensor
 
 from gnmr.paths.convert import Plan, select
 from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.recipes import Recipe
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
 
 if TYPE_CHECKING:
@@ -173,11 +174,13 @@ class FaultSchedule:
                 the run); drawn for each target by itself, those of a unit do not overlap.
             seed: of the drawn windows and of everything random within them.
 
-        ValueError: a low path of 16 bits, a target that matches no unit, a window beyond the run or over another, no
-        `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        ValueError: a low path of 16 bits or of a recipe, a target that matches no unit, a window beyond the run or over
+        another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
         """
         if isinstance(plan.low, KeepFormat):
             raise ValueError(f"the low path is {plan.low.name}: there is no quantizer to break")
+        if isinstance(plan.low, Recipe):
+            raise ValueError(f"the low path is the recipe {plan.low.name}: only a format's quantizer can be broken")
         self._names = [operator.unit_name for operator in plan.operators]
         chosen, empty = select(self._names, targets)
         if empty or not targets:

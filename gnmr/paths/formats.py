@@ -4,7 +4,7 @@ A format is a finite set of values, one for each code of `bits` bits. Encoding t
 that the largest magnitude of a row equals `max`, and returns codes; decoding returns the values of codes.
 
     int2 int3 int4 int8   code = integer + 2^(bits-1), symmetric: -max .. max with max = 2^(bits-1) - 1
-    e2m1 e3m2             sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
+    e2m1 e2m3 e3m2        sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
     e4m3 e5m2             the two FP8 formats (OCP FP8; e4m3 is PyTorch's float8_e4m3fn)
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
@@ -40,6 +40,11 @@ class Format:
         """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
         raise NotImplementedError
 
+    def round(self, scaled: Tensor) -> Tensor:
+        """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
+        `encode`, without the codes. NaN stays NaN."""
+        raise NotImplementedError
+
     def step(self, scaled: Tensor) -> Tensor:
         """Distance between the neighbouring values around `scaled` (float32), same shape."""
         raise NotImplementedError
@@ -63,6 +68,9 @@ class IntFormat(Format):
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
+
+    def round(self, scaled: Tensor) -> Tensor:
+        return scaled.round_()
 
     def step(self, scaled: Tensor) -> Tensor:
         return torch.ones_like(scaled)
@@ -127,12 +135,19 @@ class FloatFormat(Format):
         table = self._table("values", codes.device).to(dtype)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
+    def round(self, scaled: Tensor) -> Tensor:
+        # As in `_nearest`, with 1.5 M in place of M: around it float32 are as far apart on both sides, so signs need no
+        # care of their own.
+        power, shift = self._power(scaled), 1.5 * 2 ** (23 - self.mantissa_bits)
+        return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
+
     def step(self, scaled: Tensor) -> Tensor:
+        return self._power(scaled).mul_(2.0**-self.mantissa_bits)
+
+    def _power(self, scaled: Tensor) -> Tensor:
+        """The power of two at or below each magnitude (float32); for zero and subnormals the smallest normal one."""
         bias = 2 ** (self.exponent_bits - 1) - 1
-        power = (
-            scaled.view(torch.int32) & 0x7F800000
-        )  # of two, at or below; zero and subnormals: the smallest normal one
-        return power.clamp_(min=(128 - bias) << 23).view(torch.float32) * 2.0**-self.mantissa_bits
+        return (scaled.view(torch.int32) & 0x7F800000).clamp_(min=(128 - bias) << 23).view(torch.float32)
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         """Small constant tables, made once per device."""
@@ -160,6 +175,7 @@ FORMATS: dict[str, Format] = {
         IntFormat("int4", 4, 7.0),
         IntFormat("int8", 8, 127.0),
         FloatFormat("e2m1", 4, 6.0, 2, 1),
+        FloatFormat("e2m3", 6, 7.5, 2, 3),
         FloatFormat("e3m2", 6, 28.0, 3, 2),
         FloatFormat("e4m3", 8, 448.0, 4, 3, torch.float8_e4m3fn),
         FloatFormat("e5m2", 8, 57344.0, 5, 2, torch.float8_e5m2),

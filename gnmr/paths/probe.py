@@ -106,8 +106,9 @@ class Probe:
         sampled = rows[:: self.tokens]
         errors: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
+        low, recovery = operator.low, operator.recovery
+        assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format)), "Plan.probe refuses"
         if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
-            low = operator.low
             if fault is not None:  # whole, for a sample would not have the same rows hit
                 whole = fault.compress(input, low, operator.shared) if operator.recovering else copy
                 found = self._compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
@@ -116,8 +117,8 @@ class Probe:
             errors["gap_low"] = found.rows
             sums |= found.sums
         if "gap_recovery" in self.names:
-            assert operator.recovery is not None
-            errors["gap_recovery"] = self._error(operator, read, input, sampled, operator.recovery).rows
+            assert recovery is not None
+            errors["gap_recovery"] = self._error(operator, read, input, sampled, recovery).rows
         both: tuple[_Copy, ...] = ()
         if "gap_exact" in self.names:
             both = self._both(operator, input, rows, fault, copy)
@@ -145,7 +146,7 @@ class Probe:
     ) -> tuple[_Copy, ...]:
         """The copies of both paths, packed; the one that backward keeps anyway is that very one."""
         low, recovery, shared = operator.low, operator.recovery, operator.shared
-        assert recovery is not None
+        assert isinstance(low, Format) and isinstance(recovery, Format)
 
         def packed(fmt: Format, broken: Injector | None) -> tuple[Tensor, ...]:
             if isinstance(fmt, KeepFormat):

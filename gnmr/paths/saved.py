@@ -27,11 +27,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.recipes import Recipe
 from gnmr.paths.scaling import compress, decompress
+from gnmr.paths.simulated import Ledger, simulated_linear
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
     from gnmr.paths.probe import Measured, Probe
+
+Path = Format | Recipe
+"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, simulated."""
 
 
 class SharedState:
@@ -39,14 +44,16 @@ class SharedState:
 
     - the compressed copies of the tensor that was read last, so that its other readers find them;
     - the generator of stochastic rounding (None: round to nearest);
-    - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults remember;
+    - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults and casts remember;
     - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
-    - the probe, if there is one.
+    - the probe, if there is one;
+    - the ledger of what recipes cast (None: the paths are formats).
     """
 
-    def __init__(self, site: str, generator: torch.Generator | None) -> None:
+    def __init__(self, site: str, generator: torch.Generator | None, ledger: Ledger | None = None) -> None:
         self.quantize_forward = site == "forward"
         self.generator = generator
+        self.ledger = ledger
         self.exact = False
         self.rehearsing = False
         self.probe: Probe | None = None
@@ -81,13 +88,14 @@ class SharedState:
 
 
 class Read:
-    """A tensor that was read: its compressed copies so far, and what the probe measured of it."""
+    """A tensor that was read: its compressed copies and casts so far, and what the probe measured of it."""
 
     def __init__(self, x: Tensor, reader: str) -> None:
         self._tensor = weakref.ref(x)
         self._version = -1 if x.is_inference() else x._version
         self.reader = reader
         self.copies: dict[str, tuple[Tensor, ...]] = {}
+        self.casts: dict[Any, Any] = {}
         self.measured: dict[str, Any] = {}
 
     def is_of(self, x: Tensor) -> bool:
@@ -146,8 +154,10 @@ class PathLinear(nn.Linear):
     """
 
     unit_name: str
-    low: Format
-    recovery: Format | None
+    index: int
+    """Place in the plan."""
+    low: Path
+    recovery: Path | None
     recovering: bool
     shared: SharedState
     fault: Injector | None
@@ -162,8 +172,8 @@ class PathLinear(nn.Linear):
         self.recovering = recovering
 
     @property
-    def format(self) -> Format:
-        """The format in force."""
+    def path(self) -> Path:
+        """The format or recipe in force."""
         return self.recovery if self.recovering and self.recovery is not None else self.low
 
     # Switching would make torch.compile specialise every block on every combination of paths, and the copies are found
@@ -171,11 +181,11 @@ class PathLinear(nn.Linear):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
-        shared, fmt = self.shared, self.format
+        shared, path = self.shared, self.path
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
-        quantizes = shared.quantize_forward and not isinstance(fmt, KeepFormat)
+        quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
         if shared.exact or not (keeps or quantizes):
             return F.linear(input, weight, bias)
         x = input
@@ -183,6 +193,19 @@ class PathLinear(nn.Linear):
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if isinstance(path, Recipe):
+            output, first_reader = simulated_linear(self, path, input, x, weight, bias, keeps)
+        else:
+            output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes)
+        self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
+        self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
+        return output
+
+    def _saved(
+        self, fmt: Format, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool, quantizes: bool
+    ) -> tuple[Tensor, str]:
+        """(output, first reader of the same copy) under a format; `x`, `weight`, `bias`: after autocast's cast."""
+        shared = self.shared
         copy: tuple[Tensor, ...]
         fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
         if fault is not None and not self.recovering:
@@ -192,10 +215,7 @@ class PathLinear(nn.Linear):
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
             measured = shared.probe.measure(self, input, x, fault, copy)
-        output = _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy)
-        self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
-        self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
-        return output
+        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy), first_reader
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""

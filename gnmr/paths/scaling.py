@@ -45,7 +45,16 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
 
 def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     """(N, 1) in `dtype`: the scale of each of the float32 `rows` (N, D); NaN for a row with a NaN or an Inf."""
-    largest = torch.maximum(rows.amax(dim=1, keepdim=True), -rows.amin(dim=1, keepdim=True))
+    return scale_of(largest_magnitude(rows, (1,)), fmt, dtype)
+
+
+def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """max|x| over `dims`, which stay as dimensions of size 1; NaN where there is a NaN."""
+    return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))
+
+
+def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """The scale in `dtype` under which the float32 magnitudes `largest` become the format's; NaN for NaN and Inf."""
     scale = (largest / fmt.max).clamp(min=TINY).to(dtype)
     return torch.where(largest.isfinite(), scale, torch.nan)
 

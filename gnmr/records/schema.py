@@ -39,6 +39,9 @@ STEP_FIELDS: dict[str, str] = {
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t)",
     "num_active": "units on the recovery path during this step",
     "over": "units over the threshold of each of the signal's columns: {column: number}",
+    "statistics": "what the model tells of its forward passes, mean of the micro-batches: {name: number}; of moe, "
+    "layer by layer, max_share and min_share of the assignments that an expert got, their entropy (nats) and the "
+    "balancing loss; empty for llama and gpt",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
@@ -69,9 +72,9 @@ EVENT_FIELDS: dict[str, str] = {
 FAULT_FIELDS: dict[str, str] = {
     "step": "first step of the window",
     "end": "its last step",
-    "unit": "the unit whose low-cost path fails",
-    "kind": "what fails, as in conf/stress",
-    "magnitude": "how much, see gnmr/paths/faults.py",
+    "unit": "the unit whose low-cost path fails; of outliers each that writes or reads one of the channels",
+    "kind": "what fails, as in conf/stress; outliers: a window of model.outlier_channels",
+    "magnitude": "how much, see gnmr/paths/faults.py; of outliers the gain",
 }
 
 

@@ -157,6 +157,7 @@ class WandbSink:
     def _step_metrics(self, row: dict[str, Any], ratios: RatioRows | None) -> dict[str, Any]:
         metrics = {name: row[key] for key, name in STEP_METRICS.items()}
         metrics |= {f"recovery/{column}_over": number for column, number in row["over"].items()}
+        metrics |= {f"model/{name}": number for name, number in row["statistics"].items()}
         if ratios is not None:
             self._count(ratios)
             if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:

@@ -36,9 +36,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     first, second = config.betas
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
     )
+    # As its first step would, but for all at once: a checkpoint needs state of an expert that got no token so far too.
+    for p in (*matrices, *vectors):
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:

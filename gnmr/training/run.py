@@ -29,9 +29,10 @@ from gnmr import models
 from gnmr.attachment import units_of
 from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Controller, Decision
+from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
-from gnmr.paths import Fault, FaultSchedule, Plan, Window, convert
+from gnmr.paths import Fault, FaultSchedule, Plan, Recipe, Window, convert
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
@@ -147,7 +148,16 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
 
     paths = config.paths
     try:
-        plan = convert(model, paths.low, paths.recovery, paths.targets, paths.site, paths.rounding, training.seed)
+        plan = convert(
+            model,
+            paths.low,
+            paths.recovery,
+            paths.targets,
+            paths.site,
+            paths.rounding,
+            training.seed,
+            paths.recovers,
+        )
     except ValueError as error:
         raise UserError(f"paths: {error}") from error
     if training.compile:
@@ -359,6 +369,7 @@ def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str
         "num_candidates": int(np.count_nonzero(decision.candidate)),
         "num_active": int(np.count_nonzero(decision.in_force)),
         "over": {column: decision.over(column) for column in decision.columns},
+        "statistics": result.statistics,
         "saved_bytes": result.saved_bytes,
         "saved_bytes_predicted": result.saved_bytes_predicted,
         "skipped": result.skipped,
@@ -370,12 +381,13 @@ def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str
 
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:
-    """Rows of `records.schema.FAULT_FIELDS` by their first step; a window of outlier channels hits all units."""
+    """Rows of `records.schema.FAULT_FIELDS` by their first step; outlier channels are at the units that touch them."""
     windows = [] if parts.faults is None else list(parts.faults.windows)
-    outliers = parts.config.model.outlier_channels
-    if outliers.window:
-        start, end = outliers.window
-        windows += [Window(name, start, end, "outliers", outliers.gain) for name in parts.controller.names]
+    gain = parts.config.model.outlier_channels.gain
+    for stress in parts.stress:
+        if isinstance(stress, models.OutlierWindow):
+            hit = [name for name in stress.touched() if name in parts.controller.names]
+            windows += [Window(name, stress.start, stress.stop, "outliers", gain) for name in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]
 
@@ -435,6 +447,11 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
 
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
+    if isinstance(plan.low, Recipe) and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+        raise UserError(
+            f"{key(*measured)}: {', '.join(measured)} is measured of saved formats, and paths.low={plan.low.name} is a "
+            "recipe"
+        )
     if "spike_share" in needs and config.optim.name != "adamw":
         raise UserError(
             f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"

@@ -161,13 +161,18 @@ def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     first, second = config.betas
-    return SCALE(
+    optimizer = SCALE(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(first, second),
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
+    # At once and for all: a checkpoint needs state of an expert that got no token so far too.
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = optimizer._first_state(p, group)
+    return optimizer
 
 
 def _below(name: str, module: str) -> bool:

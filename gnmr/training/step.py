@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from gnmr.controller import Controller, Decision
 from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
+from gnmr.models import Decoder
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms import StepContext, Transform
@@ -43,12 +44,25 @@ class StepResult:
     lr: float
     """The rate that the optimizer took, the transform's factor included."""
     decision: Decision
+    statistics: dict[str, float]
+    """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
 
 
 def loss_of(model: nn.Module, block: Tensor) -> Tensor:
     """Mean next-token cross-entropy of `block` (B, T + 1) in FP32, a scalar on the device."""
     logits = model(block[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), block[:, 1:].flatten())
+
+
+def objective_of(model: nn.Module, loss: Tensor) -> Tensor:
+    """What backward starts from: `loss` of the last forward pass and what the model adds to it in training."""
+    auxiliary = model.auxiliary_loss if isinstance(model, Decoder) else None
+    return loss if auxiliary is None else loss + auxiliary
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """`Decoder.statistics`; nothing of a model that is not ours."""
+    return model.statistics() if isinstance(model, Decoder) else {}
 
 
 class TrainStep:
@@ -89,7 +103,7 @@ class TrainStep:
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
             evidence["true_gap"] = self._true_gap(micro_batches)
-        loss, saved, predicted = self._backward(micro_batches)
+        loss, statistics, saved, predicted = self._backward(micro_batches)
 
         norms, observed = self._norms()
         num_units = len(controller.units)
@@ -119,17 +133,29 @@ class TrainStep:
             evidence["update_norm"] = self._updates.after()
 
         packet = controller.observe(evidence)
-        numbers = torch.stack([loss.double(), grad_norm, nonfinite.double(), skip.double()])
+        numbers = torch.stack([loss.double(), grad_norm, nonfinite.double(), skip.double(), *statistics.values()])
         host = torch.cat([numbers, norms, packet.flatten()]).cpu()
         start, end = len(numbers), len(numbers) + len(norms)
         where = None
         if bool(host[2]):
             where = self._first_nonfinite(float(host[0]), host[start:end], micro_batches)
         decision = controller.apply(host[end:].view(packet.shape))
-        return StepResult(float(host[0]), float(host[1]), bool(host[3]), where, saved, predicted, lr * factor, decision)
+        return StepResult(
+            loss=float(host[0]),
+            grad_norm_pre_clip=float(host[1]),
+            skipped=bool(host[3]),
+            nonfinite_unit=where,
+            saved_bytes=saved,
+            saved_bytes_predicted=predicted,
+            lr=lr * factor,
+            decision=decision,
+            statistics=dict(zip(statistics, host[4:start].tolist(), strict=True)),
+        )
 
-    def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, int | None, int | None]:
+    def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor], int | None, int | None]:
+        """(mean loss, mean statistics of the model in float64, saved bytes, predicted bytes); leaves the gradients."""
         total: Tensor | None = None
+        statistics: dict[str, Tensor] = {}
         saved = predicted = None
         if self._probe is not None:
             self._probe.reset()
@@ -139,12 +165,15 @@ class TrainStep:
             if self.measure_saved:
                 saved = max(saved or 0, self.plan.saved_bytes())
                 predicted = max(predicted or 0, self.plan.predicted_bytes())
-            (loss / len(micro_batches)).backward()
+            for name, value in statistics_of(self.model).items():
+                share = value.double() / len(micro_batches)
+                statistics[name] = statistics[name] + share if name in statistics else share
+            (objective_of(self.model, loss) / len(micro_batches)).backward()
             self.controller.micro_step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step needs at least one micro-batch"
-        self.plan.shared.forget()
-        return total / len(micro_batches), saved, predicted
+        self.plan.end_step()
+        return total / len(micro_batches), statistics, saved, predicted
 
     def _measured(self) -> dict[str, Tensor]:
         """Evidence of the paths and the optimizer, where it is needed."""
@@ -169,9 +198,15 @@ class TrainStep:
             for operator in plan.operators:
                 operator.switch(recovering)
             for block in micro_batches:
-                (loss_of(self.model, block) / len(micro_batches)).backward()
+                (objective_of(self.model, loss_of(self.model, block)) / len(micro_batches)).backward()
             plan.shared.forget()
-            gradients.append([[p.grad.float() for p in unit.parameters if p.grad is not None] for unit in units])
+            # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+            gradients.append(
+                [
+                    [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in u.parameters]
+                    for u in units
+                ]
+            )
             self.optimizer.zero_grad(set_to_none=True)
         plan.shared.rehearsing = False
         plan.load_state_dict(generator)

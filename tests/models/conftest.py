@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gnmr import models
-from gnmr.config import ModelConfig
+from gnmr.config import ExpertsConfig, ModelConfig
 
 VOCAB, SEQ_LEN = 61, 24
 Build = Callable[..., models.Decoder]
@@ -19,6 +19,8 @@ def build() -> Build:
 
     def make(name: str = "llama", seed: int = 0, **changes: object) -> models.Decoder:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "init_std": 0.2}
+        if name == "moe":
+            sizes["experts"] = ExpertsConfig(number=4)
         model = models.build(ModelConfig(name=name, **(sizes | changes)), VOCAB, SEQ_LEN)
         generator = torch.Generator().manual_seed(seed)
         model.init_weights(generator)

@@ -1,4 +1,4 @@
-"""What both models share: how linears are called, initialisation, checkpointing, the rotary tables, the meta device."""
+"""What all models share: how linears are called, initialisation, checkpointing, the rotary tables, the meta device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gnmr import models
-from gnmr.config import ModelConfig
+from gnmr.config import ExpertsConfig, ModelConfig
 
-both = pytest.mark.parametrize("name", ["llama", "gpt"])
+every = pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
 
 
-@both
+@every
 def test_linears_that_read_one_activation_get_one_tensor(build, tokens_BT, linear_inputs, name):
     seen = linear_inputs(build(name), tokens_BT)
     for i in range(2):
@@ -19,10 +19,11 @@ def test_linears_that_read_one_activation_get_one_tensor(build, tokens_BT, linea
         assert seen[f"{attn}.q_proj"] is seen[f"{attn}.k_proj"] is seen[f"{attn}.v_proj"]
         if name == "llama":
             assert seen[f"{mlp}.gate_proj"] is seen[f"{mlp}.up_proj"]
-    assert len(seen) == (2 * 7 + 1 if name == "llama" else 2 * 6)  # every linear is called as a module
+    # Every linear is called as a module: 4 of attention; in moe the router and 4 experts.
+    assert len(seen) == {"llama": 2 * 7 + 1, "gpt": 2 * 6, "moe": 2 * (4 + 1 + 4 * 2)}[name]
 
 
-@both
+@every
 def test_attention_is_causal(build, tokens_BT, name):
     model = build(name)
     changed = tokens_BT.clone()
@@ -32,7 +33,7 @@ def test_attention_is_causal(build, tokens_BT, name):
     assert not torch.equal(before[:, 10:], after[:, 10:])
 
 
-@both
+@every
 def test_activation_checkpointing_changes_nothing(build, tokens_BT, name):
     model = build(name)
     gradients = []
@@ -47,15 +48,16 @@ def test_activation_checkpointing_changes_nothing(build, tokens_BT, name):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@both
+@every
 def test_sequence_longer_than_built_for(build, tokens_BT, name):
     with pytest.raises(ValueError, match="sequence of 25 tokens: the model was built for 24"):
         build(name)(torch.nn.functional.pad(tokens_BT, (0, 1)))
 
 
-@both
+@every
 def test_initialisation_depends_on_the_seed_alone(name):
-    config = ModelConfig(name=name, hidden_size=64, intermediate_size=96, num_layers=2, init_std=0.03)
+    experts = ExpertsConfig(number=4) if name == "moe" else ExpertsConfig()
+    config = ModelConfig(name=name, hidden_size=64, intermediate_size=96, num_layers=2, init_std=0.03, experts=experts)
 
     def initialised(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         model = models.build(config, 100, 16).to(dtype)
@@ -78,7 +80,7 @@ def test_initialisation_depends_on_the_seed_alone(name):
                 assert value.std().item() == pytest.approx(0.03, rel=0.05)
 
 
-@both
+@every
 def test_a_model_built_on_meta_becomes_real(build, tokens_BT, name):
     real = build(name)
     with torch.device("meta"):

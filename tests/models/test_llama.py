@@ -22,17 +22,25 @@ def hugging_face(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
             num_key_value_heads=config.num_kv_heads or config.num_heads,
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=False,
+            tie_word_embeddings=config.tied_head,
         ),
         dtype=dtype,  # built in it: a cast afterwards would round the rotary frequencies
     )
     weights = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in model.state_dict().items()}
+    if config.tied_head:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     twin.load_state_dict(weights, strict=True)
     return twin
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 0.05}]
+    "changes",
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 0.05},
+        {"num_kv_heads": 2, "tied_head": True},
+    ],
 )
 def test_fp32_logits_and_gradients_equal(build, tokens_BT, changes):
     model = build(**changes)

@@ -12,6 +12,10 @@ from gnmr.paths.formats import FORMATS, Format, get_format
 
 # OCP Microscaling Formats v1.0, tables of FP4 and FP6 (non-negative half, in the order of their codes).
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+E2M3 = [
+    *[0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875],
+    *[2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 3.75, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5],
+]
 E3M2 = [
     *[0, 0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 1.75],
     *[2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28],
@@ -40,6 +44,7 @@ TABLES: dict[str, list[float]] = {
     "int4": [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7],
     "int8": list(range(-128, 128)),
     "e2m1": E2M1 + [-v for v in E2M1],
+    "e2m3": E2M3 + [-v for v in E2M3],
     "e3m2": E3M2 + [-v for v in E3M2],
     "e4m3": [ieee(c, 4, 3, {0x7F}, None) for c in range(256)],
     "e5m2": [ieee(c, 5, 2, {0x7D, 0x7E, 0x7F}, 0x7C) for c in range(256)],
@@ -85,9 +90,18 @@ def test_rounding_to_nearest_with_ties_to_even(name: str) -> None:
     x = torch.cat([x, anywhere, small])
     got = fmt.decode(fmt.encode(x.clone()), torch.float32)
     torch.testing.assert_close(got, brute_force(x, fmt), rtol=0, atol=0)
+    assert torch.equal(fmt.round(x.clone()), got), "without the codes too"
 
 
-@pytest.mark.parametrize(("name", "oracle"), [("e2m1", "f32_to_f4_unpacked"), ("e3m2", "f32_to_f6_e3m2_unpacked")])
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_a_nan_stays_one_when_rounded(name: str) -> None:
+    assert FORMATS[name].round(torch.tensor([math.nan, 1.0])).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [("e2m1", "f32_to_f4_unpacked"), ("e2m3", "f32_to_f6_e2m3_unpacked"), ("e3m2", "f32_to_f6_e3m2_unpacked")],
+)
 def test_codes_are_those_of_torchao(name: str, oracle: str) -> None:
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
     if not hasattr(kernels, oracle):

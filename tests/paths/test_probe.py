@@ -15,6 +15,7 @@ from gnmr.paths.scaling import compress, decompress
 
 ROWS, WIDTH, OUT = 48, 32, 16
 NAMES = ["a", "b", "c"]
+pytestmark = pytest.mark.filterwarnings("ignore:the recovery path")
 
 
 class Net(nn.Module):

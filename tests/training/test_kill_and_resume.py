@@ -31,6 +31,10 @@ RICH = [
     "controller.warmup_frac=0.25",
 ]
 GPT = ["model.name=gpt", "model.num_layers=2", "training.dtype=float32", "paths.site=forward", "controller.t_lock=3"]
+MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "controller.t_lock=2"]
+LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
+IDLE = [*MOE, "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
+"""So many experts that some have had no token when the checkpoint is written."""
 Hook = Callable[[], None]
 
 
@@ -99,6 +103,9 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "rich_between_checkpoints": (in_step(6), RICH),
     "rich_before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), RICH),
     "gpt_between_checkpoints": (in_step(5), GPT),
+    "moe_between_checkpoints": (in_step(5), LEARNED),
+    "moe_with_idle_experts": (in_step(5), IDLE),
+    "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
 }
 
 

@@ -162,7 +162,7 @@ def test_parameters_without_a_gradient_are_passed_over():
     before = [model["up_proj"].weight.detach().clone(), model["up_proj"].bias.detach().clone()]
     optimizer.step()
     assert same_bits(before[0], model["up_proj"].weight) and same_bits(before[1], model["up_proj"].bias)
-    assert len(optimizer.state) == 2
+    assert [state["step"].item() for state in optimizer.state.values()].count(1) == len(optimizer.state) - 2 == 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])

@@ -178,6 +178,25 @@ def test_the_window_of_outlier_channels_is_recorded_for_every_unit(train, tmp_pa
     assert [row["step"] for row in rows] == [2, *[3] * 7, 5]
 
 
+def test_units_that_touch_no_outlier_channel_are_not_at_risk(train, tmp_path):
+    """What gpt's down_proj reads comes out of a GELU, which no factor can cross."""
+    rows = faults_of(train(tmp_path / "gpt", "model.name=gpt", *OUTLIERS, *_window(3, 6)))
+    assert {row["unit"].rpartition(".")[2] for row in rows} == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}
+    none = train(tmp_path / "none", *_window(3, 6))
+    assert faults_of(none) == [], "a window of no channels"
+
+
+def test_the_true_gap_sees_the_fault(train, tmp_path):
+    """Both paths are run with the fault armed, and it is struck no differently for that."""
+    fault = stress("scale_up", (4, 2), magnitude=50)
+    words = ["controller.signal.name=always_low", "optim.lr=1e-9", *fault]
+    watched = train(tmp_path / "watched", *words, "records.evidence=[true_gap]")
+    gaps = [row[UP] for row in by_unit(watched, "true_gap")]
+    assert min(gaps[3:5]) > 3 * max(*gaps[:3], *gaps[5:])
+    plain = train(tmp_path / "plain", *words)
+    assert steps_of(plain, "loss", "grad_norm_pre_clip") == steps_of(watched, "loss", "grad_norm_pre_clip")
+
+
 def test_a_window_that_closes_leaves_no_outliers_behind(train, tmp_path):
     """Open to the end of a run that learns nothing, or closed before it: then the weights are those of the start."""
     words = ["optim.lr=1e-30", "training.steps=4", *OUTLIERS]

@@ -1,0 +1,221 @@
+"""Recipes: the precision of every operand of every GEMM of a linear operator.
+
+A linear operator is three matrix products (GEMMs). With the tokens of a batch as rows, T tokens, I inputs, O outputs:
+
+                   reads                              gives              contracted over
+    fprop          input (T, I),   weight (O, I)      output (T, O)      I, the inputs
+    dgrad          grad_output (T, O), weight (O, I)  grad_input (T, I)  O, the outputs
+    wgrad          grad_output (T, O), input (T, I)   grad_weight (O, I) T, the tokens
+
+A recipe says for each of these nine places how its tensor is cast: a number format and which elements share a scale,
+written as a word, `e4m3/tile`; None (the word `bf16`) keeps the tensor as it is. Every operand is cast from the
+high-precision tensor that the operator was given: an operand that two GEMMs read is never quantized twice, and the
+parameter itself stays in its own 16 bits. A "result" is the product (bias included) before anybody else reads it.
+
+    tensor         one scale for all
+    row            one scale a row of the matrices above: a token for input, grad_output and their kind, an output
+                   channel for the weight and its gradient
+    tile           1 x 128 along the dimension that the GEMM contracts: so the same input has other tiles in wgrad (128
+                   tokens of one channel) than in fprop (128 channels of one token)
+    block          128 x 128
+    mx             32 elements along the contracted dimension, with a power of two as their scale (OCP Microscaling)
+    delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor (as
+                   Transformer Engine's delayed scaling): saturates what has grown since
+
+A scale is max|group| / format.max in float32. That of `mx` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the
+rule of the OCP specification, under which the largest elements of a group may saturate. A group that the tensor's edge
+cuts is smaller; along the widths of a linear `gnmr.paths.convert` refuses that.
+
+Named recipes (`RECIPES`):
+
+    fp8_hybrid     E4M3 input and weight, E5M2 grad_output, scale per tensor, results kept (Transformer Engine)
+    fp8_delayed    the same with delayed scales, history 16
+    deepseek_v3    E4M3 everywhere: tiles for input and grad_output, blocks for the weight, results kept (2412.19437)
+    mxfp8          E4M3 everywhere, mx, results kept
+    sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
+                   and output, backward the incoming gradient and the resulting weight and input gradients; the backward
+                   GEMMs see the weight and the input that the forward GEMM saw
+    bf16           nothing is cast
+
+**Choice**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
+channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
+grad_output as it came in, because that is no GEMM; delayed scales look back on optimizer steps, not on micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from gnmr.paths.formats import Format, KeepFormat, get_format
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+SCALES = ("tensor", "row", "tile", "block", "mx", "delayed")
+TILE, MX = 128, 32
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A number format and its scale's granularity. ValueError for an unknown one."""
+
+    format: Format
+    scale: str
+    history: int = 16
+    """Steps that a delayed scale looks back; the other granularities have none."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.format, KeepFormat):
+            raise ValueError(f"{self.format.name} casts nothing: write None")
+        if self.scale not in SCALES:
+            raise ValueError(f"scale {self.scale!r} is not known: use one of {', '.join(SCALES)}")
+        if self.history < 1:
+            raise ValueError(f"history={self.history}: must be 1 or more")
+
+    @staticmethod
+    def of(word: str) -> Cast | None:
+        """The cast that is written `e4m3/tile`; None for `bf16`."""
+        name, _, scale = word.partition("/")
+        fmt = get_format(name)
+        return None if isinstance(fmt, KeepFormat) and not scale else Cast(fmt, scale)
+
+    @property
+    def directed(self) -> bool:
+        """Whether the result depends on the dimension that the GEMM contracts."""
+        return self.scale in ("tile", "mx")
+
+    def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
+        """(rows, columns) of the elements with one scale; None: all of them."""
+        if self.scale == "block":
+            return TILE, TILE
+        if self.directed:
+            length = TILE if self.scale == "tile" else MX
+            return (length, 1) if contraction_dim == 0 else (1, length)
+        return (1, None) if self.scale == "row" else (None, None)
+
+    def __str__(self) -> str:
+        return f"{self.format.name}/{self.scale}"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The casts of one GEMM's two operands and of its result; None: kept as it is."""
+
+    input: Cast | None = None
+    weight: Cast | None = None
+    grad_output: Cast | None = None
+    result: Cast | None = None
+
+    @staticmethod
+    def of(**words: str) -> Gemm:
+        """Of the words of its casts: Gemm.of(input="e4m3/tile", weight="e4m3/block")."""
+        return Gemm(**{operand: Cast.of(word) for operand, word in words.items()})
+
+    @property
+    def casts(self) -> list[Cast]:
+        return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
+
+
+_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The casts of a linear operator. ValueError for a GEMM with an operand that it does not read."""
+
+    name: str
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+
+    def __post_init__(self) -> None:
+        for name, operands in _OPERANDS.items():
+            gemm: Gemm = getattr(self, name)
+            if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
+                raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
+            if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
+                raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
+
+    @property
+    def bits(self) -> int:
+        """Width of the forward input, by which the paper calls its paths 4-, 6- and 8-bit."""
+        return 16 if self.fprop.input is None else self.fprop.input.format.bits
+
+    @property
+    def casts(self) -> list[Cast]:
+        return [cast for name in GEMMS for cast in getattr(self, name).casts]
+
+    @property
+    def history(self) -> int:
+        """Steps that its delayed scales look back; 0 without any."""
+        return max((cast.history for cast in self.casts if cast.scale == "delayed"), default=0)
+
+    def with_recovered(self, recovery: Recipe, gemms: Sequence[str]) -> Recipe:
+        """This recipe with the named GEMMs taken from `recovery`; with all of them that is `recovery` itself.
+
+        ValueError for a name that is no GEMM, or none at all.
+        """
+        if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
+            raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
+        taken = [name for name in GEMMS if name in gemms]
+        if len(taken) == len(GEMMS):
+            return recovery
+        name = f"{recovery.name} in {', '.join(taken)}"
+        return replace(self, name=name, **{gemm: getattr(recovery, gemm) for gemm in taken})
+
+    def divisors(self) -> tuple[int, int]:
+        """What the numbers of inputs and of outputs of a linear must be multiples of, so that no group is cut."""
+        # The two dimensions of each operand: is it tokens (None), inputs (0) or outputs (1)?
+        dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
+        contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
+        needed = [1, 1]
+        for gemm, operands in _OPERANDS.items():
+            for operand in operands:
+                cast: Cast | None = getattr(getattr(self, gemm), operand)
+                if cast is None:
+                    continue
+                group = cast.group(dims[operand].index(contracted[gemm]))
+                for dim, length in zip(dims[operand], group, strict=True):
+                    if dim is not None and length is not None:
+                        needed[dim] = max(needed[dim], length)  # 1, 32 or 128: the largest is a multiple of the others
+        return needed[0], needed[1]
+
+
+def _same_everywhere(name: str, forward: str, backward: str, weight: str | None = None) -> Recipe:
+    """Operands alike in all GEMMs, results kept."""
+    weight = weight or forward
+    return Recipe(
+        name,
+        fprop=Gemm.of(input=forward, weight=weight),
+        dgrad=Gemm.of(grad_output=backward, weight=weight),
+        wgrad=Gemm.of(grad_output=backward, input=forward),
+    )
+
+
+def _simulated(fmt: str) -> Recipe:
+    cast = f"{fmt}/row"
+    return Recipe(
+        f"sim_{fmt}",
+        fprop=Gemm.of(input=cast, weight=cast, result=cast),
+        dgrad=Gemm.of(grad_output=cast, weight=cast, result=cast),
+        wgrad=Gemm.of(grad_output=cast, input=cast, result=cast),
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _same_everywhere("fp8_hybrid", "e4m3/tensor", "e5m2/tensor"),
+        _same_everywhere("fp8_delayed", "e4m3/delayed", "e5m2/delayed"),
+        _same_everywhere("deepseek_v3", "e4m3/tile", "e4m3/tile", weight="e4m3/block"),
+        _same_everywhere("mxfp8", "e4m3/mx", "e4m3/mx"),
+        *(_simulated(fmt) for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")),
+        Recipe("bf16"),
+    )
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name. ValueError names the known ones."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe {name!r} is not known: use one of {', '.join(RECIPES)}")
+    return RECIPES[name]

@@ -1,0 +1,293 @@
+"""A linear operator whose operands are quantized as a recipe says, simulated on any machine.
+
+Fake quantization: an operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own
+dtype; the GEMMs then run in that dtype. What differs from hardware with such formats is the order of a GEMM's sums, and
+that a value times its scale is rounded to the dtype's mantissa (bfloat16: 8 bits; exact for scales that are powers of
+two, and for formats of up to 8 bits an error well below the format's own).
+
+- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout, whatever the granularity:
+  a low path never turns a non-finite number into a finite one.
+- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width: operators that read
+  the same tensor share it (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad
+  read in the same cast is kept in that cast, besides the parameter.
+- Saturated and non-finite elements are counted on the device, before the cast hides them.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from gnmr.paths.formats import Format
+from gnmr.paths.recipes import Cast, Recipe
+from gnmr.paths.scaling import TINY, largest_magnitude, scale_of
+
+if TYPE_CHECKING:
+    from gnmr.paths.saved import PathLinear
+
+_AT_ONCE = 2**17
+"""Elements that a CPU takes at a time, so that they stay in its cache between the dozen passes over them."""
+
+OPERANDS = ("input", "weight", "grad_output", "result")
+
+
+def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
+    """`x` (N, D) in the nearest values of `cast`, same dtype; `x` itself where there is none.
+
+    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. A delayed scale knows no earlier
+    steps here and is that of the tensor.
+    """
+    return x if cast is None or x.numel() == 0 else _quantize(x, cast, contraction_dim)[0]
+
+
+@dataclass(frozen=True)
+class _Met:
+    """What a cast met in its tensor, on the device."""
+
+    largest: Tensor
+    """max|group| of every group, NaN where there is a NaN."""
+    saturated: Tensor | None
+    """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
+    nonfinite: Tensor
+    """Elements of the groups that came back as NaN, a scalar."""
+
+
+def _quantize(
+    x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, _Met]:
+    """`reference`: makes of max|x| the magnitude that becomes the format's largest; None: that very one."""
+    rows, columns = x.shape
+    group = cast.group(contraction_dim)
+    one_scale = group == (None, None)
+    height, width = group[0] or 1, group[1] or columns
+    at_once = rows
+    if x.device.type == "cpu":
+        at_once = max(1, _AT_ONCE // (height * columns)) * height
+    pieces, values = x.split(at_once), torch.empty_like(x)
+    scale = None
+    if one_scale:
+        largest = torch.stack([largest_magnitude(piece.float(), (0, 1)) for piece in pieces]).amax(dim=0)
+        scale = scale_of(largest if reference is None else reference(largest), cast.format, torch.float32)
+    done = [
+        _quantize_piece(piece, out, cast, height, width, scale)
+        for piece, out in zip(pieces, values.split(at_once), strict=True)
+    ]
+    if not one_scale:
+        largest = torch.cat([own for own, _ in done if own is not None])
+    saturated = [number for _, number in done if number is not None]
+    nonfinite = (~largest.isfinite()).sum() * (x.numel() if one_scale else height * width)
+    return values, _Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
+
+
+def _quantize_piece(
+    x: Tensor, out: Tensor, cast: Cast, height: int, width: int, scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Writes `x` to `out` in `cast`, in groups of (height, width), or under one given `scale` (1, 1).
+
+    Returns max|group| of the groups and the number of saturated elements, where there are such.
+    """
+    fmt, (rows, columns) = cast.format, x.shape
+    # One float32 copy, worked on in place, as groups (rows, rows of a group, columns, columns of a group).
+    wide = x.to(torch.float32, copy=True)
+    missing_rows, missing_columns = -rows % height, -columns % width
+    if missing_rows or missing_columns:
+        wide = F.pad(wide, (0, missing_columns, 0, missing_rows))
+    groups = wide.view(wide.shape[0] // height, height, wide.shape[1] // width, width)
+    largest = saturated = None
+    if scale is None:
+        largest = largest_magnitude(groups, (1, 3))
+        scale = _power_of_two_scale(largest, fmt) if cast.scale == "mx" else scale_of(largest, fmt, torch.float32)
+    groups.div_(scale)
+    if cast.scale in ("mx", "delayed"):
+        beyond = wide.abs()  # 1.0 or 0.0: on CPUs much faster than a comparison's bool
+        saturated = torch.gt(beyond, fmt.max, out=beyond).sum(dim=1).sum(dtype=torch.int64)
+        wide.clamp_(-fmt.max, fmt.max)
+    fmt.round(wide)
+    groups.mul_(scale)
+    out.copy_(wide[:rows, :columns])
+    return largest, saturated
+
+
+def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
+    """E8M0, by the bits of a float32; never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too)."""
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp(min=TINY)
+    return torch.where(largest.isfinite(), scale, torch.nan)
+
+
+class Ledger:
+    """What the casts of a plan's operators met, on the device; operators are counted in the plan's order.
+
+    - `counts` (units, operands, 2) int64: saturated and non-finite elements of this step, as far as it has come;
+    - `history` (units, 3, 1 + h) float32: the largest magnitudes of input, weight and grad_output in this step and in
+      the h steps before, from which delayed scales are taken. None where no recipe has any.
+
+    An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass shows.
+    """
+
+    def __init__(self, units: int, history: int, device: torch.device) -> None:
+        self.counts = torch.zeros(units, len(OPERANDS), 2, dtype=torch.int64, device=device)
+        self.history = torch.zeros(units, 3, 1 + history, device=device) if history else None
+        self._written = False
+
+    def end_step(self) -> None:
+        """Turns the page; nothing happens where nothing was written since the last time."""
+        if self._written:
+            self.counts.zero_()
+            if self.history is not None:
+                self.history.copy_(self.history.roll(1, dims=2))
+                self.history[:, :, 0] = 0
+        self._written = False
+
+    def delayed(self, unit: int, operand: int, history: int, now: Tensor) -> Tensor:
+        """The magnitude that a delayed scale is taken from, `now` being the tensor's own.
+
+        The largest of the `history` steps before; `now` before there are any; NaN if `now` is not finite.
+        """
+        assert self.history is not None
+        before = self.history[unit, operand, 1 : 1 + history].amax()
+        return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
+
+    def write(self, unit: int, counted: Iterable[tuple[int, _Met]], largest: dict[int, Tensor]) -> None:
+        """Adds what one forward and backward pass of `unit` met."""
+        self._written = True
+        for operand, met in counted:
+            for kind, number in enumerate((met.saturated, met.nonfinite)):
+                if number is not None:
+                    self.counts[unit, operand, kind].add_(number)
+        if self.history is not None:
+            for operand, now in largest.items():
+                # One bad step must not spoil the history.
+                finite = now.amax().nan_to_num(nan=0.0, posinf=0.0)
+                self.history[unit, operand, 0] = torch.maximum(self.history[unit, operand, 0], finite)
+
+
+class _Pass:
+    """A forward pass of an operator and the backward pass that belongs to it."""
+
+    def __init__(self, operator: PathLinear, recipe: Recipe) -> None:
+        ledger = operator.shared.ledger
+        assert ledger is not None
+        self.recipe, self.shared, self.ledger, self.unit = recipe, operator.shared, ledger, operator.index
+        self._counted: dict[int, tuple[int, _Met]] = {}
+        """By identity: two GEMMs may read the same cast."""
+        self._largest: dict[int, Tensor] = {}
+
+    def cast(
+        self,
+        operand: str,
+        x: Tensor,
+        cast: Cast | None,
+        contraction_dim: int = 1,
+        made: dict[Any, tuple[Tensor, _Met]] | None = None,
+    ) -> Tensor:
+        """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
+        if x.numel() == 0:
+            return x
+        place, observed = OPERANDS.index(operand), self.ledger.history is not None and operand != "result"
+        if cast is None:
+            if observed and place not in self._largest:
+                self._largest[place] = largest_magnitude(x.float(), (0, 1))
+            return x
+        key = self.key(cast, contraction_dim)
+        found = None if made is None else made.get(key)
+        if found is None:
+            reference = None
+            if cast.scale == "delayed":
+                reference = partial(self.ledger.delayed, self.unit, place, cast.history)
+            found = _quantize(x, cast, contraction_dim, reference)
+            if made is not None:
+                made[key] = found
+        values, met = found
+        if observed and place not in self._largest:
+            self._largest[place] = met.largest
+        self._counted[id(met)] = place, met
+        return values
+
+    def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
+        """Equal for casts that give the same numbers."""
+        return cast, contraction_dim if cast.directed else None, self.unit if cast.scale == "delayed" else None
+
+    def end(self) -> None:
+        """Once, in backward."""
+        if not self.shared.rehearsing:
+            self.ledger.write(self.unit, self._counted.values(), self._largest)
+        self._counted.clear()
+        self._largest.clear()
+
+
+class _SimulatedLinear(torch.autograd.Function):
+    """F.linear of operands that were cast already; casts those of backward. Differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        the_pass: _Pass,
+        x_fprop: Tensor,
+        x_wgrad: Tensor | None,
+    ) -> Tensor:
+        ctx.the_pass, ctx.x_shape = the_pass, x.shape
+        ctx.holds_copy = x_wgrad is not None
+        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, _Met]]()
+        w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
+        dgrad = recipe.dgrad.weight
+        same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
+        ctx.weight_is_cast = same is not None
+        ctx.save_for_backward(weight if same is None else same[0], *(() if x_wgrad is None else (x_wgrad,)))
+        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
+        if recipe.fprop.result is None:
+            return output
+        return the_pass.cast("result", output.reshape(-1, output.shape[-1]), recipe.fprop.result).view(output.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        the_pass: _Pass = ctx.the_pass
+        weight, *kept = ctx.saved_tensors
+        ctx.holds_copy = False  # freed when this returns
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, _Met]]()
+        grad_x = grad_weight = None
+        if need_x:
+            grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
+            if not ctx.weight_is_cast:
+                weight = the_pass.cast("weight", weight, recipe.dgrad.weight, 0)
+            grad_x = the_pass.cast("result", grad @ weight, recipe.dgrad.result).view(ctx.x_shape)
+        if need_weight:
+            grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
+            grad_weight = the_pass.cast("result", grad.t() @ kept[0], recipe.wgrad.result)
+        grad_bias = grad_2d.sum(dim=0) if need_bias else None
+        the_pass.end()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def simulated_linear(
+    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+) -> tuple[Tensor, str]:
+    """(output, first operator that keeps what this one keeps): `operator` on `input`, under `recipe`.
+
+    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
+    """
+    read = operator.shared.read_of(input, operator.unit_name)
+    the_pass, rows = _Pass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
+    made = read.casts.setdefault(x.dtype, {})
+    x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
+    x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+    output = _SimulatedLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
+    own = recipe.wgrad.input is not None and recipe.wgrad.input.scale == "delayed"
+    return output, operator.unit_name if own else read.reader

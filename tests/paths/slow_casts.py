@@ -1,0 +1,60 @@
+"""Casts written out by hand: loops over groups, a search over a table of values. Shares nothing with the package."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from test_formats import TABLES
+from torch import Tensor
+
+MAX = {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0, "e4m3": 448.0, "e5m2": 57344.0, "int4": 7.0, "int8": 127.0}
+EXPONENT_OF_MAX = {"e2m1": 2, "e2m3": 2, "e3m2": 4, "e4m3": 8, "e5m2": 15, "int4": 2, "int8": 6}
+
+
+def nearest(scaled: np.ndarray, name: str) -> np.ndarray:
+    """The nearest value of the format's table; of two equally near ones that with the even code."""
+    table = [(value, code) for code, value in enumerate(TABLES[name]) if np.isfinite(value) and 0 <= value <= MAX[name]]
+    table.sort()
+    values = np.array([value for value, _ in table])
+    magnitude = np.minimum(np.abs(scaled.astype(np.float64)), MAX[name])
+    above = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    even_is_low = np.array([code % 2 == 0 for _, code in table])[above - 1]
+    down = (magnitude - low < high - magnitude) | ((magnitude - low == high - magnitude) & even_is_low)
+    return np.where(down, low, high) * np.sign(scaled)
+
+
+def groups(shape: tuple[int, int], scale: str, dim: int) -> list[tuple[slice, slice]]:
+    """The elements with one scale, group by group."""
+    rows, columns = shape
+    length = {"tile": 128, "mx": 32}.get(scale, 0)
+    height, width = {
+        "tensor": (rows, columns),
+        "delayed": (rows, columns),
+        "row": (1, columns),
+        "block": (128, 128),
+    }.get(scale) or ((length, 1) if dim == 0 else (1, length))
+    return [
+        (slice(i, i + height), slice(j, j + width)) for i in range(0, rows, height) for j in range(0, columns, width)
+    ]
+
+
+def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = None) -> Tensor:
+    """`x` (N, D) in the cast that `word` says, in x's dtype; `largest`: the magnitude of a delayed scale."""
+    if word is None:
+        return x
+    name, scale_kind = word.split("/")
+    source = x.detach().float().numpy()
+    result = np.empty_like(source)
+    for place in groups(source.shape, scale_kind, dim):
+        group = source[place]
+        own = np.abs(group).max() if largest is None else np.float32(largest)
+        if not np.isfinite(np.abs(group).max()):
+            result[place] = np.nan
+            continue
+        if scale_kind == "mx":
+            scale = np.float32(2.0 ** (np.floor(np.log2(own)) - EXPONENT_OF_MAX[name])) if own > 0 else np.float32(1)
+        else:
+            scale = np.float32(own) / np.float32(MAX[name]) if own > 0 else np.float32(1)
+        result[place] = nearest(group / scale, name).astype(np.float32) * scale
+    return torch.from_numpy(result).to(x.dtype)

@@ -1,0 +1,152 @@
+"""What a recipe says of each operand of each GEMM, and what of it is refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch import nn
+
+from gnmr import config
+from gnmr.paths import PathLinear, convert
+from gnmr.paths.formats import FORMATS
+from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Gemm, Recipe, get_recipe
+
+
+def words(name: str) -> dict[str, dict[str, str]]:
+    """{gemm: {operand: cast}}, casts as words, those that keep the tensor left out."""
+    recipe = RECIPES[name]
+    return {
+        gemm: {key: str(cast) for key, cast in vars(getattr(recipe, gemm)).items() if cast is not None}
+        for gemm in GEMMS
+    }
+
+
+def test_the_named_recipes_say_what_they_are_known_for() -> None:
+    assert words("fp8_hybrid") == {
+        "fprop": {"input": "e4m3/tensor", "weight": "e4m3/tensor"},
+        "dgrad": {"weight": "e4m3/tensor", "grad_output": "e5m2/tensor"},
+        "wgrad": {"input": "e4m3/tensor", "grad_output": "e5m2/tensor"},
+    }
+    assert words("fp8_delayed")["wgrad"] == {"input": "e4m3/delayed", "grad_output": "e5m2/delayed"}
+    assert RECIPES["fp8_delayed"].history == 16 and RECIPES["fp8_hybrid"].history == 0
+    assert words("deepseek_v3") == {
+        "fprop": {"input": "e4m3/tile", "weight": "e4m3/block"},
+        "dgrad": {"weight": "e4m3/block", "grad_output": "e4m3/tile"},
+        "wgrad": {"input": "e4m3/tile", "grad_output": "e4m3/tile"},
+    }
+    assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
+    assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
+    for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8"):
+        cast = f"{fmt}/row"
+        assert words(f"sim_{fmt}") == {
+            "fprop": {"input": cast, "weight": cast, "result": cast},
+            "dgrad": {"weight": cast, "grad_output": cast, "result": cast},
+            "wgrad": {"input": cast, "grad_output": cast, "result": cast},
+        }
+
+
+def test_conf_knows_the_same_recipes_and_their_bits() -> None:
+    assert {name: recipe.bits for name, recipe in RECIPES.items()} == config.RECIPES
+    assert tuple(FORMATS) == config.FORMATS
+    assert GEMMS == config.GEMMS
+
+
+def test_a_recipe_with_some_gemms_recovered() -> None:
+    low, recovery = RECIPES["sim_e2m1"], RECIPES["fp8_hybrid"]
+    assert low.with_recovered(recovery, GEMMS) is recovery
+    for gemm in GEMMS:
+        mixed = low.with_recovered(recovery, [gemm])
+        assert getattr(mixed, gemm) == getattr(recovery, gemm)
+        assert all(getattr(mixed, other) == getattr(low, other) for other in GEMMS if other != gemm)
+        assert mixed.bits == (8 if gemm == "fprop" else 4) and "fp8_hybrid" in mixed.name and gemm in mixed.name
+    for wrong in ([], ["fpropp"], ["fprop", "bgrad"]):
+        with pytest.raises(ValueError, match="fprop, dgrad, wgrad"):
+            low.with_recovered(recovery, wrong)
+
+
+def test_what_a_recipe_cannot_be() -> None:
+    cast = Cast.of("e4m3/tile")
+    assert Cast.of("bf16") is None and str(cast) == "e4m3/tile"
+    for word, said in (("e4m3/tiles", "tile, block"), ("e4m4/tile", "e4m3"), ("bf16/row", "None"), ("e4m3", "tensor")):
+        with pytest.raises(ValueError, match=said):
+            Cast.of(word)
+    with pytest.raises(ValueError, match="history=0"):
+        Cast(FORMATS["e4m3"], "delayed", 0)
+    with pytest.raises(ValueError, match="dgrad reads grad_output and weight, not input"):
+        Recipe("odd", dgrad=Gemm(input=cast))
+    with pytest.raises(ValueError, match="fprop's result cannot be e4m3/tile"):
+        Recipe("odd", fprop=Gemm(result=cast))
+    with pytest.raises(ValueError, match=r"fp9.*fp8_hybrid"):
+        get_recipe("fp9")
+
+
+@pytest.mark.parametrize(
+    ("name", "divisors"),
+    [("bf16", (1, 1)), ("sim_e3m2", (1, 1)), ("fp8_hybrid", (1, 1)), ("mxfp8", (32, 32)), ("deepseek_v3", (128, 128))],
+)
+def test_which_widths_a_recipe_needs(name: str, divisors: tuple[int, int]) -> None:
+    assert RECIPES[name].divisors() == divisors
+
+
+def test_widths_are_those_along_which_a_group_lies() -> None:
+    assert Recipe("a", fprop=Gemm.of(input="e4m3/tile")).divisors() == (128, 1)
+    assert Recipe("b", dgrad=Gemm.of(grad_output="e4m3/mx")).divisors() == (1, 32)
+    assert Recipe("c", dgrad=Gemm.of(weight="e4m3/mx")).divisors() == (1, 32)
+    assert Recipe("d", wgrad=Gemm.of(input="e4m3/tile", grad_output="e4m3/tile")).divisors() == (1, 1)
+    assert Recipe("e", wgrad=Gemm.of(input="e4m3/block")).divisors() == (128, 1)
+
+
+def net(inputs: int = 128, outputs: int = 128) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"low": "fp8_hybird"}, r"'fp8_hybird' is not known: use a format \(int2.* or a recipe \(fp8_hybrid"),
+        ({"low": "int4", "recovery": "fp8_hybrid"}, "int4 is a format and fp8_hybrid is a recipe: both paths must be"),
+        ({"low": "sim_int4", "recovery": "int8"}, "sim_int4 is a recipe and int8 is a format"),
+        ({"low": "sim_int4", "site": "forward"}, "site='forward': belongs to formats; with the recipe sim_int4"),
+        ({"low": "sim_int4", "rounding": "stochastic"}, "rounding='stochastic': belongs to formats"),
+        ({"low": "sim_int4", "recovery": "bf16", "recovers": ["bprop"]}, "recovers=.'bprop'.: use some of fprop"),
+        ({"low": "sim_int4", "recovery": "bf16", "recovers": []}, "recovers=..: use some of fprop, dgrad, wgrad"),
+    ],
+)
+def test_what_convert_refuses(arguments: dict, line: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=line):
+        convert(model, **{"recovery": None, "targets": ["0"], **arguments})
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(("low", "recovery"), [("deepseek_v3", None), ("bf16", "deepseek_v3"), ("mxfp8", "bf16")])
+def test_a_width_that_tiles_do_not_divide_is_named(low: str, recovery: str | None) -> None:
+    size, name = (32, "mxfp8") if low == "mxfp8" else (128, "deepseek_v3")
+    for inputs, outputs, said in ((176, 128, "176 inputs"), (128, 144, "144 outputs")):
+        model = net(inputs, outputs)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(ValueError, match=f"0 has {said}: the recipe {name} needs a multiple of {size}"),
+        ):
+            convert(model, low, recovery, ["0"])
+        assert type(model[0]) is nn.Linear
+    with warnings.catch_warnings(action="ignore"):
+        assert type(convert(net(256, 128), low, recovery, ["0"]).operators[0]) is PathLinear
+
+
+def test_warnings_for_what_has_no_effect_or_cannot_be_meant() -> None:
+    with pytest.warns(UserWarning, match=r"recovers=.'wgrad'.: has no effect on formats"):
+        convert(net(), "int4", "int8", ["0"], recovers=["wgrad"])
+    for low, recovery in (("fp8_hybrid", "sim_e3m2"), ("int8", "int4")):
+        with pytest.warns(UserWarning, match=f"recovery path {recovery} is coarser than the low path {low}"):
+            convert(net(), low, recovery, ["0"])
+    with warnings.catch_warnings(action="error"):
+        convert(net(), "sim_e2m1", "fp8_hybrid", ["0"], recovers=["wgrad"])
+        convert(net(), "sim_int4", "bf16", ["0"])
+        convert(net(), "int4", "bf16", ["0"])
+
+
+def test_the_plan_shows_recipes() -> None:
+    text = str(convert(net(), "sim_e2m1", "fp8_hybrid", ["0"], recovers=["wgrad"]))
+    assert "sim_e2m1" in text and "fp8_hybrid in wgrad" in text
