@@ -13,7 +13,6 @@ from gnmr.errors import UserError
 from gnmr.report.arms import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table
-from gnmr.report.regimes import REGIME_MAP
 from gnmr.report.runs import Run, find_runs, load
 from gnmr.report.tables import paper_tables_of, run_table, tables
 
@@ -51,14 +50,14 @@ def report(
     `out` None: report/ in the path, or in the common parent of several. `against`: label or name of the arm that the
     others are tested against. Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot
     be written, for an `against` that no arm fits or that is missing where it would be needed, and, where `strict`, for
-    runs of one experiment and scale that cannot be compared; a regime map compares within its cells alone.
+    runs of one experiment and scale that cannot be compared.
     """
     runs, unreadable = _load(find_runs(paths))
     root = _common(paths)
     out = out if out is not None else root / "report"
     comparisons = compare(runs)
     if strict:
-        refuse_rivals(comp for comp in comparisons if comp.kind.experiment != REGIME_MAP)
+        refuse_rivals(comparisons)
     if against is not None:
         choose_baseline(comparisons, against)
     found = [*tables(comparisons), *fault_tables(comparisons)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.config import RECIPES
 from gnmr.errors import UserError
 from gnmr.report.runs import Run
 from gnmr.report.statistics import as_percent, paired
@@ -20,7 +21,18 @@ _WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
 _MODEL = ("model.", "training.dtype", "training.eval_blocks")
 QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
 """What a path does besides its format."""
-_SCALES = ("cpu", "60m", "130m", "350m", "1.3b")
+BUDGET = (
+    "controller.trigger",
+    "controller.alpha",
+    "controller.beta",
+    "controller.init_frac",
+    "controller.max_o",
+    "controller.signal.options.share",
+    "controller.signal.options.threshold",
+)
+"""Beginnings of the controller's keys that say no more than how much is promoted."""
+_NO_MAGNITUDE = ("bit_flip", "nan", "inf")
+_SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 _SAME_BUDGET = 1.5
 """Largest factor between two mean promotion shares that count as one budget."""
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
@@ -111,6 +123,21 @@ class Arm:
     @property
     def ranked(self) -> bool:
         return self.settings.get("controller.routing") == "ranked"
+
+    @property
+    def hold(self) -> int:
+        """Steps for which a chosen set stays in force; runs from before there was a choice have 1."""
+        return int(self.settings.get("controller.hold") or 1)
+
+    @property
+    def disturbance(self) -> str:
+        """What disturbs the runs at known times, in words; empty: nothing."""
+        get, told = self.settings.get, []
+        if (kind := get("stress.kind")) not in (None, "none"):
+            told.append(kind if kind in _NO_MAGNITUDE else f"{kind} {get('stress.magnitude', 1):g}")
+        if get("model.outlier_channels.window") and get("model.outlier_channels.number"):
+            told.append(f"outliers {get('model.outlier_channels.gain', 1):g}")
+        return ", ".join(told)
 
     @property
     def promoted(self) -> float | None:
@@ -229,7 +256,8 @@ class Comparison:
     def random(self, arm: Arm) -> Arm | None:
         """The routed arm whose signal is `random` and whose mean promotion is nearest, at most a factor of 1.5 away.
 
-        It differs from the arm in nothing but its controller. None for static arms and random ones.
+        It differs from the arm in nothing but its controller, and holds a set for as many steps. None for static arms
+        and random ones.
         """
 
         def distance(other: Arm) -> float:
@@ -239,10 +267,25 @@ class Comparison:
         if arm.always or arm.signal == "random":
             return None
         candidates = [
-            other for other in self.arms if other.signal == "random" and other.routed and _same_but_routing(arm, other)
+            other
+            for other in self.arms
+            if other.signal == "random" and other.routed and other.hold == arm.hold and _same_but_routing(arm, other)
         ]
         nearest = min(candidates, key=distance, default=None)
         return nearest if nearest and distance(nearest) <= math.log(_SAME_BUDGET) else None
+
+    def undisturbed(self, arm: Arm) -> Arm | None:
+        """The same arm without what disturbs it: injected faults, or outlier channels that come and go."""
+        window = bool(arm.settings.get("model.outlier_channels.window"))
+        apart = ("stress.", "records.", *(["model.outlier_channels."] if window else []))
+        fits = [
+            other
+            for other in self.arms
+            if not other.disturbance
+            and not (window and other.settings.get("model.outlier_channels.number"))
+            and all(key.startswith(apart) for key in varying([arm, other]))
+        ]
+        return max(fits, key=lambda other: len(arm.outcomes.keys() & other.outcomes.keys()), default=None)
 
     def formats(self, arm: Arm) -> tuple[str | None, str | None]:
         """Formats of the low and the recovery path that the arm is measured between.
@@ -309,7 +352,9 @@ class Comparison:
 
 
 def bits(number_format: Any) -> int | None:
-    """Width of a number format by its name: int4 and e2m1 have 4 bits, bf16 has 16."""
+    """Width of a number format or a recipe by its name: int4, e2m1 and sim_e2m1 have 4 bits, bf16 has 16."""
+    if number_format in RECIPES:
+        return RECIPES[number_format]
     if floating := re.fullmatch(r"e(\d+)m(\d+)", str(number_format)):
         return 1 + int(floating[1]) + int(floating[2])
     plain = re.search(r"(\d+)$", str(number_format))
@@ -423,10 +468,29 @@ def _label(comparisons: list[Comparison]) -> None:
             for key in varying([arm for arm in comparison.arms if arm.name == name]):
                 if key not in keys[name]:
                     keys[name].append(key)
-    for comparison in comparisons:
-        for arm in comparison.arms:
-            told = tell(arm, keys[arm.name])
-            arm.label = " ".join([arm.name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
+    arms = [arm for comparison in comparisons for arm in comparison.arms]
+    for name in {arm.name for arm in arms}:
+        mine, shown = [arm for arm in arms if arm.name == name], keys[name]
+        if any(len(tell(arm, shown)) > 4 for arm in mine):
+            shown = _telling(mine, shown)
+        for arm in mine:
+            told = tell(arm, shown)
+            arm.label = " ".join([name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
+
+
+def _telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
+    """The keys without those that follow from the ones before them in their group: a stress's rate from its kind."""
+    kept: list[str] = []
+    for key in keys:
+        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
+        if levels(arms, [*group, key]) > levels(arms, group):
+            kept.append(key)
+    return kept
+
+
+def levels(arms: Iterable[Arm], keys: list[str]) -> int:
+    """How many combinations of these settings there are among the arms."""
+    return len({repr([arm.settings.get(key) for key in keys]) for arm in arms})
 
 
 def tell(arm: Arm, keys: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,3 +36,24 @@ def binned(
     np.add.at(seen, place, known)
     centres = np.arange(number) * width + (width + 1) / 2
     return centres, np.where(seen > 0, total / np.maximum(seen, 1) if how == "mean" else total, np.nan)
+
+
+def log_binned(steps: np.ndarray, values: np.ndarray, last_step: int, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `binned` to means, in at most so many bins that are equally wide on a logarithmic axis of 1..last_step.
+
+    A bin holds one step at least, and its centre is the geometric mean of its ends.
+    """
+    edges = np.unique(np.geomspace(1, last_step + 1, bins + 1).round())
+    place = np.searchsorted(edges, steps, side="right") - 1
+    known = ~np.isnan(values)
+    total, seen = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
+    np.add.at(total, place[known], values[known])
+    np.add.at(seen, place[known], 1)
+    return np.sqrt(edges[:-1] * (edges[1:] - 1)), np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
+
+
+def shared_mean(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of curves at the places that all of them have, so that none drops out of it half-way."""
+    found = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in curves]
+    shared = sorted(set.intersection(*map(set, found))) if found else []
+    return np.array(shared), np.array([np.mean([one[step] for one in found]) for step in shared])

@@ -1,16 +1,18 @@
-"""Curves of all arms of a comparison: losses, saved bytes, mean GNMR (the paper's figure 3)."""
+"""Curves of all arms: losses, by tokens too (the paper's figure 4), saved bytes, mean GNMR (figure 3)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from gnmr.report.arms import Arm, Comparison
-from gnmr.report.binning import bin_width, binned
+from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.layout import count
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.style import FAINT, INK, Looks, Series, head, new_figure, of_steps, step_axis
@@ -84,6 +86,46 @@ def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
     return figure
 
 
+def losses_by_tokens(comparisons: Sequence[Comparison], looks: Looks) -> Figure:
+    """Training loss of every arm at every scale of an experiment, both axes logarithmic: the paper's figure 4."""
+    figure, (axes,) = new_figure(8.5, 4.8)
+    several = len({comparison.kind.scale for comparison in comparisons}) > 1
+    for comparison in comparisons:
+        curves = loss_by_tokens(comparison)
+        for arm in comparison.arms:
+            mine = {run.folder: curves[run.folder] for run in arm.runs if run.folder in curves}
+            _seeds_and_mean(axes, arm, _capped(mine), looks, label=arm.label)
+        ends = [_end(*curve) for curve in curves.values()]
+        if several and ends:
+            x, y = np.median(ends, axis=0)
+            axes.annotate(comparison.kind.scale, (x, y), (5, 0), textcoords="offset points", fontsize=8, va="center")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title("seeds thin, their mean bold; means of bins of equal width")
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("cross-entropy [nats per token]")
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))  # an arm looks the same at every scale
+    axes.legend(once.values(), once.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    early = max(map(_early, comparisons), key=len)
+    head(figure, f"Training loss by tokens (as the paper's figure 4): {comparisons[0].kind.experiment}{early}")
+    return figure
+
+
+def loss_by_tokens(comparison: Comparison, bins: int = 80) -> Curves:
+    """Training loss of each run that has one, in bins of equal width on a logarithmic axis of tokens."""
+    per_step, last = comparison.kind.tokens_per_step, _last_step(comparison)
+    found: Curves = {}
+    for run in comparison.runs:
+        if per_step and np.isfinite(run.steps["loss"]).any():
+            steps, values = log_binned(run.steps["step"], run.steps["loss"], last, bins)
+            found[run.folder] = steps * per_step, values
+    return found
+
+
 def mean_of_units(ratios: Ratios) -> Series | None:
     """GNMR of each recorded step averaged over the units that have a finite one; None under a signal without GNMR."""
     gnmr_SU = ratios.columns.get("gnmr")
@@ -94,13 +136,15 @@ def mean_of_units(ratios: Ratios) -> Series | None:
     return ratios.steps, np.where(known.any(axis=1), total / np.maximum(known.sum(axis=1), 1), np.nan)
 
 
-def _seeds_and_mean(axes: Axes, arm: Arm, curves: Curves, looks: Looks, marker: str | None = None) -> None:
+def _seeds_and_mean(
+    axes: Axes, arm: Arm, curves: Curves, looks: Looks, marker: str | None = None, label: str | None = None
+) -> None:
     """Thin lines for the seeds, a bold one for the mean of the done ones; a cross ends a run that is not done.
 
     The mean is drawn at the steps that every done seed has, so that no seed drops out of it half-way.
     """
     look = looks[arm.label]
-    done: list[dict[float, float]] = []
+    done: list[Series] = []
     for run in arm.runs:
         steps, values = curves.get(run.folder, (np.zeros(0), np.zeros(0)))
         if len(steps) == 0:
@@ -108,12 +152,16 @@ def _seeds_and_mean(axes: Axes, arm: Arm, curves: Curves, looks: Looks, marker: 
         axes.plot(steps, values, **look, lw=0.7, alpha=0.5)
         known = np.flatnonzero(np.isfinite(values))
         if run.status == "done":
-            done.append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
+            done.append((steps, values))
         elif len(known):
             axes.plot(steps[known[-1]], values[known[-1]], **look, marker="x", ms=6, mew=1.6)
-    shared = sorted(set.intersection(*map(set, done))) if done else []
-    mean = [np.mean([values[step] for values in done]) for step in shared]
-    axes.plot(shared, mean, **look, lw=2.0, marker=marker, ms=4, label=_legend(arm))
+    axes.plot(*shared_mean(done), **look, lw=2.0, marker=marker, ms=4, label=label or _legend(arm))
+
+
+def _end(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The last point with a finite height; there is one."""
+    last = np.flatnonzero(np.isfinite(y))[-1]
+    return float(x[last]), float(y[last])
 
 
 def _capped(curves: Curves) -> Curves:

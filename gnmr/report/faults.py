@@ -12,12 +12,14 @@ import numpy as np
 from gnmr.errors import UserError
 from gnmr.records.reader import read_jsonl
 from gnmr.report.arms import Arm, Comparison, stat
-from gnmr.report.layout import NOTHING, Table, measure
+from gnmr.report.layout import NOTHING, Table, measure, percent
 from gnmr.report.runs import Ratios, Run
 
 GRACE = 1
 """Steps after a window in which a flag still counts as its detection."""
-_HISTORY, _LEAST_HISTORY = 50, 5
+WITHIN = 10
+"""Steps between two spikes that are seen as belonging together."""
+_HISTORY, _LEAST_HISTORY, _SPIKE = 50, 10, 4.0
 
 
 @dataclass(frozen=True)
@@ -138,68 +140,127 @@ def run_detection(run: Run, ratios: Ratios | None = None, grace: int = GRACE) ->
     return detect(ratios, windows, float(run.settings.get("controller.trigger") or 1.0), grace)
 
 
-def spikes(values_S: np.ndarray, history: int = _HISTORY) -> np.ndarray:
-    """How far each value stands above the median of the `history` values before it: max(0, ln ratio), (S,).
+@dataclass(frozen=True)
+class Leads:
+    """How the spikes of one series of a run stand to those of its training loss."""
 
-    NaN where the value is not finite and positive, and where fewer than five known values stand before it.
+    spikes: int
+    loss_spikes: int
+    lags: tuple[int, ...]
+    """Of the loss spikes with one of the series at most `WITHIN` steps away: their step minus that of the nearest,
+    above 0 where the series came first."""
+    preceded: int
+    """Loss spikes with a spike of the series in the `WITHIN` steps before."""
+    steps: int
+    steps_preceded: int
+    """Steps of the run, and those with a spike of the series in the `WITHIN` steps before: what chance would find."""
+
+
+def spikes(values_S: np.ndarray) -> np.ndarray:
+    """The places at which spikes begin, ascending.
+
+    A spike is where ln(value) stands more than four standard deviations above the median of the 50 values before; the
+    standard deviation is 1.4826 times the median distance to that median. Places in a row are one spike. Values that
+    are not finite and positive are left out, and no spike is seen before ten values are known.
     """
     known = np.where(np.isfinite(values_S) & (values_S > 0), values_S, np.nan)
-    if len(known) == 0:
-        return known
-    before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(history, np.nan), known[:-1]]), history)
-    usual = np.full(len(known), np.nan)
+    if len(known) <= _LEAST_HISTORY:
+        return np.zeros(0, np.int64)
+    logs = np.log(known)
+    before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(_HISTORY, np.nan), logs[:-1]]), _HISTORY)
     enough = (~np.isnan(before)).sum(axis=1) >= _LEAST_HISTORY
+    usual, spread = np.full(len(logs), np.nan), np.full(len(logs), np.nan)
     usual[enough] = np.nanmedian(before[enough], axis=1)
-    return np.maximum(np.log(known / usual), 0.0)
+    spread[enough] = 1.4826 * np.nanmedian(np.abs(before[enough] - usual[enough, None]), axis=1)
+    above = logs > usual + _SPIKE * spread
+    return np.flatnonzero(above & ~np.concatenate([[False], above[:-1]]))
 
 
-def lead_lag(series_a: np.ndarray, series_b: np.ndarray, max_lag: int) -> tuple[int, float] | None:
-    """The lag in -max_lag..max_lag with the highest correlation of a[t] and b[t + lag], and that correlation.
-
-    Positive: a leads b by so many steps. Pairs with a number that is not finite are left out. Of equals the shortest
-    lag; None where no lag has three pairs that vary.
-    """
-    if len(series_a) != len(series_b):
-        raise ValueError(f"lead_lag: series of {len(series_a)} and {len(series_b)} steps, not of one length")
-    best: tuple[int, float] | None = None
-    for lag in sorted(range(-max_lag, max_lag + 1), key=lambda lag: (abs(lag), -lag)):
-        length = len(series_a) - abs(lag)
-        if length < 3:
-            continue
-        a, b = series_a[max(-lag, 0) :][:length], series_b[max(lag, 0) :][:length]
-        both = np.isfinite(a) & np.isfinite(b)
-        a, b = a[both], b[both]
-        if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-            continue
-        correlation = float(np.corrcoef(a, b)[0, 1])
-        if best is None or correlation > best[1] + 1e-12:
-            best = lag, correlation
-    return best
+def leads(series_S: np.ndarray, loss_S: np.ndarray, within: int = WITHIN) -> Leads:
+    """Holds the spikes of a series against those of the loss; both have a value for each step."""
+    if len(series_S) != len(loss_S):
+        raise ValueError(f"leads: series of {len(series_S)} and {len(loss_S)} steps, not of one length")
+    mine, losses = spikes(series_S), spikes(loss_S)
+    apart = losses[:, None] - mine[None, :]
+    lags = [int(row[np.lexsort((-row, np.abs(row)))[0]]) for row in apart if len(mine)]
+    before = np.zeros(len(series_S), bool)
+    for place in mine:
+        before[place + 1 : place + 1 + within] = True
+    return Leads(
+        spikes=len(mine),
+        loss_spikes=len(losses),
+        lags=tuple(lag for lag in lags if abs(lag) <= within),
+        preceded=int(before[losses].sum()),
+        steps=len(before),
+        steps_preceded=int(before.sum()),
+    )
 
 
-def run_lead_lags(run: Run, ratios: Ratios, max_lag: int = 20) -> dict[str, tuple[int, float]]:
-    """`lead_lag` of gradient-norm and update-norm spikes against loss spikes, by name; only what was recorded.
+def run_leads(run: Run, ratios: Ratios) -> dict[str, Leads]:
+    """`leads` of the norms of gradient and update, by name; only what was recorded.
 
     The update's norm is that of all units together, from the evidence `update_norm` of ratios.parquet.
     """
     loss = run.steps["loss"]
+    if len(loss) == 0:
+        return {}
     series = {"gradient norm": run.steps["grad_norm_pre_clip"]}
     if (updates_SU := ratios.columns.get("update_norm")) is not None:
         at = dict(zip(ratios.steps.tolist(), np.sqrt(np.nansum(updates_SU**2, axis=1)).tolist(), strict=True))
         series["update norm"] = np.array([at.get(int(step), np.nan) for step in run.steps["step"]])
-    found = {name: lead_lag(spikes(values), spikes(loss), max_lag) for name, values in series.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: leads(values, loss) for name, values in series.items()}
 
 
 def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
-    """Who was caught, for the comparisons that had faults; none elsewhere."""
+    """Who was caught, and what spiked first, for the comparisons that had faults; none elsewhere."""
     tables = []
     for comparison in comparisons:
-        found = {run.folder: run_detection(run) for run in comparison.runs if (run.folder / "faults.jsonl").exists()}
-        known = {folder: detection for folder, detection in found.items() if detection is not None}
-        if known:
-            tables += [detection_table(comparison, known), windows_table(comparison, known)]
+        if not has_faults(comparison):
+            continue
+        found: dict[Path, Detection] = {}
+        led: dict[Path, dict[str, Leads]] = {}
+        for run in comparison.runs:
+            ratios = run.ratios()
+            led[run.folder] = run_leads(run, ratios)
+            if (detection := run_detection(run, ratios)) is not None:
+                found[run.folder] = detection
+        tables += [detection_table(comparison, found), windows_table(comparison, found), lead_table(comparison, led)]
     return [table for table in tables if table.rows]
+
+
+def has_faults(comparison: Comparison) -> bool:
+    return any((run.folder / "faults.jsonl").exists() for run in comparison.runs)
+
+
+def lead_table(comparison: Comparison, found: Mapping[Path, Mapping[str, Leads]]) -> Table:
+    """Lead or lag of each arm's spikes against those of the loss, over its seeds. `found`: by run folder."""
+    columns = ["arm", "spikes of", "number", "loss\nspikes", "median lead\n[steps]", "loss spikes\npreceded", "chance"]
+    table = Table(f"{comparison.name}: spikes before the loss's", columns)
+    for arm in comparison.arms:
+        mine = [found[run.folder] for run in arm.runs if run.folder in found]
+        for name in dict.fromkeys(name for of_run in mine for name in of_run):
+            runs = [of_run[name] for of_run in mine if name in of_run]
+            lags = [lag for run in runs for lag in run.lags]
+            number, steps = sum(run.loss_spikes for run in runs), sum(run.steps for run in runs)
+            table.rows.append(
+                [
+                    arm.label,
+                    name,
+                    str(sum(run.spikes for run in runs)),
+                    str(number),
+                    f"{median(lags):+g}" if lags else NOTHING,
+                    percent(sum(run.preceded for run in runs) / number if number else None),
+                    percent(sum(run.steps_preceded for run in runs) / steps if steps else None),
+                ]
+            )
+    table.notes = [
+        f"A spike: the logarithm is more than {_SPIKE:g} standard deviations (1.4826 times the median distance to the "
+        f"median) above the median of the {_HISTORY} steps before; steps in a row are one. Lead: steps from the "
+        f"nearest spike of the norm to a spike of the training loss, of those at most {WITHIN} apart; above 0: the "
+        f"norm's came first. Preceded: with a spike of the norm in the {WITHIN} steps before; chance: the share of all "
+        "steps that have one there."
+    ]
+    return table
 
 
 def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:

@@ -10,8 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from gnmr.report.arms import Comparison
-from gnmr.report.curves import Curves, losses, mean_gnmr, mean_of_units, saved_bytes
-from gnmr.report.regimes import REGIME_MAP
+from gnmr.report.curves import Curves, losses, losses_by_tokens, mean_gnmr, mean_of_units, saved_bytes
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks
 from gnmr.report.tradeoff import tradeoff
@@ -20,24 +19,29 @@ from gnmr.report.unit_plots import risk_map, traces
 
 
 def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
-    """Draws everything that the records of these runs hold into `out`; the files, in order.
-
-    A regime map's runs, hundreds of small ones, have no plots of their own.
-    """
-    comparisons = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
+    """Draws everything that the records of these runs hold into `out`; the files, in order."""
     stems = [_slug(f"{comparison.kind.experiment}-{comparison.kind.scale}") for comparison in comparisons]
     arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
     shared = looks(dict.fromkeys(arm.label for arm in arms))
-    images = []
+    images: list[Path] = []
+
+    def save(name: str, figure: Figure, runs: list[Run]) -> None:
+        foot(figure, _origin(runs))
+        images.append(out / f"{name}.png")
+        figure.savefig(images[-1])
+
     with matplotlib.rc_context(STYLE):
         for place, comparison in enumerate(comparisons):
             stem = stems[place]
             if stems.count(stem) > 1:
                 stem = f"{stem}-{stems[: place + 1].count(stem)}"
             for name, figure, runs in _figures(comparison, shared):
-                foot(figure, _origin(runs))
-                images.append(out / f"{stem}-{name}.png")
-                figure.savefig(images[-1])
+                save(f"{stem}-{name}", figure, runs)
+        for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
+            mine = [comp for comp in comparisons if comp.kind.experiment == experiment]
+            runs = [run for comparison in mine for run in comparison.runs]
+            if any(run.last_step for run in runs):
+                save(f"{_slug(experiment)}-loss-by-tokens", losses_by_tokens(mine, shared), runs)
     return images
 
 

@@ -1,4 +1,4 @@
-"""The paper's figures that the report puts beside ours: tables 1, 3, 5, 6, 10 and 11, as data.
+"""The paper's figures that the report puts beside ours: tables 1 to 6, 9 to 11, 13 and 15, as data.
 
 They stand beside a run only where its scale is the paper's, and no test asserts that a run of ours reaches them.
 """
@@ -11,6 +11,10 @@ from dataclasses import dataclass
 SOURCE = "Kong et al., GNMR, arXiv 2606.00539v1 (CC BY 4.0)"
 FAILED = math.inf
 """Stands for the paper's mark of a run that failed to converge."""
+Recipes = tuple[str | None, str | None]
+"""Of the low and the recovery path, None in the second place of a static arm."""
+Control = tuple[int | None, bool]
+"""Bits of the low path, and whether GNMR controls it."""
 
 TABLE_1_TOKENS = {"60m": 1.1e9, "130m": 2.2e9, "350m": 6.4e9, "1.3b": 13.1e9}
 """Training tokens at which table 1 gives each scale's perplexity; its keys are the paper's scales."""
@@ -76,6 +80,50 @@ TABLE_11 = {
 }
 """Matched triggers (E.5): 130M, 4-bit and 8-bit, max_o 4, t_lock 1, 2.6B tokens. By our name of the signal; the paper's
 GNMR is thresholded, the other two are ranked."""
+
+
+SCALE_2_AND_4 = "1.3b"
+TOKENS_2 = (1.3e9, 2.6e9, 3.9e9, 5.2e9, 6.6e9, 7.9e9, 9.2e9, 10.5e9, 13.1e9)
+TABLE_2: dict[Recipes, tuple[float, ...]] = {
+    ("sim_e3m2", "fp8_hybrid"): (28.52, 21.17, 19.07, 17.88, 17.06, 16.43, 15.93, 15.57, 15.20),
+    ("fp8_hybrid", None): (29.54, 21.57, 19.25, 17.96, 17.11, 16.45, 15.94, 15.56, 15.18),
+    ("fp8_hybrid", "bf16"): (29.50, 21.48, 19.14, 17.89, 17.04, 16.37, 15.86, 15.48, 15.10),
+    ("bf16", None): (29.10, 21.35, 19.08, 17.84, 16.98, 16.33, 15.82, 15.44, 15.06),
+}
+"""DeepSeek-style (section 5.2), perplexity at `TOKENS_2`; 1.3B."""
+
+THRESHOLDS_2: dict[Recipes, tuple[float | None, ...]] = {
+    ("sim_e3m2", "fp8_hybrid"): (1.5, 1.1, 1.5),
+    ("fp8_hybrid", "bf16"): (1.5, 1.1, None),
+}
+"""alpha in the first 2.5 % of the steps, alpha afterwards, beta, of table 2's arms under GNMR."""
+
+TABLE_4: dict[Recipes, tuple[float, float]] = {
+    ("fp8_hybrid", None): (1.266, 103532),
+    ("fp8_hybrid", "bf16"): (1.264, 103696),
+    ("bf16", None): (1.294, 101292),
+}
+"""Time of a step (s) and tokens per second of table 2's arms."""
+
+TABLE_9 = {"130m": 24.62, "350m": 18.87, "1.3b": 15.20, "3b": 13.93}
+"""Model size -> final perplexity of table 2's arm of 6 and 8 bits."""
+
+SCALE_13, SCALE_15 = "3.7b", "1b"
+STEPS_13 = (1e3, 2e3, 3e3, 4e3, 6e3, 8e3, 10e3, 12e3, 14e3, 17e3, 20e3, 29e3)
+TABLE_13: dict[Control, tuple[float, ...]] = {
+    (8, False): (0.223, 0.205, 0.189, 0.312, 0.176, 0.170, 0.167, 0.163, 0.160, 0.159, 0.158, FAILED),
+    (8, True): (0.224, 0.201, 0.189, 0.183, 0.173, 0.170, 0.168, 0.164, 0.162, 0.159, 0.159, 0.154),
+    (16, False): (0.226, 0.205, 0.187, 0.181, 0.172, 0.171, 0.167, 0.163, 0.159, 0.159, 0.156, 0.152),
+}
+"""Mixture of experts (E.6), training loss at `STEPS_13`; 3.7B."""
+
+TOKENS_15 = tuple(0.4e9 * place for place in range(11))
+TABLE_15: dict[Control, tuple[float, ...]] = {
+    (4, False): (12.261, 4.656, 4.177, 3.670, 3.527, 3.348, 3.314, 3.238, 3.170, 3.156, 3.124),
+    (4, True): (12.261, 4.650, 3.929, 3.575, 3.564, 3.309, 3.290, 3.215, 3.155, 3.128, 3.076),
+    (16, False): (12.261, 4.608, 3.878, 3.526, 3.472, 3.210, 3.160, 3.077, 3.004, 2.978, 2.913),
+}
+"""PanGu-1B (E.7), training loss at `TOKENS_15`."""
 
 
 def val_ppl(scale: str, low: int | None, recovery: int | None, alpha: float | None, beta: float | None) -> float | None:

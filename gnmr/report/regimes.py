@@ -1,17 +1,23 @@
 """The regime map: cell by cell of a search over pressure, does the low path hurt, and does routing help?
 
-A cell is one setting of all that varies in the experiment besides what makes an arm (formats of the two paths and
-controller): rate, batch, outlier gain, site, faults ... and the pair of formats where there are several. In each cell
-the static low path is held against the static recovery path, and every routed arm against the static low path and
-against the random arm at its budget, by the paired test of `gnmr.report.statistics`. Holm's adjustment is made within
-a cell, for each of the two questions; over many cells some verdicts are due to chance.
+A view of whatever runs an experiment has. A cell is one setting of all that varies in it besides what makes an arm
+(controller, optimizer): rate, batch, outlier gain, site, faults, scale ... and the pair of formats where there are
+several. In each cell the static low path is held against the static recovery path, and every routed arm against the
+static low path and against the random arm at its budget, by the paired test of `gnmr.report.statistics`, among runs of
+the same data, tokens a step and steps. Holm's adjustment is made within a cell, for each of the two questions; over
+many cells some verdicts are due to chance.
+
+There is a map where at least two cells have both static arms. It shows the routed arms that stand in two cells and
+more; arms of one name are told apart by their controller's settings, all cells alike. Settings that only set the budget
+(trigger, thresholds, share, max_o) are told where one cell has several of them: the budget stands in every cell, and a
+trigger that was calibrated for each cell makes no two arms.
 
 Static low path
     fine                  not worse than static recovery by the test, and less than 0.5 % worse in the mean
     hurt                  worse by the test
     unclear               neither
     failed                diverged in at least half of its seeds
-    no recovery arm       there is nothing to hold it against
+    no recovery arm       there is nothing to hold it against, or no static low path
 Routed arm
     closes the gap        better than static low by the test, and at least 90 % of the gap to static recovery closed in
                           the mean; where static low diverged: better by the test, and by itself fine in the sense above
@@ -26,10 +32,11 @@ All
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from gnmr.report.arms import QUANTIZER, Arm, Comparison, short, tell, varying
+from gnmr.report.arms import BUDGET, QUANTIZER, Arm, Comparison, levels, short, tell, varying
 from gnmr.report.layout import NOTHING, Table, percent
 from gnmr.report.statistics import (
     BETTER,
@@ -43,56 +50,83 @@ from gnmr.report.statistics import (
     verdicts,
 )
 
-REGIME_MAP = "regime_map"
-"""Name of the experiment whose runs make the map."""
 FINE, UNCLEAR, HURT, FAILED, NO_RECOVERY = "fine", "unclear", "hurt", "failed", "no recovery arm"
 CLOSES, PART, AS_RANDOM, NO_RANDOM = "closes the gap", "part of the gap", "no better than random", "no random arm"
 NOT_AT_ALL, NO_GAP = "not at all", "no gap"
-VERDICTS = (CLOSES, PART, NO_RANDOM, AS_RANDOM, NOT_AT_ALL, NO_GAP, TOO_FEW)
-"""Of routed arms, from good to bad to silent."""
+_LOWS = (HURT, FAILED, UNCLEAR, FINE, TOO_FEW)
 _FINE_PERCENT, _CLOSED = 0.5, 0.9
-_NOT_A_CELLS = ("controller.", "records.", "paths.", "stress.seed")
+_OF_AN_ARM = ("controller.", "paths.", "optim.name", "optim.options.", "optim.transform.", "optim.clip_norm")
+_OF_NEITHER = ("records.", "stress.seed", "training.threads", "training.eval_every", "training.max_nonfinite_streak")
+_OF_KIND = ("training.seq_len", "training.batch_size", "training.accumulation", "training.steps")
 
 Cell = dict[str, Any]
 
 
-def regime_map(comparisons: Iterable[Comparison]) -> list[Cell]:
-    """The cells of all runs of the experiment `regime_map`, in order of their settings; plain values, fit for JSON.
+def regime_maps(comparisons: Iterable[Comparison]) -> dict[str, list[Cell]]:
+    """By experiment, the cells of each that has at least two with both static arms."""
+    found: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        found.setdefault(comparison.kind.experiment, []).append(comparison)
+    cells = {experiment: regime_cells(of_it) for experiment, of_it in found.items()}
+    return {experiment: made for experiment, made in cells.items() if sum(map(_bounded, made)) > 1}
+
+
+def regime_cells(comparisons: list[Comparison]) -> list[Cell]:
+    """The cells of one experiment's comparisons, in order of their settings; plain values, fit for JSON.
 
     {"cell": {key: value}, "low": verdict, "low_difference": % or None, "seeds": n, "arms": {name: {"verdict",
     "vs_low", "vs_random" (None without a random arm), "difference" (% to static low), "p", "p_random" (both adjusted),
     "gap_closed" (share), "promoted" (share), "diverged", "seeds"}}}. "seeds" are common ones; a number that does not
     exist is None. Keys of a cell are config keys; "data" tells apart cells that differ in nothing but the data.
     """
-    comparisons = [comparison for comparison in comparisons if comparison.kind.experiment == REGIME_MAP]
     keys = _keys([arm for comparison in comparisons for arm in comparison.arms])
     parts = [part for comparison in comparisons for part in _parts(comparison, keys)]
     made = [(cell, part, arms) for part in parts for cell, arms in _cells(part, keys)]
     pairs = {(cell["paths.low"], cell["paths.recovery"]) for cell, _, _ in made}
     data = {comparison.kind.fingerprint for comparison in comparisons}
+    columns = _columns([(part, arms) for _, part, arms in made])
     found = []
-    for cell, comparison, arms in made:
+    for (cell, part, arms), named in zip(made, columns, strict=True):
         shown = cell if len(pairs) > 1 else {key: cell[key] for key in keys}
         if len(data) > 1:
-            shown = shown | {"data": short(comparison.kind.fingerprint)}
-        found.append({"cell": shown, **_judge(comparison, arms)})
+            shown = shown | {"data": short(part.kind.fingerprint)}
+        found.append({"cell": shown, **_judge(part, part.low(arms[0]), part.recovery(arms[0]), named)})
     return sorted(found, key=lambda entry: [_sortable(value) for value in entry["cell"].values()])
 
 
-def flat(cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """One row for each routed arm of each cell: the cell's settings, "arm", and the arm's entries; for a heatmap."""
-    return [
-        {**entry["cell"], "arm": name, "low": entry["low"], **told}
-        for entry in cells
-        for name, told in entry["arms"].items()
-    ]
+def summary(cells: Iterable[Cell]) -> str:
+    """The map in a few sentences that can be quoted."""
+    cells = [entry for entry in cells if _bounded(entry)]
+    lows = Counter(entry["low"] for entry in cells)
+    first, *others = [(verdict, lows[verdict]) for verdict in _LOWS if lows[verdict] or verdict == HURT]
+    told = f"In {_of(first[1], len(cells))} cells the static low path is {first[0]}"
+    told += "".join(f", in {number} {verdict}" for verdict, number in others) + "."
+    pressed = [entry for entry in cells if entry["low"] in (HURT, FAILED)]
+    arms = []
+    for name in dict.fromkeys(name for entry in pressed for name in entry["arms"]):
+        mine = [entry["arms"][name] for entry in pressed if name in entry["arms"]]
+        against = [arm["vs_random"] for arm in mine if arm["vs_random"] is not None]
+        closing = sum(arm["verdict"] == CLOSES for arm in mine)
+        arms.append(f"{name} closes at least 90 % of the gap in {_of(closing, len(mine))}")
+        if against:
+            arms[-1] += f" and is better than random at its budget in {_of(against.count(BETTER), len(against))}"
+        if few := [arm["verdict"] for arm in mine].count(TOO_FEW):
+            arms[-1] += f" (too few seeds in {few})"
+    return told + (f" Where it is hurt or failed: {'; '.join(arms)}." if arms else "")
+
+
+def _of(number: int, total: int) -> str:
+    return f"{number or 'none'} of {total}"
 
 
 def regime_tables(comparisons: Iterable[Comparison]) -> list[Table]:
-    """The map as a table: one row a cell, one column for the static low path and for each arm."""
-    cells = regime_map(comparisons)
+    """Each map as a table: one row a cell, one column for the static low path and for each arm."""
+    return [_table(experiment, cells) for experiment, cells in regime_maps(comparisons).items()]
+
+
+def _table(experiment: str, cells: list[Cell]) -> Table:
     names = list(dict.fromkeys(name for entry in cells for name in entry["arms"]))
-    table = Table("Regime map", ["cell", "seeds", "static low", *names])
+    table = Table(f"Regime map: {experiment}", ["cell", "seeds", "static low", *names])
     for entry in cells:
         what = " ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["cell"].items()) or "all"
         low = entry["low"]
@@ -101,6 +135,7 @@ def regime_tables(comparisons: Iterable[Comparison]) -> list[Table]:
         arms = [_told(entry["arms"].get(name)) for name in names]
         table.rows.append([what, str(entry["seeds"]), low, *arms])
     table.notes = [
+        summary(cells),
         "Static low: perplexity relative to static recovery, over the seeds of both. Arms: share of that gap closed, "
         "at the promotion behind @. Paired t-test, p by Holm within a cell; over many cells some verdicts are chance.",
         f"{FINE}: not shown worse than static recovery, less than {_FINE_PERCENT} %; {HURT}: shown worse; {UNCLEAR}: "
@@ -109,7 +144,11 @@ def regime_tables(comparisons: Iterable[Comparison]) -> list[Table]:
         f"at the same budget; {AS_RANDOM}: better than static low alone; {NOT_AT_ALL}: not better than static low; "
         f"{NO_GAP}: static low is fine.",
     ]
-    return [table]
+    return table
+
+
+def _bounded(entry: Cell) -> bool:
+    return bool(entry["low"] != NO_RECOVERY)
 
 
 def _told(arm: Cell | None) -> str:
@@ -122,21 +161,27 @@ def _told(arm: Cell | None) -> str:
 
 
 def _keys(arms: list[Arm]) -> list[str]:
-    """Keys that make a cell; one that follows from those before it in its group says nothing new and is left out."""
+    """Keys that make a cell.
+
+    One that follows from the scale and those before it in its group says nothing new and is left out, unless it decides
+    what may be compared at all.
+    """
+
     kept: list[str] = []
-    for key in varying(arms):
-        if key.startswith(_NOT_A_CELLS) and key not in QUANTIZER:
+    for key in sorted(varying(arms), key=lambda key: key != "scale_name"):
+        if key.startswith((*_OF_AN_ARM, *_OF_NEITHER)) and key not in QUANTIZER:
             continue
-        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
-        before = {repr([arm.settings.get(other) for other in group]) for arm in arms}
-        if len({repr([arm.settings.get(other) for other in [*group, key]]) for arm in arms}) > len(before):
+        group = [other for other in kept if other.split(".")[0] in (key.split(".")[0], "scale_name")]
+        if key in _OF_KIND:
+            group = [other for other in group if other == "scale_name"]
+        if levels(arms, [*group, key]) > levels(arms, group):
             kept.append(key)
     return kept
 
 
 def _parts(comparison: Comparison, keys: list[str]) -> list[Comparison]:
     """The comparison cut along the keys that a static arm shares with all that it is held against: cells are many."""
-    shared = [key for key in keys if not key.startswith(("stress.", "paths.", "optim.name", "optim.transform."))]
+    shared = [key for key in keys if not key.startswith(("stress.", "paths."))]
     parts: dict[str, list[Arm]] = {}
     for arm in comparison.arms:
         parts.setdefault(repr([arm.settings.get(key) for key in shared]), []).append(arm)
@@ -162,19 +207,54 @@ def _cells(comparison: Comparison, keys: list[str]) -> list[tuple[Cell, list[Arm
     return list(found.values())
 
 
-def _judge(comparison: Comparison, arms: list[Arm]) -> Cell:
-    low, recovery = comparison.low(arms[0]), comparison.recovery(arms[0])
-    routed = [arm for arm in arms if arm.always is None]
+def _columns(cells: list[tuple[Comparison, list[Arm]]]) -> list[dict[str, Arm]]:
+    """For each cell the routed arms that the map shows, by name: those in two cells that have both static arms."""
+    routed = [[arm for arm in arms if arm.always is None] for _, arms in cells]
+    names = _names(routed)
+    bounded = [bool(part.low(arms[0]) and part.recovery(arms[0])) for part, arms in cells]
+    named: list[dict[str, Arm]] = []
+    for arms in routed:
+        named.append({})
+        for arm in sorted(arms, key=lambda arm: len(arm.outcomes)):  # of two that only recorded differently the longer
+            named[-1][names[id(arm)]] = arm
+    stands = Counter(name for of_cell, counts in zip(named, bounded, strict=True) if counts for name in of_cell)
+    shown = {name for name, number in stands.items() if number >= min(2, sum(bounded))}
+    return [{name: of_cell[name] for name in sorted(of_cell) if name in shown} for of_cell in named]
+
+
+def _names(cells: list[list[Arm]]) -> dict[int, str]:
+    """By the arms' ids: names without their paths', and the settings that tell apart those that share one."""
+
+    def plain(arm: Arm) -> str:
+        return arm.name.removeprefix(f"{arm.settings.get('paths.name')}-")
+
+    names: dict[int, str] = {}
+    for name in {plain(arm) for arms in cells for arm in arms}:
+        mine = [[arm for arm in arms if plain(arm) == name] for arms in cells]
+        side_by_side = {key for arms in mine for key in varying(arms)}
+        keys = [
+            key
+            for key in varying(arm for arms in mine for arm in arms)
+            if key.startswith(_OF_AN_ARM)
+            and not key.startswith(("paths.low", "paths.recovery", *QUANTIZER))
+            and (key in side_by_side or not key.startswith(BUDGET))
+        ]
+        names |= {id(arm): " ".join([name, *tell(arm, keys)]) for arms in mine for arm in arms}
+    return names
+
+
+def _judge(comparison: Comparison, low: Arm | None, recovery: Arm | None, routed: dict[str, Arm]) -> Cell:
     bound = paired(low.outcomes, recovery.outcomes) if low and recovery else Paired(0)
     verdict = _low_verdict(low, recovery, bound)
-    against_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed]
-    randoms = [comparison.random(arm) for arm in routed]
+    against_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed.values()]
+    randoms = [comparison.random(arm) for arm in routed.values()]
     against_random = [
-        paired(arm.outcomes, other.outcomes) if other else Paired(0) for arm, other in zip(routed, randoms, strict=True)
+        paired(arm.outcomes, other.outcomes) if other else Paired(0)
+        for arm, other in zip(routed.values(), randoms, strict=True)
     ]
     told = {}
-    for arm, name, change, to_low, to_random, other in zip(
-        routed, _names(routed), against_low, verdicts(against_low), verdicts(against_random), randoms, strict=True
+    for (name, arm), change, to_low, to_random, other in zip(
+        routed.items(), against_low, verdicts(against_low), verdicts(against_random), randoms, strict=True
     ):
         closed = gap_closed(low.outcomes, arm.outcomes, recovery.outcomes) if low and recovery else None
         vs_random = to_random[1] if other else None
@@ -195,10 +275,10 @@ def _judge(comparison: Comparison, arms: list[Arm]) -> Cell:
 
 
 def _low_verdict(low: Arm | None, recovery: Arm | None, bound: Paired) -> str:
-    if low is not None and len(low.outcomes) >= 3 and 2 * len(low.diverged) >= len(low.outcomes):
-        return FAILED
-    if recovery is None or low is None:
+    if low is None or recovery is None:
         return NO_RECOVERY
+    if len(low.outcomes) >= 3 and 2 * len(low.diverged) >= len(low.outcomes):
+        return FAILED
     return _against_recovery(bound)
 
 
@@ -229,17 +309,6 @@ def _arm_verdict(
     if vs_random is None:
         return PART if arm.signal == "random" else NO_RANDOM
     return PART if vs_random == BETTER else TOO_FEW if vs_random == TOO_FEW else AS_RANDOM
-
-
-def _names(arms: list[Arm]) -> list[str]:
-    """The arms' names without their paths'; where two share one, with the controller settings that tell them apart."""
-    plain = [arm.name.removeprefix(f"{arm.settings.get('paths.name')}-") for arm in arms]
-    names = []
-    for arm, name in zip(arms, plain, strict=True):
-        keys = varying(other for other, of_other in zip(arms, plain, strict=True) if of_other == name)
-        told = tell(arm, [key for key in keys if key.startswith(("controller.", "paths."))])
-        names.append(" ".join([name, *told]))
-    return names
 
 
 def _sortable(value: Any) -> tuple[int, float, str]:

@@ -25,7 +25,7 @@ from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, ratio_schema
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
-_NO_NUMBERS = ("nonfinite_unit", "over")
+_NO_NUMBERS = ("nonfinite_unit", "over", "statistics")
 
 Columns = dict[str, np.ndarray]
 """One float64 array per field, NaN where a row has no number."""
@@ -63,6 +63,12 @@ class Run:
     @cached_property
     def steps(self) -> Columns:
         return _columns(read_jsonl(self.folder / "steps.jsonl"), STEP_FIELDS)
+
+    @cached_property
+    def statistics(self) -> Columns:
+        """What the model told of each step's forward passes, by name; empty for a model that tells nothing."""
+        rows = [row.get("statistics") or {} for row, _ in iter_jsonl(self.folder / "steps.jsonl")]
+        return _columns(rows, dict.fromkeys(name for row in rows for name in row))
 
     @cached_property
     def evals(self) -> Columns:
@@ -200,7 +206,7 @@ def load(folder: Path) -> Run:
         settings = config.identity(parsed)
         arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
     except UserError:
-        settings = config.flatten(tree)
+        settings = {"controller.hold": 1} | config.flatten(tree)
         arm = str(header.get("arm") or (name["arm"] if name else folder.name))
         digest = name["hash"] if name else "unknown"
         seed = settings.pop("training.seed", None)

@@ -11,7 +11,8 @@ from gnmr.report.arms import Arm, Comparison, paired_difference, short
 from gnmr.report.cells import cell_lines
 from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, relative, size
 from gnmr.report.paper_tables import paper_tables
-from gnmr.report.regimes import REGIME_MAP, regime_tables
+from gnmr.report.regimes import regime_tables
+from gnmr.report.routing import routing
 from gnmr.report.runs import Run
 from gnmr.report.statistics import BETTER, FEWEST, FEWEST_DIVERGED, LEVEL, Paired, gap_closed, paired, verdicts
 from gnmr.report.tradeoff import tradeoff
@@ -21,25 +22,23 @@ TESTED = ["n", "difference\n[95 % interval]", "d_z", "p\n(Holm)", "verdict"]
 
 
 def tables(comparisons: list[Comparison]) -> list[Table]:
-    """All tables: those of each comparison, then the paper's for each experiment; of a regime map its own alone."""
-    plain = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
-    found = [table for comparison in plain for table in comparison_tables(comparison)]
+    """All tables: those of each comparison, then the paper's and the regime map for each experiment."""
+    found = [table for comparison in comparisons for table in comparison_tables(comparison)]
     return [table for table in [*found, *paper_tables_of(comparisons), *regime_tables(comparisons)] if table.rows]
 
 
 def paper_tables_of(comparisons: list[Comparison]) -> list[Table]:
-    """The paper's tables of every experiment but the regime map."""
-    plain = [comparison for comparison in comparisons if comparison.kind.experiment != REGIME_MAP]
+    """The paper's tables of every experiment."""
     found = []
-    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in plain):
-        found += paper_tables(experiment, [comp for comp in plain if comp.kind.experiment == experiment])
+    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
+        found += paper_tables(experiment, [comp for comp in comparisons if comp.kind.experiment == experiment])
     return [table for table in found if table.rows]
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
-    """Quality, the two tested comparisons, quality against promotion, and cost; those that have rows."""
-    found = [quality(comparison), *against_baseline(comparison), against_random(comparison)]
-    return [table for table in [*found, tradeoff(comparison), control(comparison)] if table.rows]
+    """Quality, the tested comparisons, quality against promotion, cost, and experts' routing; those that have rows."""
+    found = [quality(comparison), *against_baseline(comparison), against_random(comparison), lost(comparison)]
+    return [table for table in [*found, tradeoff(comparison), control(comparison), routing(comparison)] if table.rows]
 
 
 def quality(comparison: Comparison) -> Table:
@@ -109,6 +108,22 @@ def against_random(comparison: Comparison) -> Table:
     table = table.without_empty(["d_z"])
     randoms = dict.fromkeys(f"{other.label} ({percent(other.promoted)} promoted)" for _, other in found)
     table.notes = [f"The random arm is the one with the nearest promotion: {', '.join(randoms)}.", _how_tested(family)]
+    return table
+
+
+def lost(comparison: Comparison) -> Table:
+    """What injected faults cost: each disturbed arm against the same arm without them."""
+    table = Table(f"{comparison.name}: what the faults cost", ["arm", "fault", *TESTED])
+    disturbed = [arm for arm in comparison.arms if arm.disturbance]
+    found = [(arm, other) for arm in disturbed if (other := comparison.undisturbed(arm))]
+    family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
+    cells = zip(found, _tested(family), strict=True)
+    table.rows = [[arm.label, arm.disturbance, *tested] for (arm, _), tested in cells]
+    table = table.without_empty(["d_z"])
+    table.notes = ["Each against the same arm without faults; the number behind a fault is its magnitude."]
+    table.notes.append(_how_tested(family))
+    if alone := [arm.label for arm in disturbed if not comparison.undisturbed(arm)]:
+        table.notes.append(f"Without such an arm beside them: {', '.join(alone)}.")
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.report.arms import Arm, Comparison, tell, varying
+from gnmr.report.arms import BUDGET, Arm, Comparison, tell, varying
 from gnmr.report.layout import NOTHING, Table, percent, relative
 from gnmr.report.statistics import Paired, paired
 
@@ -23,9 +23,9 @@ class Point:
 def signal_curves(comparison: Comparison) -> dict[str, list[Point]]:
     """By signal, in order of promotion: the routed arms that have a static low arm beside them.
 
-    A signal is its name, its routing where ranked, its options where arms of one name have different ones, and the
-    paths and optimizer settings in which the arms shown differ. Arms without a done seed have no promotion and are
-    left out.
+    A signal is its name, its routing where ranked, the controller's settings in which arms of that name and routing
+    differ, and the paths and optimizer settings in which the arms shown differ; along a curve only `BUDGET` changes.
+    Arms without a done seed have no promotion and are left out.
     """
     points = []
     for arm in comparison.arms:
@@ -35,8 +35,8 @@ def signal_curves(comparison: Comparison) -> dict[str, list[Point]]:
     shared = [key for key in varying(point.arm for point in points) if not key.startswith(("controller.", "records."))]
     found: dict[str, list[Point]] = {}
     for point in points:
-        of_name = [other.arm for other in points if other.arm.signal == point.arm.signal]
-        options = [key for key in varying(of_name) if key.startswith("controller.signal.options.")]
+        alike = [o.arm for o in points if (o.arm.signal, o.arm.ranked) == (point.arm.signal, point.arm.ranked)]
+        options = [key for key in varying(alike) if key.startswith("controller.") and not key.startswith(BUDGET)]
         words = [point.arm.signal, *(["ranked"] if point.arm.ranked else []), *tell(point.arm, options + shared)]
         found.setdefault(" ".join(words), []).append(point)
     return {name: sorted(found[name], key=lambda point: point.promoted) for name in sorted(found)}
@@ -55,6 +55,9 @@ def tradeoff(comparison: Comparison) -> Table:
         for point in points:
             shares = [percent(point.promoted), percent(point.arm.mean("hit_max_o_frac"))]
             table.rows.append([name, *shares, str(point.change.n), relative(point.change)])
+    for low in {low.label: low for of in found.values() for point in of if (low := comparison.low(point.arm))}.values():
+        change = paired(low.outcomes, low.outcomes)
+        table.rows.append([f"static {low.always}", percent(0.0), NOTHING, str(change.n), "reference"])
     for recovery, change in ends(comparison):
         table.rows.append([f"static {recovery.always}", percent(1.0), NOTHING, str(change.n), relative(change)])
     table.notes = ["Perplexity relative to the static low path's, same seed; promoted: mean share of unit-steps."]

@@ -9,7 +9,13 @@ from typing import Any
 from gnmr.report.arms import Comparison, compare
 from gnmr.report.runs import Run
 
-PATHS = {"int4_int8": ("int4", "int8"), "int8_bf16": ("int8", "bf16")}
+PATHS = {
+    "int4_int8": ("int4", "int8"),
+    "int8_bf16": ("int8", "bf16"),
+    "sim_e3m2_fp8_hybrid": ("sim_e3m2", "fp8_hybrid"),
+    "fp8_hybrid_bf16": ("fp8_hybrid", "bf16"),
+    "sim_int4_sim_int8": ("sim_int4", "sim_int8"),
+}
 SETTINGS = {
     "model.hidden_size": 256,
     "model.intermediate_size": 704,

@@ -130,7 +130,7 @@ def test_every_section_has_its_data(page: Callable[..., Page], tmp_path: Path) -
     assert labels == ["int4, seed 0", "int4, seed 1", "int4_int8, seed 0", "int4_int8, seed 1"]
     windows = next(table for table in comparison["faults"] if "who caught" in table["title"])
     assert windows["rows"] == [[UNITS[0], "10-12", "underflow", "16", seed, "after 0"] for seed in "01"]
-    assert data["regime"] is None
+    assert data["regimes"] == {}
 
 
 def test_losses_are_of_runs_and_means_of_done_seeds(page: Callable[..., Page], tmp_path: Path) -> None:
@@ -142,6 +142,32 @@ def test_losses_are_of_runs_and_means_of_done_seeds(page: Callable[..., Page], t
     assert lines[2]["status"] == "failed"
     assert lines[3]["y"][0] == pytest.approx(8.05), "of 8.0 and 8.1; the failed seed's 8.2 is not in it"
     assert comparison["losses"]["top"]["train"] == pytest.approx(1.03 * 8.2)
+
+
+def test_mean_gnmr_of_runs_and_of_done_seeds(page: Callable[..., Page], tmp_path: Path) -> None:
+    (comparison,) = page(sweep(tmp_path / "runs")).data["comparisons"]
+    low = [line for line in comparison["gnmr"]["lines"] if line["arm"] == 0]
+    assert [(line.get("seed"), line.get("seeds")) for line in low] == [(0, None), (1, None), (None, 2)]
+    assert set(low[0]["y"]) == {0.25}
+    routed = next(line for line in comparison["gnmr"]["lines"] if line["arm"] == 1)
+    assert routed["y"][9] == pytest.approx((0.75 + 0.25 + 0.25) / 3, rel=1e-4)
+    assert routed["y"][49] == 0.25, "the infinite one is left out"
+    assert [one["sixteen_bit"] for one in comparison["maps"]] == [False] * 4
+
+
+def test_loss_by_tokens_has_one_line_an_arm(page: Callable[..., Page], tmp_path: Path) -> None:
+    runs = sweep(tmp_path / "runs")
+    runs.append(fake_run(tmp_path / "going", "bf16", 3, status="running"))
+    tokens = page(runs).data["tokens"]["stress"]
+    told = [(line["label"], line["scale"], line["of"]) for line in tokens["lines"]]
+    assert told == [
+        ("int4", "cpu", "mean of 2"),
+        ("int4_int8", "cpu", "mean of 2"),
+        ("bf16", "cpu", "seed 3 (running)"),
+    ]
+    assert (tokens["lines"][0]["x"][0], tokens["lines"][0]["y"][0]) == (512, pytest.approx(8.05))
+    assert tokens["scales"] == ["cpu"]
+    assert tokens["origin"]["seeds"] == [0, 1, 3]
 
 
 def test_quality_against_promotion(page: Callable[..., Page], tmp_path: Path) -> None:
@@ -203,7 +229,10 @@ def test_regime_cells(page: Callable[..., Page], tmp_path: Path) -> None:
     told = {"verdict": "part of the gap", "vs_low": "better", "vs_random": "better", "difference": -3.25, "p": 0.004}
     told |= {"p_random": 0.03, "gap_closed": 0.61, "promoted": 0.012, "diverged": 1, "seeds": 5}
     cell = {"cell": {"optim.lr": 1e-3}, "low": "hurt", "low_difference": 4.2, "seeds": 5, "arms": {"gap": told}}
-    regime = page(sweep(tmp_path / "runs"), regime=[cell]).data["regime"]
+    data = page(sweep(tmp_path / "runs"), regimes={"stress": [cell]}).data
+    assert [comparison["experiment"] for comparison in data["comparisons"]] == ["stress"]
+    regime = data["regimes"]["stress"]
+    assert regime["summary"].startswith("In 1 of 1 cells the static low path is hurt.")
     assert regime["axes"] == ["optim.lr", "arm"]
     low, arm = regime["squares"]
     assert (low["at"], low["verdict"]) == ({"optim.lr": 0.001, "arm": "static low path"}, "hurt")
@@ -223,6 +252,7 @@ def test_a_run_without_anything_recorded(page: Callable[..., Page], tmp_path: Pa
     (comparison,) = page([run]).data["comparisons"]
     assert comparison["maps"] == comparison["faults"] == []
     assert comparison["losses"]["top"] == {"train": None, "val": None}
+    assert comparison["gnmr"] is None
 
 
 def test_maps_that_do_not_fit_are_named(

@@ -84,7 +84,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"cell": {"gain": gain, "lr": 1e-3}, "low": "hurt", "low_difference": 4.2, "seeds": 3, "arms": {HOSTILE: told}}
         for gain in (1, 20)
     ]
-    write_html(compare(runs), runs, root / "report.html", regime=cells, title=HOSTILE)
+    write_html(compare(runs), runs, root / "report.html", regimes={"stress": cells}, title=HOSTILE)
     return root / "report.html"
 
 
@@ -127,12 +127,15 @@ def test_it_opens_without_errors_and_loads_nothing(page: Any) -> None:
     assert page.execute_script("return window.owned") is None
     assert page.title == HOSTILE and text(page, "h1") == HOSTILE
     drawn = [one.get_attribute("id") for one in page.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")]
-    assert drawn == ["loss-plot", "promotion-plot", "map", "regime-plot"]
+    assert drawn == [
+        "loss-plot", "tokens-plot", "promotion-plot", "gnmr-plot", "operator-plot", "map", "regime-plot",
+    ]  # fmt: skip
     assert not page.find_elements(By.CSS_SELECTOR, "[data-title*='Share']"), "nothing is sent to plotly's servers"
 
 
 def test_every_figure_says_where_it_comes_from(page: Any) -> None:
-    for figure in ("arm-tables", "loss-origin", "promotion-origin", "map-origin", "fault-tables"):
+    plots = [f"{name}-origin" for name in ("loss", "tokens", "promotion", "gnmr", "map")]
+    for figure in ("arm-tables", *plots, "fault-tables"):
         assert "commit 0123456789 · cpu, Test CPU" in text(page, f"#{figure}"), figure
     assert text(page, "#map-origin code") == f"gnmr train {HOSTILE}"
 
@@ -182,6 +185,16 @@ def test_a_click_opens_the_unit(page: Any) -> None:
     assert page.get_log("browser") == []
 
 
+def test_gnmr_of_one_operator(page: Any) -> None:
+    heading = "#operator-plot .annotation-text"
+    assert text(page, heading) == f"GNMR of {UNITS[0]}, int4, seed 0"
+    Select(page.find_element(By.ID, "operator-run")).select_by_visible_text("int4_int8, seed 1")
+    until(page, lambda: text(page, heading) == f"GNMR of {UNITS[0]}, int4_int8, seed 1")
+    Select(page.find_element(By.ID, "operator-unit")).select_by_visible_text(UNITS[1])
+    until(page, lambda: text(page, heading) == f"GNMR of {UNITS[1]}, int4_int8, seed 1")
+    assert page.get_log("browser") == []
+
+
 def test_another_run(page: Any) -> None:
     select = Select(page.find_element(By.ID, "run"))
     assert select.first_selected_option.text == "int4_int8, seed 0", "the first routed one"
@@ -226,6 +239,7 @@ def test_axes_of_the_regime_map(page: Any) -> None:
     across, up, *_ = (Select(one) for one in page.find_elements(By.CSS_SELECTOR, "#regime-controls select"))
     assert (across.first_selected_option.text, up.first_selected_option.text) == ("gain", "lr")
     assert "hurt (2)" in text(page, "#regime-key")
+    assert text(page, "#regime-summary").startswith("In 2 of 2 cells the static low path is hurt.")
     up.select_by_visible_text("arm")
     until(page, lambda: "part of the gap (2)" in text(page, "#regime-key"))
 

@@ -41,8 +41,9 @@ def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> 
 def test_ends_with_the_pngs(write_run: Write, tmp_path: Path) -> None:
     write_run(arm="bf16")
     out = tmp_path / "out"
-    last = [line.strip() for line in printed([tmp_path / "runs"], out, plots=True, width=40).splitlines()[-4:]]
-    names = ["stress-cpu-loss", "stress-cpu-saved-bytes", "stress-cpu-gnmr-bf16", "stress-cpu-mean-gnmr"]
+    last = [line.strip() for line in printed([tmp_path / "runs"], out, plots=True, width=40).splitlines()[-5:]]
+    names = [f"stress-cpu-{name}" for name in ("loss", "saved-bytes", "gnmr-bf16", "mean-gnmr")]
+    names.append("stress-loss-by-tokens")
     assert last == [str(out / f"{name}.png") for name in names]
     assert all(Path(line).stat().st_size > 1000 for line in last)
     assert "![stress-cpu-loss](stress-cpu-loss.png)" in (out / "report.md").read_text()

@@ -12,13 +12,15 @@ from html_runs import fake_run, ratios
 from gnmr.errors import UserError
 from gnmr.report.arms import compare
 from gnmr.report.faults import (
+    Leads,
     Window,
     detect,
     detection_table,
-    lead_lag,
+    fault_tables,
+    leads,
     read_windows,
     run_detection,
-    run_lead_lags,
+    run_leads,
     spikes,
     windows_table,
 )
@@ -134,51 +136,84 @@ def test_tables(tmp_path: Path) -> None:
     assert detection_table(comparison, {}).rows == windows_table(comparison, {}).rows == []
 
 
-def impulse(place: int, length: int = 40) -> np.ndarray:
-    values = np.zeros(length)
-    values[place] = 1.0
+STEADY = np.exp(0.05 * np.sin(np.arange(200)))
+"""Four standard deviations are 20 %."""
+
+
+def spiking(*places: int, height: float = 3.0) -> np.ndarray:
+    """The steady series with spikes that last for three steps, by their first places."""
+    values = STEADY.copy()
+    for place in places:
+        values[place : place + 3] *= height
     return values
 
 
-@pytest.mark.parametrize("a, b, lag", [(10, 13, 3), (13, 10, -3), (10, 10, 0)])
-def test_lead_lag_of_impulses(a: int, b: int, lag: int) -> None:
-    found = lead_lag(impulse(a), impulse(b), 5)
-    assert found is not None
-    assert found[0] == lag
-    assert found[1] == pytest.approx(1.0)
+def test_a_spike_begins_where_it_stands_four_deviations_above_the_steps_before() -> None:
+    assert spikes(spiking(40, 90)).tolist() == [40, 90]
+    assert spikes(STEADY).tolist() == spikes(spiking(40, height=1 / 3)).tolist() == [], "a fall is no spike"
+    assert spikes(spiking(5)).tolist() == [], "too little stands before it"
+    values = spiking(40, 90)
+    values[40:43] = math.inf, math.nan, -1.0
+    assert spikes(values).tolist() == [90], "what is not finite and positive is left out"
+    # Ten logarithms with the median 0.055 and the median distance 0.025 from it.
+    limit = math.exp(0.055 + 4 * 1.4826 * 0.025)
+    for factor, expected in ((0.999, []), (1.001, [10])):
+        assert spikes(np.append(np.exp(np.arange(1, 11) / 100), factor * limit)).tolist() == expected
+    assert spikes(np.zeros(0)).tolist() == spikes(np.ones(10)).tolist() == []
 
 
-def test_lead_lag_leaves_out_what_is_not_finite() -> None:
-    a, b = impulse(10) + impulse(20), impulse(13) + impulse(23)
-    a[2], b[30] = math.nan, math.inf
-    found = lead_lag(a, b, 5)
-    assert found == (3, pytest.approx(1.0))
+@pytest.mark.parametrize("lag", [-4, 0, 3, 10])
+def test_leads_of_a_known_lag(lag: int) -> None:
+    losses = (40, 80, 120, 160)
+    found = leads(spiking(*(place - lag for place in losses)), spiking(*losses))
+    assert (found.spikes, found.loss_spikes, found.lags) == (4, 4, (lag,) * 4)
+    assert found.preceded == (4 if lag > 0 else 0)
+    assert (found.steps, found.steps_preceded) == (200, 40)
 
 
-def test_lead_lag_of_nothing_that_varies() -> None:
-    assert lead_lag(np.ones(20), impulse(3, 20), 5) is None
-    assert lead_lag(np.zeros(2), np.zeros(2), 5) is None
+def test_arms_under_faults_are_named_by_their_kind(tmp_path: Path) -> None:
+    """Magnitude, share, rate and duration follow from it; with more to tell than four settings it would be a hash."""
+    kinds = {"none": (1.0, 1.0, 0.0, 1), "noise": (2.0, 1.0, 0.5, 20), "nan": (1.0, 0.001, 0.5, 3)}
+    runs = []
+    for kind, values in kinds.items():
+        keys = ("stress.magnitude", "stress.share", "stress.rate", "stress.duration")
+        settings = {"stress.kind": kind} | dict(zip(keys, values, strict=True))
+        runs.append(fake_run(tmp_path / kind, arm="int4", made=flagged(), settings=settings))
+        runs[-1].hash = kind
+    runs.append(fake_run(tmp_path / "int8", arm="int8", made=flagged()))
+    (comparison,) = compare(runs)
+    assert {arm.label for arm in comparison.arms} == {"int4 kind=none", "int4 kind=noise", "int4 kind=nan", "int8"}
+
+
+def test_leads_by_hand() -> None:
+    """The first loss spike has one of the norm 2 steps before and 2 after, the second one 6 after, the third none."""
+    found = leads(spiking(38, 42, 86), spiking(40, 80, 150))
+    assert found == Leads(spikes=3, loss_spikes=3, lags=(2, -6), preceded=1, steps=200, steps_preceded=24)
+    nothing = leads(STEADY, spiking(40))
+    assert nothing == Leads(spikes=0, loss_spikes=1, lags=(), preceded=0, steps=200, steps_preceded=0)
     with pytest.raises(ValueError, match="series of 3 and 4 steps"):
-        lead_lag(np.zeros(3), np.zeros(4), 1)
+        leads(np.zeros(3), np.zeros(4))
 
 
-def test_spikes_stand_above_the_median_before_them() -> None:
-    values = np.array([2.0, 2, 1, 2, 3, 6, 2, math.inf, 0.5])
-    found = spikes(values)
-    assert np.isnan(found[:5]).all(), "fewer than five values before them"
-    assert found[5] == pytest.approx(math.log(6 / 2))
-    assert found[6] == 0.0
-    assert math.isnan(found[7])
-    assert found[8] == 0.0, "a fall is no spike"
-    assert spikes(np.zeros(0)).shape == (0,)
-
-
-def test_lead_of_norms_before_the_loss(tmp_path: Path) -> None:
-    made = ratios(60, ["a", "b"])
-    made.columns["update_norm"] = np.ones((60, 2), np.float32)
-    made.columns["update_norm"][38] = 5.0
-    run = fake_run(tmp_path / "run", made=made)
-    run.steps["loss"] = 2 + impulse(40, 60)
-    run.steps["grad_norm_pre_clip"] = 1 + 3 * impulse(37, 60)
-    found = run_lead_lags(run, made)
-    assert {name: lag for name, (lag, _) in found.items()} == {"gradient norm": 3, "update norm": 2}
+def test_leads_of_norms_before_the_loss(tmp_path: Path) -> None:
+    """The update's norm is the root of the sum of the units' squares; what was not recorded is not told."""
+    windows = [{"step": 3, "end": 5, "unit": "a", "kind": "nan", "magnitude": None}]
+    runs = []
+    for seed in (0, 1):
+        made = ratios(200, ["a", "b"])
+        if seed == 0:
+            made.columns["update_norm"] = np.sqrt(spiking(98)[:, None] ** 2 / 2).repeat(2, axis=1).astype(np.float32)
+        runs.append(fake_run(tmp_path / str(seed), seed=seed, made=made, windows=windows if seed == 0 else None))
+        runs[-1].steps["loss"] = spiking(100)
+        runs[-1].steps["grad_norm_pre_clip"] = spiking(100 - 3 - 2 * seed)
+    found = {run.folder: run_leads(run, run.ratios()) for run in runs}
+    assert [[(name, one.lags) for name, one in of_run.items()] for of_run in found.values()] == [
+        [("gradient norm", (3,)), ("update norm", (2,))],
+        [("gradient norm", (5,))],
+    ]
+    (table,) = (table for table in fault_tables(compare(runs)) if "before the loss's" in table.title)
+    assert table.rows == [
+        ["int4_int8", "gradient norm", "2", "2", "+4", "100.0 %", "5.0 %"],
+        ["int4_int8", "update norm", "1", "1", "+2", "100.0 %", "5.0 %"],
+    ]
+    assert fault_tables(compare(runs[1:])) == [], "for runs with faults and those beside them alone"

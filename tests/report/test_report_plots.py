@@ -10,10 +10,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gnmr.report.arms import compare
-from gnmr.report.binning import bin_width, binned
+from gnmr.report.arms import Comparison, compare
+from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
+from gnmr.report.curves import losses_by_tokens
 from gnmr.report.plots import draw
 from gnmr.report.runs import find_runs, load
+from gnmr.report.style import looks
 
 Write = Callable[..., Path]
 
@@ -39,6 +41,7 @@ def test_every_plot_of_a_sweep_shows_something(write_run: Write, tmp_path: Path)
         "stress-cpu-mean-gnmr",
         "stress-cpu-risk-int4_int8-gnmr",
         "stress-cpu-saved-bytes",
+        "stress-loss-by-tokens",
     ]
     for path in images.values():
         pixels = matplotlib.image.imread(path)[..., :3]
@@ -54,7 +57,7 @@ def test_runs_that_broke_are_drawn(write_run: Write, tmp_path: Path) -> None:
     write_run(steps=12, planned=50, units=3, gnmr=gnmr, loss=loss, status="failed", reason="nan", val_loss={})
     write_run(arm="int8", steps=1, planned=50, status="running", val_loss={})
     write_run(arm="bf16", steps=0, planned=50, status="running", val_loss={}, loss=np.zeros(0))
-    assert len(drawn(tmp_path / "runs", tmp_path / "out")) == 6
+    assert len(drawn(tmp_path / "runs", tmp_path / "out")) == 7
 
 
 def test_signals_without_gnmr_and_quality_against_promotion(write_run: Write, tmp_path: Path) -> None:
@@ -70,6 +73,7 @@ def test_signals_without_gnmr_and_quality_against_promotion(write_run: Write, tm
         "stress-cpu-risk-int4_int8-gap",
         "stress-cpu-risk-trace-int4_int8-gap",
         "stress-cpu-saved-bytes",
+        "stress-loss-by-tokens",
     ]
     pixels = matplotlib.image.imread(images["stress-cpu-promotion"])[..., :3]
     assert pixels.std() > 0.05
@@ -79,7 +83,27 @@ def test_the_names_of_comparisons_of_one_scale_are_numbered(write_run: Write, tm
     write_run(arm="bf16", steps=2, ratios=False)
     write_run(arm="bf16", steps=3, ratios=False)
     names = [f"stress-cpu-{place}-{name}" for place in (1, 2) for name in ("loss", "saved-bytes")]
-    assert list(drawn(tmp_path / "runs", tmp_path / "out")) == names
+    assert list(drawn(tmp_path / "runs", tmp_path / "out")) == [*names, "stress-loss-by-tokens"]
+
+
+def test_the_loss_by_tokens_has_every_arm_at_every_scale(
+    write_run: Write, comparisons: Callable[[], list[Comparison]]
+) -> None:
+    """Bold are the means over the done seeds; an arm stands once in the legend, a scale at its lines' ends."""
+    for scale in ("cpu", "60m"):
+        for seed in (0, 1):
+            write_run(arm="int4", scale=scale, seed=seed, steps=40, ratios=False)
+        write_run(arm="bf16", scale=scale, steps=30, planned=40, status="running", ratios=False)
+    found = comparisons()
+    (axes,) = losses_by_tokens(found, looks(["int4", "bf16"])).axes
+    bold = [line for line in axes.lines if line.get_linewidth() == 2.0 and len(line.get_xdata())]
+    assert [line.get_label() for line in bold] == ["int4"] * 2
+    assert bold[0].get_xdata()[[0, -1]] == pytest.approx([2048, 2048 * (39 * 40) ** 0.5]), "the last bin has two steps"
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["int4", "bf16"]
+    assert [text.get_text() for text in axes.texts] == ["cpu", "60m"]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
 def test_binned() -> None:
@@ -91,3 +115,20 @@ def test_binned() -> None:
     assert binned(steps, values, 2, "max")[1] == pytest.approx([3.0, np.nan, np.nan, 5.0], nan_ok=True)
     assert binned(steps, np.array([1, np.inf, 1, 1]), 2, "mean")[1][0] == np.inf
     assert [bin_width(last, 300) for last in (0, 300, 301, 20_000)] == [1, 1, 2, 67]
+
+
+def test_log_binned() -> None:
+    """Edges at 1, 2, 4, 8 for seven steps in three bins; a NaN is passed over."""
+    values = np.array([8.0, 4.0, 2.0, 1.0, 3.0, np.nan, 2.0])
+    centres, means = log_binned(np.arange(1, 8), values, 7, 3)
+    assert centres == pytest.approx([1, 6**0.5, 28**0.5])
+    assert means.tolist() == [8.0, 3.0, 2.0]
+    assert log_binned(np.array([1]), np.array([5.0]), 3, 150)[1] == pytest.approx([5.0, np.nan, np.nan], nan_ok=True)
+
+
+def test_shared_mean() -> None:
+    """At the steps that both curves have."""
+    one, other = (np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])), (np.array([2, 3]), np.array([4.0, 5.0]))
+    steps, mean = shared_mean([one, other])
+    assert (steps.tolist(), mean.tolist()) == ([2, 3], [3.0, 4.0])
+    assert len(shared_mean([])[0]) == 0

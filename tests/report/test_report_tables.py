@@ -12,10 +12,11 @@ import pytest
 from report_reading import notes, row
 from report_recorded import Recorded
 
+from gnmr import config
 from gnmr.report.arms import Stat, bits, paired_difference, stat
 from gnmr.report.layout import count, duration, measure, percent, size
-from gnmr.report.tables import against_baseline, against_random, control, quality
-from gnmr.report.tradeoff import tradeoff
+from gnmr.report.tables import against_baseline, against_random, control, lost, quality
+from gnmr.report.tradeoff import signal_curves, tradeoff
 
 Write = Callable[..., Path]
 
@@ -158,8 +159,48 @@ def test_quality_against_promotion(runs: Recorded) -> None:
         ("gap ranked", "5.0 %", "2", "diverged 1 : 0"),
         ("gnmr_delta", "1.0 %", "2", "-4.88 [-4.88, -4.88] %"),
         ("gnmr_delta", "10.0 %", "2", "-13.93 [-13.93, -13.93] %"),
+        ("static int4", "0.0 %", "2", "reference"),
         ("static int8", "100.0 %", "2", "-18.13 [-18.13, -18.13] %"),
     ]
+
+
+def test_what_faults_cost(runs: Recorded) -> None:
+    """Each arm against itself without them, seed by seed; a window of outlier channels against none at all."""
+    runs.add("int4", 3.0, 3.1, 3.2)
+    runs.add("int4", 3.1, 3.2, 3.3, stress__kind="noise", stress__magnitude=2.0, stress__rate=0.5)
+    runs.add("int4_int8", 2.9, 3.0, 3.1)
+    runs.add("int4_int8", 2.95, 3.05, None, stress__kind="nan", stress__rate=0.5)
+    runs.add("int8", 2.9, 2.9, 2.9, stress__kind="nan", stress__rate=0.5)
+    window = {"model__outlier_channels__number": 2, "model__outlier_channels__window": [5, 9]}
+    runs.add("int4", 3.2, 3.3, 3.4, model__outlier_channels__gain=32.0, **window)
+    (comparison,) = runs.comparisons()
+    shown = {tuple(cells[1:4]) for cells in lost(comparison).rows}
+    assert shown == {
+        ("noise 2", "3", "+10.52 [+10.52, +10.52] %"),
+        ("nan", "3", "diverged 1 : 0"),
+        ("outliers 32", "3", "+22.14 [+22.14, +22.14] %"),
+    }
+    assert "Without such an arm beside them: int8." in notes(lost(comparison))
+    runs.add("int4", 2.0, 2.0, 2.0, **window | {"model__outlier_channels__window": []})
+    assert {tuple(cells[1:4]) for cells in lost(runs.comparisons()[0]).rows} == shown, (
+        "those of a whole run are no twin"
+    )
+
+
+def test_a_curve_is_one_signals_budgets(runs: Recorded) -> None:
+    """Random's share is its budget; how long a set is held makes another curve."""
+    runs.add("int4", 3.0, 3.0)
+    for share in (0.01, 0.05):
+        signal = {"controller__signal__name": "random", "controller__signal__options__share": share}
+        runs.add("int4_int8", 2.9, 2.9, promoted=share, controller__max_o=28, **signal)
+    for hold in (1, 20):
+        runs.add("int4_int8", 2.9, 2.9, promoted=0.01 * hold, controller__hold=hold)
+    curves = signal_curves(runs.comparisons()[0])
+    assert {name: [point.promoted for point in points] for name, points in curves.items()} == {
+        "gnmr_delta hold=1": [0.01],
+        "gnmr_delta hold=20": [0.2],
+        "random": [0.01, 0.05],
+    }
 
 
 def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recorded) -> None:
@@ -280,6 +321,7 @@ def test_statistics() -> None:
 
 def test_bits() -> None:
     assert [bits(name) for name in ("int2", "int4", "e2m1", "e3m2", "e4m3", "bf16", None)] == [2, 4, 4, 6, 8, 16, None]
+    assert {name: bits(name) for name in config.RECIPES} == config.RECIPES
 
 
 def test_numbers_as_text() -> None:

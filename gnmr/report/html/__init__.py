@@ -6,7 +6,7 @@ page.html, which holds all that the browser runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from plotly.offline import get_plotlyjs
 from gnmr.errors import UserError
 from gnmr.report import faults
 from gnmr.report.arms import Comparison
+from gnmr.report.binning import binned
+from gnmr.report.curves import Curves, mean_of_units
 from gnmr.report.html import sections
 from gnmr.report.html.pack import script_json
 from gnmr.report.html.sections import Tree
 from gnmr.report.html.unit_map import unit_map
 from gnmr.report.layout import Table
-from gnmr.report.regimes import Cell, regime_map
+from gnmr.report.regimes import Cell, regime_maps
 from gnmr.report.runs import Run
 from gnmr.report.style import COLOURS
 from gnmr.report.tables import comparison_tables, run_table
@@ -38,7 +40,7 @@ def write_html(
     *,
     tables_of: Callable[[Comparison], Sequence[Table]] = comparison_tables,
     tables: Sequence[Table] = (),
-    regime: Sequence[Cell] | None = None,
+    regimes: Mapping[str, Sequence[Cell]] | None = None,
     title: str = "gnmr report",
 ) -> None:
     """Writes the page, folders above it included.
@@ -49,13 +51,18 @@ def write_html(
         path: the file, replaced if it is there.
         tables_of: the tables above a comparison's figures; their first column is the arm.
         tables: further tables over all comparisons, such as the paper's.
-        regime: cells as of `regimes.regime_map`; None: those of the comparisons. The section is left out without any.
+        regimes: by experiment, cells as of `regimes.regime_maps`; None: those of the comparisons. An experiment
+            without any has no map.
         title: of the page.
 
     Raises `UserError` where the file cannot be written.
     """
     budget = MAP_CHARACTERS
     trees = []
+    experiments = {
+        name: [comp for comp in comparisons if comp.kind.experiment == name]
+        for name in dict.fromkeys(comparison.kind.experiment for comparison in comparisons)
+    }
     for comparison in comparisons:
         tree, used = _comparison(comparison, tables_of(comparison), budget)
         budget -= used
@@ -65,7 +72,11 @@ def write_html(
         "colours": COLOURS,
         "comparisons": trees,
         "tables": [sections.table(made) for made in tables if made.rows],
-        "regime": sections.regime(regime_map(comparisons) if regime is None else regime, comparisons),
+        "tokens": {name: sections.tokens(mine) for name, mine in experiments.items()},
+        "regimes": {
+            experiment: sections.regime(cells, experiments.get(experiment, []))
+            for experiment, cells in (regime_maps(comparisons) if regimes is None else regimes).items()
+        },
         "runs": sections.table(run_table(list(runs), path.parent)),
     }
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(title))
@@ -84,21 +95,26 @@ def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tup
     maps: list[tuple[int, int, Tree]] = []
     left_out: list[str] = []
     found: dict[Path, faults.Detection] = {}
-    leads: dict[tuple[str, int], dict[str, tuple[int, float]]] = {}
+    leads: dict[Path, dict[str, faults.Leads]] = {}
+    faulty = faults.has_faults(comparison)
+    means: Curves = {}
+    width = sections.step_width(comparison)
     used = 0
     for place, run in _runs_in_order(comparison):
         arm = comparison.arms[place]
-        windows = faults.read_windows(run.folder)
-        if left_out and not windows:
-            left_out.append(f"{arm.label}, seed {run.seed}")
-            continue
         ratios = run.ratios()  # one run's at a time: a long run's matrices are large
         if len(ratios.steps) == 0:
             continue
+        if (mean := mean_of_units(ratios)) is not None:
+            means[run.folder] = binned(*mean, width, "mean")
         if (detection := faults.run_detection(run, ratios)) is not None:
             found[run.folder] = detection
-            leads[arm.label, run.seed] = faults.run_lead_lags(run, ratios)
-        tree = sections.run_map(arm, run, unit_map(run, ratios), windows)
+        if faulty:
+            leads[run.folder] = faults.run_leads(run, ratios)
+        if left_out:
+            left_out.append(sections.run_label(arm, run))
+            continue
+        tree = sections.run_map(arm, run, unit_map(run, ratios), faults.read_windows(run.folder))
         size = len(script_json(tree))
         if used + size > room:
             left_out.append(tree["label"])
@@ -108,13 +124,15 @@ def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tup
     fault_tables = [
         faults.detection_table(comparison, found),
         faults.windows_table(comparison, found),
-        sections.lead_lag_table(comparison, leads),
+        faults.lead_table(comparison, leads),
     ]
     return {
         "name": _name(comparison),
+        "experiment": comparison.kind.experiment,
         "arms": sections.arms(comparison),
         "tables": [sections.table(one) for one in made if one.rows],
         "losses": sections.losses(comparison),
+        "gnmr": sections.gnmr(comparison, means),
         "promotion": sections.promotion(comparison),
         "maps": [tree for _, _, tree in sorted(maps, key=lambda entry: entry[:2])],
         "left_out": left_out,

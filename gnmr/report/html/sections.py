@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gnmr.report import regimes
-from gnmr.report.arms import Arm, Comparison
-from gnmr.report.binning import bin_width, binned
+from gnmr.report.arms import Arm, Comparison, bits
+from gnmr.report.binning import bin_width, binned, shared_mean
+from gnmr.report.curves import Curves, loss_by_tokens
 from gnmr.report.faults import Window
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
 from gnmr.report.layout import NOTHING, Table, count, percent
-from gnmr.report.regimes import REGIME_MAP, Cell
+from gnmr.report.regimes import Cell
 from gnmr.report.runs import Run
 from gnmr.report.statistics import Paired, as_percent, paired
 from gnmr.report.style import looks
@@ -58,26 +59,59 @@ def arms(comparison: Comparison) -> list[Tree]:
 
 def losses(comparison: Comparison) -> Tree:
     """Training (mean of bins) and validation loss of every run, and each arm's mean over its done seeds."""
-    width = bin_width(max((run.last_step for run in comparison.runs), default=0), _TRAIN_POINTS)
+    width = step_width(comparison)
     lines: list[Tree] = []
     first: dict[str, list[float]] = {"train": [], "val": []}
     for place, arm in enumerate(comparison.arms):
-        curves: dict[str, list[dict[float, float]]] = {"train": [], "val": []}
-        for run in arm.runs:
-            train = binned(run.steps["step"], run.steps["loss"], width, "mean")
-            val = (run.evals["step"], run.evals["val_loss"])
-            for name, (steps, values) in (("train", train), ("val", val)):
+        train = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
+        val = {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
+        for name, curves in (("train", train), ("val", val)):
+            for _, values in curves.values():
                 first[name] += values[np.isfinite(values)][:1].tolist()
-                lines.append(_line(place, name, steps, values) | {"seed": run.seed, "status": run.status})
-                if run.status == "done":
-                    curves[name].append(dict(zip(steps.tolist(), values.tolist(), strict=True)))
-        for name, seeds in curves.items():
-            shared = sorted(set.intersection(*map(set, seeds))) if seeds else []
-            if shared:
-                mean = [float(np.mean([seed[step] for seed in seeds])) for step in shared]
-                lines.append(_line(place, name, shared, mean) | {"seeds": len(seeds)})
+            lines += _lines(place, name, arm, curves)
     top = {name: number(1.03 * max(values)) if values else None for name, values in first.items()}
     return {"width": width, "top": top, "lines": lines, "tokens": count(comparison.kind.tokens_per_step)}
+
+
+def step_width(comparison: Comparison) -> int:
+    """Steps in a bin of the lines over steps."""
+    return bin_width(max((run.last_step for run in comparison.runs), default=0), _TRAIN_POINTS)
+
+
+def gnmr(comparison: Comparison, means: Curves) -> Tree | None:
+    """GNMR averaged over the operators, by run folder in bins of `step_width`; None where there is none."""
+    lines = [line for place, arm in enumerate(comparison.arms) for line in _lines(place, "gnmr", arm, means)]
+    return {"width": step_width(comparison), "lines": lines} if lines else None
+
+
+def tokens(comparisons: Sequence[Comparison]) -> Tree | None:
+    """Training loss by tokens of every arm and scale of an experiment: the mean of the done seeds, else a run that is
+    not done. None where there is none."""
+    labels = sorted((arm for comp in comparisons for arm in comp.arms), key=lambda arm: arm.sort_key)
+    shared = looks(dict.fromkeys(arm.label for arm in labels))
+    lines = []
+    for comparison in comparisons:
+        curves = loss_by_tokens(comparison)
+        for arm in comparison.arms:
+            runs = [run for run in arm.done or arm.runs[:1] if run.folder in curves]
+            if not runs:
+                continue
+            x, y = shared_mean([curves[run.folder] for run in runs])
+            told = f"mean of {len(runs)}" if arm.done else f"seed {runs[0].seed} ({runs[0].status})"
+            who = {"label": arm.label, "scale": comparison.kind.scale, "colour": shared[arm.label]["color"], "of": told}
+            lines.append(who | {"x": numbers(x, 9), "y": numbers(y)})
+    runs = [run for comparison in comparisons for run in comparison.runs]
+    scales = list(dict.fromkeys(line["scale"] for line in lines))
+    return {"lines": lines, "scales": scales, "origin": origin(runs)} if lines else None
+
+
+def _lines(place: int, name: str, arm: Arm, curves: Curves) -> list[Tree]:
+    """A line for each run that has a curve, and their mean over the done seeds."""
+    known = [run for run in arm.runs if run.folder in curves]
+    lines = [_line(place, name, *curves[run.folder]) | {"seed": run.seed, "status": run.status} for run in known]
+    done = [curves[run.folder] for run in known if run.status == "done"]
+    steps, mean = shared_mean(done)
+    return lines + ([_line(place, name, steps, mean) | {"seeds": len(done)}] if len(steps) else [])
 
 
 def _line(arm: int, name: str, steps: Iterable[float], values: Iterable[float]) -> Tree:
@@ -123,13 +157,11 @@ def _bar(mean: float, ends: tuple[float, float] | None, n: int) -> Tree | None:
     return None if shown is None else {"mean": shown, "low": number(low), "high": number(high), "n": n}
 
 
-def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree | None:
-    """The cells of `regimes.regime_map` as squares: one for the static low path and each arm of a cell; None without.
+def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree:
+    """The cells of a regime map as squares: one for the static low path and each arm of a cell.
 
-    The axes are the cells' settings and the arm.
+    The axes are the cells' settings and the arm. `comparisons` are those that it is made of.
     """
-    if not cells:
-        return None
     squares = []
     for entry in cells:
         at = {key: _plain(value) for key, value in entry["cell"].items()}
@@ -140,12 +172,12 @@ def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree | N
         squares.append({"at": at | {"arm": STATIC_LOW}, "verdict": entry["low"], "facts": facts})
         for name, told in entry["arms"].items():
             squares.append({"at": at | {"arm": name}, "verdict": told["verdict"], "facts": _facts(entry, told)})
-    experiments = [comparison for comparison in comparisons if comparison.kind.experiment == REGIME_MAP]
     return {
+        "summary": regimes.summary(cells),
         "axes": list(squares[0]["at"]),
         "squares": squares,
         "colours": VERDICT_COLOURS,
-        "origin": origin([run for comparison in experiments for run in comparison.runs]),
+        "origin": origin([run for comparison in comparisons for run in comparison.runs]),
     }
 
 
@@ -166,10 +198,15 @@ def _facts(entry: Cell, told: Cell) -> list[list[str]]:
     return facts + ([["diverged", str(told["diverged"])]] if told["diverged"] else [])
 
 
+def run_label(arm: Arm, run: Run) -> str:
+    return f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})")
+
+
 def run_map(arm: Arm, run: Run, made: UnitMap, windows: Iterable[Window]) -> Tree:
     return {
-        "label": f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})"),
+        "label": run_label(arm, run),
         "routed": arm.always is None,
+        "sixteen_bit": bits(arm.always) == 16,
         "trigger": float(run.settings.get("controller.trigger") or 1.0),
         "faults": [
             {"unit": made.units.index(w.unit), "start": w.start, "end": w.end, "kind": w.kind, "magnitude": w.magnitude}
@@ -184,21 +221,6 @@ def run_map(arm: Arm, run: Run, made: UnitMap, windows: Iterable[Window]) -> Tre
 def table(made: Table) -> Tree:
     columns = [column.replace("\n", " ") for column in made.columns]
     return {"title": made.title, "columns": columns, "rows": made.rows, "notes": made.notes}
-
-
-def lead_lag_table(comparison: Comparison, found: Mapping[tuple[str, int], Mapping[str, tuple[int, float]]]) -> Table:
-    """`found`: by arm's label and seed, what `faults.run_lead_lags` gives. No rows where there is nothing."""
-    made = Table(
-        f"{comparison.name}: spikes before the loss's", ["arm", "seed", "spikes of", "lead [steps]", "correlation"]
-    )
-    for (label, seed), series in found.items():
-        for name, (lag, correlation) in series.items():
-            made.rows.append([label, str(seed), name, f"{lag:+d}" if lag else "0", f"{correlation:.2f}"])
-    made.notes = [
-        "The shift at which spikes of the norm (above the median of the 50 steps before) agree best with spikes of the "
-        "training loss; positive: the norm's come first."
-    ]
-    return made
 
 
 def origin(runs: Sequence[Run]) -> Tree:

@@ -1,7 +1,4 @@
-"""The paper's tables 1, 3, 5, 6, 10 and 11 with our runs in them: rows are found by the arms' settings.
-
-The paper's figures stand beside ours only where scale and settings are the paper's.
-"""
+"""Act-quant stress (5.1, E.1, E.4, E.5): the paper's tables 1, 3, 5, 6, 10 and 11."""
 
 from __future__ import annotations
 
@@ -9,35 +6,34 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple
 
-import numpy as np
-
+from gnmr.config import FORMATS
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, Kind, bits, stat
+from gnmr.report.arms import Arm, Comparison, Kind, bits
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
+from gnmr.report.paper_tables.common import (
+    GNMR,
+    THEIRS,
+    add_row,
+    along,
+    final_perplexity,
+    marks,
+    names,
+    note,
+    plain,
+    shown,
+    source,
+    undisturbed,
+)
 
-_GNMR = ("gnmr_delta", "gnmr", "delta_gnmr")
 _STATIC_BASELINE = "static_k"
-_THEIRS = "  the paper's"
-"""First cell of the row that holds the paper's figures for the row above it."""
 _EVALUATED_AT = tuple(tokens / published.TOKENS_5_AND_6[-1] for tokens in published.TOKENS_5_AND_6)
 """Shares of the run at which tables 5 and 6 give the perplexity."""
-
-
-def paper_tables(experiment: str, comparisons: list[Comparison]) -> list[Table]:
-    """Those of the paper's tables for which these runs have rows."""
-    found = [table_1(experiment, comparisons), table_3(experiment, comparisons)]
-    for comparison in comparisons:
-        found += [table_5(comparison), table_6(comparison)]
-    found.append(table_10(experiment, comparisons))
-    return [table for table in [*found, *map(table_11, comparisons)] if table.rows]
+_AT = f"{published.SCALE_5_6_11}, {count(published.TOKENS_5_AND_6[-1])} tokens"
 
 
 def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
     """Static and GNMR arms by scales: validation perplexity, the paper's beside it at the paper's scales."""
     title = f"{experiment}: validation perplexity by scale (the paper's table 1)"
-
-    def shown(arm: Arm) -> bool:
-        return arm.always is not None or (arm.signal in _GNMR and not arm.ranked)
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
         get = arm.settings.get
@@ -57,7 +53,7 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
     title = f"{experiment}: static baseline, validation perplexity by scale (the paper's table 10)"
     having = [comp for comp in comparisons if any(arm.signal == _STATIC_BASELINE for arm in comp.arms if arm.routed)]
 
-    def shown(arm: Arm) -> bool:
+    def between(arm: Arm) -> bool:
         if arm.always is not None:
             return bits(arm.always) != 16
         return arm.signal == _STATIC_BASELINE or (arm.signal == "gnmr_delta" and not arm.ranked)
@@ -66,7 +62,7 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
         asked = arm.routed and arm.signal == _STATIC_BASELINE and _of_the_paper(arm)
         return published.TABLE_10.get(kind.scale) if asked and (arm.low_bits, arm.recovery_bits) == (4, 8) else None
 
-    return _by_scale(title, having, shown, theirs)
+    return _by_scale(title, having, between, theirs)
 
 
 def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
@@ -74,19 +70,19 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
     theirs = ["paper,\nGNMR > α", "paper,\ndGNMR > β"]
     columns = ["arm", "scale", "α", "β", "GNMR > α", theirs[0], "dGNMR > β", theirs[1]]
     table = Table(f"{experiment}: shares of unit-steps over threshold (the paper's table 3)", columns)
-    for comparison, name in zip(comparisons, _names(comparisons), strict=True):
+    for comparison, name in zip(comparisons, names(comparisons), strict=True):
         for arm in comparison.arms:
             over = arm.over_fracs()
             ours = [over.get(column) for column in ("gnmr", "delta_gnmr")]
-            if arm.signal not in _GNMR or ours == [None, None]:
+            if arm.signal not in GNMR or ours == [None, None]:
                 continue
             alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
             paper = None
             if _of_the_paper(arm) and _plain_gnmr(arm):
                 paper = published.over_fracs(comparison.kind.scale, arm.low_bits, arm.recovery_bits, alpha, beta)
-            shown = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
+            shares = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
             thresholds = [NOTHING if value is None else str(value) for value in (alpha, beta)]
-            table.rows.append([arm.label, name, *thresholds, *shown])
+            table.rows.append([arm.label, name, *thresholds, *shares])
     table = table.without_empty(theirs)
     if not set(theirs) & set(table.columns):
         table.notes.append("The paper has no shares for these scales and thresholds, so none stand beside ours.")
@@ -99,26 +95,27 @@ def table_5(comparison: Comparison) -> Table:
     """Perplexity along the run by two-stage thresholds; arms that differ in nothing but alpha and its first stage."""
     arms = [
         arm
-        for group in _siblings(comparison, ("controller.alpha", "controller.beta_init", "controller.init_frac"), _GNMR)
+        for group in _siblings(comparison, ("controller.alpha", "controller.beta_init", "controller.init_frac"), GNMR)
         if any(arm.settings.get("controller.alpha_init") for arm in group)
         for arm in group
     ]
-    columns = ["arm", "α first", "α then", *_marks(comparison)]
+    columns = ["arm", "α first", "α then", *marks(comparison, _EVALUATED_AT)]
     table = Table(f"{comparison.name}: two-stage thresholds (the paper's table 5)", columns)
     for arm in sorted(arms, key=_stages):
         theirs = published.TABLE_5.get(_stages(arm)) if _of_the_paper(arm) else None
-        _add_row(table, comparison, [arm.label, *map(str, _stages(arm)), *_along(arm)], theirs)
-    return _noted(table, comparison)
+        add_row(table, [arm.label, *map(str, _stages(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+    return note(table, comparison, _AT)
 
 
 def table_6(comparison: Comparison) -> Table:
     """Perplexity along the run by max_o; arms that differ in nothing else."""
-    arms = [arm for group in _siblings(comparison, ("controller.max_o",), _GNMR) for arm in group]
-    table = Table(f"{comparison.name}: max_o (the paper's table 6)", ["arm", "max_o", *_marks(comparison)])
+    arms = [arm for group in _siblings(comparison, ("controller.max_o",), GNMR) for arm in group]
+    columns = ["arm", "max_o", *marks(comparison, _EVALUATED_AT)]
+    table = Table(f"{comparison.name}: max_o (the paper's table 6)", columns)
     for arm in sorted(arms, key=_max_o):
         theirs = published.TABLE_6.get(_max_o(arm)) if _stages(arm) == (1.5, 1.1) and _of_the_paper(arm) else None
-        _add_row(table, comparison, [arm.label, str(_max_o(arm)), *_along(arm)], theirs)
-    return _noted(table, comparison)
+        add_row(table, [arm.label, str(_max_o(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+    return note(table, comparison, _AT)
 
 
 def table_11(comparison: Comparison) -> Table:
@@ -143,28 +140,27 @@ def table_11(comparison: Comparison) -> Table:
             continue
         shapes = ("{:.3f}", "{:.4f}", "{:.4f}", "{:.4f}", "{:.0f}")
         cells = zip(astuple(paper), shapes, strict=True)
-        table.rows.append([_THEIRS, *(NOTHING if value is None else shape.format(value) for value, shape in cells)])
-    table = _noted(table, comparison)
-    table.notes.insert(0, "Means over done seeds. Peak memory: the process on a CPU, PyTorch on a GPU; 1 MB = 10⁶ B.")
-    return table
+        table.rows.append([THEIRS, *(NOTHING if value is None else shape.format(value) for value, shape in cells)])
+    table.notes = ["Means over done seeds. Peak memory: the process on a CPU, PyTorch on a GPU; 1 MB = 10⁶ B."]
+    return note(table, comparison, _AT)
 
 
 def _by_scale(
     title: str,
     comparisons: list[Comparison],
-    shown: Callable[[Arm], bool],
+    fits: Callable[[Arm], bool],
     look_up: Callable[[Kind, Arm], float | None],
 ) -> Table:
     table = Table(title, ["arm"])
     theirs: list[str] = []
-    found = sorted((arm for comp in comparisons for arm in comp.arms if shown(arm)), key=lambda arm: arm.sort_key)
+    found = sorted((arm for comp in comparisons for arm in comp.arms if fits(arm)), key=lambda arm: arm.sort_key)
     rows = {label: [label] for label in dict.fromkeys(arm.label for arm in found)}
-    for comparison, name in zip(comparisons, _names(comparisons), strict=True):
+    for comparison, name in zip(comparisons, names(comparisons), strict=True):
         arms = {arm.label: arm for arm in comparison.arms}
         scale = comparison.kind.scale
         table.columns.append(f"{name}\n{count(comparison.kind.tokens)} tokens")
         for label, cells in rows.items():
-            cells.append(_perplexity(arms.get(label)))
+            cells.append(final_perplexity(arms.get(label)))
         if scale not in published.TABLE_1_TOKENS:
             continue
         theirs.append(f"paper,\n{name}\n{count(published.TABLE_1_TOKENS[scale])}")
@@ -199,41 +195,9 @@ def _siblings(
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _marks(comparison: Comparison) -> list[str]:
-    """Headings of the perplexities along the run."""
-    tokens = comparison.kind.tokens
-    return [f"PPL at\n{count(tokens * share) if tokens else f'{share:.0%}'}" for share in _EVALUATED_AT]
-
-
-def _along(arm: Arm) -> list[str]:
-    """Validation perplexity over the done seeds, at the evaluations nearest to table 5's shares of the run."""
-    cells = []
-    for share in _EVALUATED_AT:
-        values = []
-        for run in arm.done:
-            steps = run.evals["step"]
-            if len(steps):
-                values.append(run.evals["val_ppl"][np.abs(steps - share * (run.planned_steps or steps[-1])).argmin()])
-        cells.append(measure(stat(values), 2))
-    return cells
-
-
-def _add_row(table: Table, comparison: Comparison, cells: list[str], theirs: tuple[float, ...] | None) -> None:
-    table.rows.append(cells)
-    if theirs is not None and comparison.kind.scale == published.SCALE_5_6_11:
-        blank = [""] * (len(cells) - len(theirs) - 1)
-        table.rows.append([_THEIRS, *blank, *(f"{value:.2f}" for value in theirs)])
-
-
-def _noted(table: Table, comparison: Comparison) -> Table:
-    shown = any(cells[0] == _THEIRS for cells in table.rows)
-    if shown:
-        tokens = count(published.TOKENS_5_AND_6[-1])
-        table.notes.append(f"The paper's are at {published.SCALE_5_6_11}, {tokens} tokens, on its own machines.")
-        table.notes += _beside_the_paper([comparison], True)
-    else:
-        table.notes.append(f"The paper has this table at {published.SCALE_5_6_11}; none of its rows fits these arms.")
-    return table
+def _cells(comparison: Comparison, ppl: tuple[float, ...] | None) -> list[str] | None:
+    """The paper's perplexities where the scale is theirs."""
+    return None if ppl is None or comparison.kind.scale != published.SCALE_5_6_11 else [f"{one:.2f}" for one in ppl]
 
 
 def _stages(arm: Arm) -> tuple[float, float]:
@@ -250,18 +214,14 @@ def _max_o(arm: Arm) -> int:
 def _of_the_paper(arm: Arm) -> bool:
     """Whether the arm quantizes what the paper's act-quant stress setting does, and nothing disturbs it."""
     get = arm.settings.get
-    return get("paths.site") == "saved" and get("stress.kind") in (None, "none") and get("optim.transform.name") is None
+    return undisturbed(arm) and get("paths.low") in FORMATS and get("paths.site") == "saved"
 
 
 def _plain_gnmr(arm: Arm) -> bool:
     """Whether the controller is the paper's: GNMR and dGNMR at the thresholds as set, one stage, no warm-up."""
     get = arm.settings.get
-    return (
-        (arm.signal == "gnmr_delta" and not arm.ranked and get("controller.trigger", 1.0) == 1.0)
-        and not get("controller.alpha_init")
-        and not get("controller.warmup_frac")
-        and get("controller.hold", 1) == 1
-    )
+    one_stage = not get("controller.alpha_init") and not get("controller.warmup_frac")
+    return plain(arm) and arm.signal == "gnmr_delta" and one_stage
 
 
 def _matched_trigger(arm: Arm) -> bool:
@@ -270,35 +230,16 @@ def _matched_trigger(arm: Arm) -> bool:
         _of_the_paper(arm)
         and (arm.low_bits, arm.recovery_bits) == (4, 8)
         and (_max_o(arm), arm.settings.get("controller.t_lock"), arm.settings.get("optim.lr")) == (4, 1, 3e-3)
-        and (arm.ranked if arm.signal not in _GNMR else _plain_gnmr(arm))
+        and (arm.ranked if arm.signal not in GNMR else _plain_gnmr(arm))
     )
 
 
-def _beside_the_paper(comparisons: list[Comparison], shown: bool) -> list[str]:
+def _beside_the_paper(comparisons: list[Comparison], figures: bool) -> list[str]:
     notes = []
     kinds = [comparison.kind for comparison in comparisons]
     if others := sorted({kind.scale for kind in kinds if kind.scale not in published.TABLE_1_TOKENS}):
         scales, here = ", ".join(published.TABLE_1_TOKENS), ", ".join(others)
         notes.append(f"The paper's scales are {scales}; it has no figures for scale {here}, so none stand beside ours.")
-    if shown:
-        names = {comparison.runs[0].data.get("name", "unknown") for comparison in comparisons}
-        data = f"; the paper's data is C4, ours {', '.join(sorted(names))}" if names != {"c4"} else ""
-        notes.append(f"The paper's figures: {published.SOURCE}{data}.")
+    if figures:
+        notes.append(source(comparisons))
     return notes
-
-
-def _perplexity(arm: Arm | None) -> str:
-    if arm is None:
-        return NOTHING
-    if len(arm.with_status("failed")) == len(arm.runs):
-        return "x"
-    return measure(arm.stat("final_val_ppl"), 2)
-
-
-def _names(comparisons: list[Comparison]) -> list[str]:
-    """The scales; where several comparisons have one, numbered."""
-    scales = [comparison.kind.scale for comparison in comparisons]
-    return [
-        f"{scale} ({scales[: place + 1].count(scale)})" if scales.count(scale) > 1 else scale
-        for place, scale in enumerate(scales)
-    ]

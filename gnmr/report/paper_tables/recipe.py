@@ -1,0 +1,125 @@
+"""DeepSeek-style recipes (5.2, E.2): the paper's tables 2, 4 and 9."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gnmr.config import FORMATS, GEMMS, RECIPES
+from gnmr.report import published
+from gnmr.report.arms import Arm, Comparison, stat
+from gnmr.report.layout import NOTHING, Table, count, measure
+from gnmr.report.paper_tables.common import (
+    add_row,
+    along,
+    final_perplexity,
+    marks,
+    names,
+    note,
+    plain,
+    shown,
+    size_of,
+    source,
+    undisturbed,
+)
+from gnmr.report.runs import Run
+
+_EVALUATED_AT = tuple(tokens / published.TOKENS_2[-1] for tokens in published.TOKENS_2)
+_WITHIN = 0.05
+"""Share of the run that an evaluation may be away from where table 2 has one."""
+_AT = f"{published.SCALE_2_AND_4}, {count(published.TOKENS_2[-1])} tokens"
+_SIX_BIT = ("sim_e3m2", "fp8_hybrid")
+
+
+def table_2(comparison: Comparison) -> Table:
+    """Perplexity along the run by the recipes of the two paths."""
+    columns = ["arm", *marks(comparison, _EVALUATED_AT)]
+    table = Table(f"{comparison.name}: perplexity along the run (the paper's table 2)", columns)
+    for arm in filter(shown, comparison.arms):
+        theirs = published.TABLE_2.get(_recipes(arm)) if _of_its_size(comparison) else None
+        cells = [arm.label, *along(arm, _EVALUATED_AT, _WITHIN)]
+        add_row(table, cells, None if theirs is None else [f"{ppl:.2f}" for ppl in theirs])
+    table.notes = [f"At the nearest evaluation; {NOTHING}: none within {_WITHIN:.0%} of the run."]
+    return note(table, comparison, _AT)
+
+
+def table_4(comparison: Comparison) -> Table:
+    """Time of a step and tokens per second."""
+    table = Table(f"{comparison.name}: speed (the paper's table 4)", ["arm", "step [s]", "tokens/s"])
+    tokens = comparison.kind.tokens_per_step
+    timed: list[Run] = []
+    for arm in filter(shown, comparison.arms):
+        runs = [run for run in arm.done if len(run.steps["step"])]
+        times = [float(np.median(run.steps["step_time_s"])) for run in runs]
+        if not times:
+            continue
+        timed += runs
+        speed = stat(tokens / time for time in times) if tokens else None
+        theirs = published.TABLE_4.get(_recipes(arm)) if _of_its_size(comparison) else None
+        paper = None if theirs is None else [f"{theirs[0]:.3f}", f"{theirs[1]:.0f}"]
+        add_row(table, [arm.label, measure(stat(times), 3), measure(speed, 0)], paper)
+    table.notes = ["Median over a run's steps, evaluation and checkpoints left out; mean over done seeds."]
+    if len(machines := sorted({run.machine for run in timed})) > 1:
+        table.notes.append(f"Times are of different machines: {'; '.join(machines)}.")
+    if sharing := [run for run in timed if _on_a_share(run)]:
+        table.notes.append(
+            f"{len(sharing)} of {len(timed)} runs had a part of their machine's cores, as cells of a sweep that run "
+            "side by side; what ran beside them is in their times."
+        )
+    if any(_simulated(run) for run in timed):
+        table.notes.append(
+            "On a CPU a recipe is simulated, which takes more arithmetic than the 16-bit path: these times say nothing "
+            "of hardware that has the formats."
+        )
+    return note(table, comparison, _AT)
+
+
+def table_9(experiment: str, comparisons: list[Comparison]) -> Table:
+    """Final perplexity of the arms of 6 and 8 bits by size of the model."""
+    columns = ["arm", "scale", "parameters", "tokens", "final PPL", "the paper's"]
+    table = Table(f"{experiment}: 6-bit and 8-bit by size (the paper's table 9)", columns)
+    found = [
+        (int(arm.first.header.get("parameters") or 0), name, comparison, arm)
+        for comparison, name in zip(comparisons, names(comparisons), strict=True)
+        for arm in comparison.arms
+        if shown(arm) and arm.always is None and (arm.low_bits, arm.recovery_bits) == (6, 8)
+    ]
+    for parameters, name, comparison, arm in sorted(found, key=lambda one: (one[0], one[1], one[3].label)):
+        theirs = published.TABLE_9.get(size_of(comparison)) if _recipes(arm) == _SIX_BIT else None
+        told = [name, count(parameters or None), count(comparison.kind.tokens), final_perplexity(arm)]
+        table.rows.append([arm.label, *told, NOTHING if theirs is None else f"{theirs:.2f}"])
+    table = table.without_empty(columns[-1:])
+    sizes = ", ".join(published.TABLE_9)
+    fits = columns[-1] in table.columns
+    table.notes.append(source(comparisons) if fits else f"The paper's sizes are {sizes}; no arm of ours is its own.")
+    return table
+
+
+def _of_its_size(comparison: Comparison) -> bool:
+    return size_of(comparison) == published.SCALE_2_AND_4
+
+
+def _recipes(arm: Arm) -> published.Recipes:
+    """Those of the arm where it is set as the paper's are, (None, None) of any other."""
+    get, other = arm.settings.get, (None, None)
+    if not undisturbed(arm):
+        return other
+    if arm.always is not None:
+        return arm.always, None
+    pair = get("paths.low"), get("paths.recovery")
+    beta = None if arm.signal == "gnmr" else get("controller.beta")
+    stages = get("controller.alpha_init"), get("controller.alpha"), beta
+    one_length = get("controller.init_frac", 0.025) == 0.025 and not get("controller.warmup_frac")
+    whole = set(get("paths.recovers") or GEMMS) == set(GEMMS)
+    return pair if plain(arm) and one_length and whole and published.THRESHOLDS_2.get(pair) == stages else other
+
+
+def _on_a_share(run: Run) -> bool:
+    """Whether the run computed on fewer threads than its machine has cores."""
+    machine = run.header.get("machine") or {}
+    threads, cores = machine.get("threads"), machine.get("cores")
+    return machine.get("device") == "cpu" and bool(threads and cores and threads < cores)
+
+
+def _simulated(run: Run) -> bool:
+    on_cpu = (run.header.get("machine") or {}).get("device") == "cpu"
+    return on_cpu and run.settings.get("paths.low") in RECIPES.keys() - set(FORMATS)
