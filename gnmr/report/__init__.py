@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gnmr.errors import UserError
-from gnmr.report.arms import Comparison, choose_baseline, compare, refuse_rivals
+from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table
 from gnmr.report.runs import Run, find_runs, load

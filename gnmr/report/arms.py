@@ -1,11 +1,11 @@
-"""Runs -> arms (the seeds of one setting) -> comparisons (the arms that saw the same data for the same steps)."""
+"""Arms: the runs of one setting, one a seed, and the settings that tell arms apart."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 
 from gnmr.config import RECIPES
-from gnmr.errors import UserError
 from gnmr.report.runs import Run
 from gnmr.report.statistics import as_percent, paired
 
-_WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
-_MODEL = ("model.", "training.dtype", "training.eval_blocks")
 QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
 """What a path does besides its format."""
 BUDGET = (
@@ -32,14 +29,9 @@ BUDGET = (
 )
 """Beginnings of the controller's keys that say no more than how much is promoted."""
 _NO_MAGNITUDE = ("bit_flip", "nan", "inf")
-_SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
-_SAME_BUDGET = 1.5
-"""Largest factor between two mean promotion shares that count as one budget."""
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """FAILED for these is a divergence; for a full disk, memory or a defect the run says nothing about its arm."""
-
 _NAMES = ("arm", "paths.name", "controller.name")
-
 Outcomes = Mapping[int, float]
 """By seed: log perplexity at the end, inf for a run that diverged."""
 
@@ -198,159 +190,6 @@ class Arm:
         return low, self.recovery_bits or low, self.label or self.name
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What runs must share to stand in one table."""
-
-    experiment: str
-    scale: str
-    fingerprint: str | None
-    seq_len: int | None
-    tokens_per_step: int | None
-    steps: int | None
-
-    @property
-    def tokens(self) -> int | None:
-        return None if self.tokens_per_step is None or self.steps is None else self.tokens_per_step * self.steps
-
-
-@dataclass
-class Comparison:
-    """Arms of one experiment and scale over the same data, block length, tokens per step and steps."""
-
-    kind: Kind
-    arms: list[Arm]
-    rivals: list[Kind] = field(default_factory=list)
-    """Other comparisons of the same experiment and scale: not to be compared with this one."""
-    against: Arm | None = None
-    """The arm that all others are held against where one was asked for; see `choose_baseline`."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind.experiment}, scale {self.kind.scale}"
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for arm in self.arms for run in arm.runs]
-
-    @property
-    def seeds(self) -> list[int]:
-        return sorted({run.seed for run in self.runs})
-
-    def reference(self, arm: Arm) -> Arm | None:
-        """The static 16-bit arm to compare with; None without one."""
-        return self._bound(arm, lambda other: other.sixteen_bit)
-
-    def low(self, arm: Arm) -> Arm | None:
-        """The static arm on the arm's low path, under the same injected faults."""
-        return self._bound(arm, self._on(arm, 0))
-
-    def recovery(self, arm: Arm) -> Arm | None:
-        """The static arm on the arm's recovery path; without injected faults where there is one."""
-        return self._bound(arm, self._on(arm, 1))
-
-    def baseline(self, arm: Arm) -> Arm | None:
-        """What the arm is held against: the arm of `choose_baseline`, else the static low path."""
-        return self.against or self.low(arm)
-
-    def random(self, arm: Arm) -> Arm | None:
-        """The routed arm whose signal is `random` and whose mean promotion is nearest, at most a factor of 1.5 away.
-
-        It differs from the arm in nothing but its controller, and holds a set for as many steps. None for static arms
-        and random ones.
-        """
-
-        def distance(other: Arm) -> float:
-            shares = (arm.promoted, other.promoted)
-            return abs(math.log(shares[0] / shares[1])) if shares[0] and shares[1] else math.inf
-
-        if arm.always or arm.signal == "random":
-            return None
-        candidates = [
-            other
-            for other in self.arms
-            if other.signal == "random" and other.routed and other.hold == arm.hold and _same_but_routing(arm, other)
-        ]
-        nearest = min(candidates, key=distance, default=None)
-        return nearest if nearest and distance(nearest) <= math.log(_SAME_BUDGET) else None
-
-    def undisturbed(self, arm: Arm) -> Arm | None:
-        """The same arm without what disturbs it: injected faults, or outlier channels that come and go."""
-        window = bool(arm.settings.get("model.outlier_channels.window"))
-        apart = ("stress.", "records.", *(["model.outlier_channels."] if window else []))
-        fits = [
-            other
-            for other in self.arms
-            if not other.disturbance
-            and not (window and other.settings.get("model.outlier_channels.number"))
-            and all(key.startswith(apart) for key in varying([arm, other]))
-        ]
-        return max(fits, key=lambda other: len(arm.outcomes.keys() & other.outcomes.keys()), default=None)
-
-    def formats(self, arm: Arm) -> tuple[str | None, str | None]:
-        """Formats of the low and the recovery path that the arm is measured between.
-
-        A static arm is measured between those of the routed arms beside it, if any; else the narrowest static format
-        is low and the widest one below 16 bits, or the widest, is recovery.
-        """
-        if arm.routed:
-            return arm.settings.get("paths.low"), arm.settings.get("paths.recovery")
-        beside = [other for other in self.arms if _same(arm, other, _MODEL)]
-        pairs = [self.formats(other) for other in beside if other.routed]
-        own = [pair for pair in pairs if pair[0] == arm.always]
-        if pairs:
-            return (own or pairs)[0]
-        narrowest, *wider = sorted(beside, key=lambda other: other.sort_key)
-        wide = [other for other in wider if not other.sixteen_bit] or wider
-        return narrowest.always, wide[-1].always if wide else None
-
-    def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
-        """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
-        wanted = self.formats(arm)[place]
-        keys = ("stress.", *QUANTIZER) if place == 0 else QUANTIZER if bits(wanted) != 16 else ()
-        return lambda other: wanted is not None and other.always == wanted and _same(arm, other, keys)
-
-    def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
-        """The static arm that fits, of the same model and optimizer.
-
-        Gradient transforms and optimizers are arms of their own: plain AdamW stands for all of them, where there is one
-        of the same rate if possible. Among equals an arm of one format throughout comes before a routed one (except
-        for faults, which spare the recovery path of a routed arm alone), then the one with most seeds in common.
-        """
-        candidates = [
-            other
-            for other in self.arms
-            if fits(other)
-            and _same(arm, other, _MODEL)
-            and (_same(arm, other, ("optim.",)) or (_plain(other) and not _plain(arm)))
-        ]
-
-        def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, int]:
-            faults = other.settings.get("stress.kind") not in (None, "none")
-            same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
-            common = len(arm.outcomes.keys() & other.outcomes.keys())
-            return _plain(other), same_rate, not faults, other.routed == faults, other is arm, common
-
-        return max(candidates, key=rank, default=None)
-
-    def apart(self) -> dict[str, tuple[str, list[str]]]:
-        """What keeps this comparison apart from its rivals: {what: (here, there)}."""
-        kinds = [self.kind, *self.rivals]
-        told = {
-            "data": [short(kind.fingerprint) for kind in kinds],
-            "seq_len": [str(kind.seq_len) for kind in kinds],
-            "tokens per step": [_number(kind.tokens_per_step) for kind in kinds],
-            "steps": [_number(kind.steps) for kind in kinds],
-        }
-        return {
-            what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told.items() if set(others) - {mine}
-        }
-
-    def differing_settings(self) -> list[str]:
-        """Keys in which rows differ although they are not what makes an arm."""
-        return [key for key in varying(self.arms) if not key.startswith(_WHAT_AN_ARM_IS)]
-
-
 def bits(number_format: Any) -> int | None:
     """Width of a number format or a recipe by its name: int4, e2m1 and sim_e2m1 have 4 bits, bf16 has 16."""
     if number_format in RECIPES:
@@ -367,125 +206,6 @@ def paired_difference(arm: Arm, reference: Arm) -> Stat | None:
     if found.mean is None:
         return None
     return Stat(found.n, as_percent(found.mean), None if found.sd is None else as_percent(found.sd))
-
-
-def compare(runs: Iterable[Run]) -> list[Comparison]:
-    """Runs in their comparisons, in order of experiment, scale and size."""
-    groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        groups[_kind(run)][run.arm, run.hash].append(run)
-    comparisons = [
-        Comparison(kind, [_arm(name, group) for (name, _), group in arms.items()]) for kind, arms in groups.items()
-    ]
-    for comparison in comparisons:
-        kind = comparison.kind
-        others = [other.kind for other in comparisons if other is not comparison]
-        comparison.rivals = [o for o in others if (o.experiment, o.scale) == (kind.experiment, kind.scale)]
-    for experiment in {comparison.kind.experiment for comparison in comparisons}:
-        _label([comparison for comparison in comparisons if comparison.kind.experiment == experiment])
-    for comparison in comparisons:
-        comparison.arms.sort(key=lambda arm: arm.sort_key)
-    return sorted(comparisons, key=lambda comparison: _order(comparison.kind))
-
-
-def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
-    """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
-    for comparison in comparisons:
-        if told := comparison.apart():
-            raise UserError(f"{comparison.name}: these runs cannot be compared, they differ in {_told_apart(told)}")
-
-
-def choose_baseline(comparisons: list[Comparison], name: str) -> None:
-    """Makes the arm of that label (or name, where only one arm has it) the baseline of every comparison that has it.
-
-    Raises `UserError` where no comparison has it, where a name fits several arms, and where the arm is missing in a
-    comparison whose rivals have it: it would have to be compared across data, length or batch.
-    """
-    for comparison in comparisons:
-        named = [arm for arm in comparison.arms if arm.label == name]
-        named = named or [arm for arm in comparison.arms if arm.name == name]
-        if len(named) > 1:
-            raise UserError(f"--against {name}: several arms have this name: {_labels(named)}")
-        comparison.against = named[0] if named else None
-    having = {comparison.kind for comparison in comparisons if comparison.against}
-    if not having:
-        known = _labels(arm for comparison in comparisons for arm in comparison.arms)
-        raise UserError(f"--against {name}: no such arm; there are {known}")
-    for comparison in comparisons:
-        if not comparison.against and having & set(comparison.rivals):
-            raise UserError(
-                f"--against {name}: {comparison.name} has runs that cannot be compared with this arm's, they differ in "
-                f"{_told_apart(comparison.apart())}"
-            )
-
-
-def _told_apart(told: dict[str, tuple[str, list[str]]]) -> str:
-    return ", ".join(f"{what} ({mine} and {', '.join(others)})" for what, (mine, others) in told.items())
-
-
-def _labels(arms: Iterable[Arm]) -> str:
-    return ", ".join(dict.fromkeys(arm.label for arm in arms))
-
-
-def short(fingerprint: str | None) -> str:
-    return str(fingerprint or "unknown")[:8]
-
-
-def _number(number: int | None) -> str:
-    return "unknown" if number is None else f"{number:,}"
-
-
-def _kind(run: Run) -> Kind:
-    return Kind(
-        run.experiment,
-        run.scale,
-        run.data.get("fingerprint"),
-        run.settings.get("training.seq_len"),
-        run.tokens_per_step,
-        run.planned_steps,
-    )
-
-
-def _order(kind: Kind) -> tuple[str, int, str, int, str]:
-    place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
-    return kind.experiment, place, kind.scale, kind.tokens or 0, kind.fingerprint or ""
-
-
-def _arm(name: str, runs: list[Run]) -> Arm:
-    """One run per seed: where a seed was run twice, the done one, else the longer one."""
-    best: dict[int, Run] = {}
-    for run in sorted(runs, key=lambda run: (run.status != "done", -run.last_step, str(run.folder))):
-        best.setdefault(run.seed, run)
-    chosen = [best[seed] for seed in sorted(best)]
-    return Arm(name, chosen, duplicates=[run for run in runs if run not in chosen])
-
-
-def _label(comparisons: list[Comparison]) -> None:
-    """Gives arms of one name the settings in which they differ; the same keys in every comparison."""
-    keys: dict[str, list[str]] = defaultdict(list)
-    for comparison in comparisons:
-        for name in {arm.name for arm in comparison.arms}:
-            for key in varying([arm for arm in comparison.arms if arm.name == name]):
-                if key not in keys[name]:
-                    keys[name].append(key)
-    arms = [arm for comparison in comparisons for arm in comparison.arms]
-    for name in {arm.name for arm in arms}:
-        mine, shown = [arm for arm in arms if arm.name == name], keys[name]
-        if any(len(tell(arm, shown)) > 4 for arm in mine):
-            shown = _telling(mine, shown)
-        for arm in mine:
-            told = tell(arm, shown)
-            arm.label = " ".join([name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
-
-
-def _telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
-    """The keys without those that follow from the ones before them in their group: a stress's rate from its kind."""
-    kept: list[str] = []
-    for key in keys:
-        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
-        if levels(arms, [*group, key]) > levels(arms, group):
-            kept.append(key)
-    return kept
 
 
 def levels(arms: Iterable[Arm], keys: list[str]) -> int:
@@ -512,18 +232,7 @@ def varying(arms: Iterable[Arm]) -> list[str]:
     return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
 
 
-def _same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
+def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
     """Whether two arms agree in all settings whose keys begin so."""
     mine, theirs = arm.settings, other.settings
     return all(mine.get(key) == theirs.get(key) for key in mine.keys() | theirs.keys() if key.startswith(keys))
-
-
-def _same_but_routing(arm: Arm, other: Arm) -> bool:
-    apart = ("controller.", "records.", "paths.probe_tokens")
-    return all(key.startswith(apart) for key in varying([arm, other]))
-
-
-def _plain(arm: Arm) -> bool:
-    """Whether the optimizer is AdamW that neither clips nor transforms the gradient."""
-    get = arm.settings.get
-    return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gnmr.report.arms import Comparison
+from gnmr.report.comparisons import Comparison
 from gnmr.report.runs import Run
 
 

@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gnmr.report.arms import Arm, Comparison
+from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import count
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.style import FAINT, INK, Looks, Series, head, new_figure, of_steps, step_axis

@@ -11,7 +11,8 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.records.reader import read_jsonl
-from gnmr.report.arms import Arm, Comparison, stat
+from gnmr.report.arms import Arm, stat
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, measure, percent
 from gnmr.report.runs import Ratios, Run
 

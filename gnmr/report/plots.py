@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from gnmr.report.arms import Comparison
+from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import Curves, losses, losses_by_tokens, mean_gnmr, mean_of_units, saved_bytes
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks

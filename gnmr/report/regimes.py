@@ -36,7 +36,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from gnmr.report.arms import BUDGET, QUANTIZER, Arm, Comparison, levels, short, tell, varying
+from gnmr.report.arms import BUDGET, QUANTIZER, Arm, levels, tell, varying
+from gnmr.report.comparisons import Comparison, short
 from gnmr.report.layout import NOTHING, Table, percent
 from gnmr.report.statistics import (
     BETTER,

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from gnmr.report.arms import Comparison, stat
+from gnmr.report.arms import stat
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Run
 

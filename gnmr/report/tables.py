@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gnmr.report.arms import Arm, Comparison, paired_difference, short
+from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.cells import cell_lines
+from gnmr.report.comparisons import Comparison, short
 from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, relative, size
 from gnmr.report.paper_tables import paper_tables
 from gnmr.report.regimes import regime_tables

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.report.arms import BUDGET, Arm, Comparison, tell, varying
+from gnmr.report.arms import BUDGET, Arm, tell, varying
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, percent, relative
 from gnmr.report.statistics import Paired, paired
 

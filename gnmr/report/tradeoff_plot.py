@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gnmr.report.arms import Comparison
+from gnmr.report.comparisons import Comparison
 from gnmr.report.statistics import as_percent
 from gnmr.report.style import FAINT, INK, head, looks, new_figure
 from gnmr.report.tradeoff import ends, signal_curves

@@ -18,7 +18,7 @@ import yaml
 from gnmr import config
 from gnmr.records.ratios import RatioStream
 from gnmr.records.schema import RatioRows, ratio_schema
-from gnmr.report.arms import Comparison, compare
+from gnmr.report.comparisons import Comparison, compare
 from gnmr.report.runs import find_runs, load
 from gnmr.report.style import STYLE
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gnmr.report.arms import Comparison, compare
+from gnmr.report.comparisons import Comparison, compare
 from gnmr.report.runs import Run
 
 PATHS = {

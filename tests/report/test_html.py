@@ -18,7 +18,7 @@ from html_runs import UNITS, fake_run, ratios
 
 from gnmr.errors import UserError
 from gnmr.report import html
-from gnmr.report.arms import compare
+from gnmr.report.comparisons import compare
 from gnmr.report.html import write_html
 from gnmr.report.html.pack import number, packed, script_json, shortened
 from gnmr.report.html.unit_map import unit_map

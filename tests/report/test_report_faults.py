@@ -10,7 +10,7 @@ import pytest
 from html_runs import fake_run, ratios
 
 from gnmr.errors import UserError
-from gnmr.report.arms import compare
+from gnmr.report.comparisons import compare
 from gnmr.report.faults import (
     Leads,
     Window,

@@ -10,8 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gnmr.report.arms import Comparison, compare
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
+from gnmr.report.comparisons import Comparison, compare
 from gnmr.report.curves import losses_by_tokens
 from gnmr.report.plots import draw
 from gnmr.report.runs import find_runs, load

@@ -14,7 +14,7 @@ from report_reading import notes, row
 from report_recorded import Recorded
 
 from gnmr.report import published
-from gnmr.report.arms import Comparison
+from gnmr.report.comparisons import Comparison
 from gnmr.report.paper_tables import paper_tables, table_2, table_4, table_9, table_13, table_15
 from gnmr.report.paper_tables.training_loss import loss_at
 from gnmr.report.routing import routing

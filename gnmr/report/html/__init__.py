@@ -14,8 +14,8 @@ from plotly.offline import get_plotlyjs
 
 from gnmr.errors import UserError
 from gnmr.report import faults
-from gnmr.report.arms import Comparison
 from gnmr.report.binning import binned
+from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import Curves, mean_of_units
 from gnmr.report.html import sections
 from gnmr.report.html.pack import script_json

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gnmr.report import regimes
-from gnmr.report.arms import Arm, Comparison, bits
+from gnmr.report.arms import Arm, bits
 from gnmr.report.binning import bin_width, binned, shared_mean
+from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import Curves, loss_by_tokens
 from gnmr.report.faults import Window
 from gnmr.report.html.pack import number, numbers

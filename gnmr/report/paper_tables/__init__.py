@@ -6,7 +6,7 @@ settings are the paper's.
 
 from __future__ import annotations
 
-from gnmr.report.arms import Comparison
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import Table
 from gnmr.report.paper_tables.act_quant import table_1, table_3, table_5, table_6, table_10, table_11
 from gnmr.report.paper_tables.common import ACT_QUANT, MOE, PANGU, RECIPE, setting

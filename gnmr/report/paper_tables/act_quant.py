@@ -8,7 +8,8 @@ from dataclasses import astuple
 
 from gnmr.config import FORMATS
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, Kind, bits
+from gnmr.report.arms import Arm, bits
+from gnmr.report.comparisons import Comparison, Kind
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
 from gnmr.report.paper_tables.common import (
     GNMR,

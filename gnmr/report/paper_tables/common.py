@@ -8,7 +8,8 @@ import numpy as np
 
 from gnmr.config import FORMATS, RECIPES
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, stat
+from gnmr.report.arms import Arm, stat
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 
 GNMR = ("gnmr_delta", "gnmr", "delta_gnmr")

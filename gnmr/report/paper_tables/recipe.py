@@ -6,7 +6,8 @@ import numpy as np
 
 from gnmr.config import FORMATS, GEMMS, RECIPES
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, stat
+from gnmr.report.arms import Arm, stat
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 from gnmr.report.paper_tables.common import (
     add_row,

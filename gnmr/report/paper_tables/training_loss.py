@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gnmr.report import published
-from gnmr.report.arms import Arm, Comparison, bits, stat
+from gnmr.report.arms import Arm, bits, stat
+from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 from gnmr.report.paper_tables.common import add_row, note, plain, shown, size_of, undisturbed
 from gnmr.report.runs import Run
