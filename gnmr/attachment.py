@@ -21,16 +21,16 @@ from gnmr.paths import Plan, convert
 
 
 def units_of(plan: Plan) -> list[Unit]:
-    """Each converted operator as a unit of its own; monitored only where the plan has no recovery path."""
+    """The plan's units; monitored only where it has no recovery path. What a unit costs its operators cost together."""
     more_bits = 0 if plan.recovery is None else plan.recovery.bits - plan.low.bits
     return [
         Unit(
-            operator.unit_name,
-            tuple(operator.parameters()),
-            operator.switch if operator.recovery else None,
-            cost=operator.in_features * more_bits / 8 if more_bits > 0 else 1.0,
+            group.name,
+            tuple(parameter for operator in group.operators for parameter in operator.parameters()),
+            group.switch if plan.recovery else None,
+            cost=sum(o.in_features for o in group.operators) * more_bits / 8 if more_bits > 0 else 1.0,
         )
-        for operator in plan.operators
+        for group in plan.groups
     ]
 
 
@@ -106,6 +106,8 @@ def attach(
     rounding: str = "nearest",
     seed: int = 0,
     recovers: Sequence[str] = ("fprop", "dgrad", "wgrad"),
+    unit: str = "operator",
+    backend: str = "auto",
     signal: Signal | Callable[[Context], Signal] | None = None,
     ranked: bool = False,
     trigger: float = 1.0,
@@ -117,7 +119,7 @@ def attach(
 
     Args:
         model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        low, recovery, targets, site, rounding, seed, recovers: see `gnmr.paths.convert`.
+        low, recovery, targets, site, rounding, seed, recovers, unit, backend: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
@@ -132,7 +134,7 @@ def attach(
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
     one = Context(("unit",), (1.0,), torch.device("cpu"))
     GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
-    plan = convert(model, low, recovery, targets, site, rounding, seed, recovers)
+    plan = convert(model, low, recovery, targets, site, rounding, seed, recovers, unit, backend)
     try:
         units = units_of(plan)
         frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]

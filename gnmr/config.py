@@ -23,7 +23,9 @@ FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2
 RECIPES = {
     "fp8_hybrid": 8,
     "fp8_delayed": 8,
+    "fp8_delayed_1024": 8,
     "deepseek_v3": 8,
+    "deepseek_v3_blocks": 8,
     "mxfp8": 8,
     "sim_e2m1": 4,
     "sim_e2m3": 6,
@@ -35,6 +37,8 @@ RECIPES = {
 }
 """And their bits (those of the forward input)."""
 GEMMS = ("fprop", "dgrad", "wgrad")
+UNITS = ("operator", "expert", "layer", "block")
+BACKENDS = ("auto", "simulated", "scaled_mm", "te")
 
 
 def _require(condition: bool, key: str, value: object, right: str) -> None:
@@ -230,12 +234,18 @@ class PathsConfig:
     """The recovery path, of the same kind; null: a static run, units are monitored and never routed."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the linears to exchange, matched at the end of the name: down_proj, *_proj, layers.0.*."""
+    unit: str = "operator"
+    """What one decision moves: operator, expert (all its operators), layer (an attention, or an MLP with all its
+    experts) or block (5.2); of the operators that targets chooses."""
     site: str = "saved"
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too."""
     rounding: str = "nearest"
     """nearest (ties to even) or stochastic."""
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
+    backend: str = "auto"
+    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), te, or auto: scaled_mm where device,
+    recipe and widths allow it, else simulated."""
     probe_tokens: int = 1
     """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
 
@@ -255,6 +265,8 @@ class PathsConfig:
             f"must be some of {', '.join(GEMMS)}",
         )
         _require(len(self.targets) > 0, "paths.targets", self.targets, "needs at least one pattern")
+        _one_of("paths.unit", self.unit, UNITS)
+        _one_of("paths.backend", self.backend, BACKENDS)
         _one_of("paths.site", self.site, ("saved", "forward"))
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
 
@@ -273,7 +285,7 @@ class StressConfig:
     share: float = 1.0
     """Part of a unit's rows (tokens) that is hit."""
     targets: list[str] = field(default_factory=lambda: ["*"])
-    """Patterns of the units that may be hit, as paths.targets."""
+    """Patterns of the units, or of their operators, that may be hit, as paths.targets."""
     windows: list[list[int]] = field(default_factory=list)
     """[[first step, number of steps], ...] in which every target is hit; empty: drawn from rate."""
     rate: float = 0.0
@@ -522,6 +534,9 @@ class RecordsConfig:
     evidence: list[str] = field(default_factory=list)
     """Evidence that ratios.parquet keeps besides what the signal shows (docs/signals.md): replay and calibration of
     other signals need theirs. Each costs what measuring it costs."""
+    monitor: list[str] = field(default_factory=list)
+    """Modules outside of the units whose gradient norms steps.jsonl keeps, as paths.targets: what a recipe leaves in 16
+    bits is watched and never routed. It costs nothing."""
     live: str = "auto"
     """auto: a live view on a terminal, else plain lines; plain; off."""
     plain_every: int = 20

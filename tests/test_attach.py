@@ -57,6 +57,21 @@ def test_state_dict_carries_on() -> None:
     assert other.active == controller.active and other.t == 10
 
 
+@pytest.mark.parametrize("signal", [None, SIGNALS["gap"]])
+def test_attach_routes_blocks(signal) -> None:
+    """Two linears each; the paths' evidence comes by the block too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
+    how = {"max_o": 1, "alpha": 1.2, "beta": 1.2, "targets": ["?.?"], "unit": "block", "signal": signal}
+    controller = gnmr.attach(model, ranked=signal is not None, **how)
+    assert controller.names == ["0", "1", "2"]
+    sets = train(model, 12, controller)
+    assert any(sets) and max(map(len, sets)) == 1
+    assert [str(i) for i in range(3) for m in model[i] if m.recovering] == sets[-1] * 2
+    with pytest.raises(ValueError, match="unit='expert': no operator is part of an expert"):
+        gnmr.attach(net(), targets=["?"], unit="expert")
+
+
 def test_detach_gives_the_model_back() -> None:
     model = net()
     gnmr.attach(model, targets=["?"]).detach()

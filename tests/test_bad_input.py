@@ -58,6 +58,17 @@ CASES = {
     "paths=sim_int4_bf16 controller/signal=mse": "signal.name=mse: mse is measured of saved formats, and paths.low=sim",
     "paths=sim_int4_bf16 records.evidence=[gap_low]": "records.evidence: gap_low is measured of saved formats",
     "paths=sim_int4_bf16 stress=noise": "stress: the low path is the recipe sim_int4: only a format's quantizer can be",
+    "recipe=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
+    "recipe=fp9": "Could not find 'recipe/fp9': use one of bf16, deepseek_v3",
+    "hierarchy=6/7": "Could not find 'hierarchy/6/7'",
+    "paths.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
+    "experiment=moe_stress model=llama": "model.experts.number=8: model.name=llama has no experts",
+    "paths.unit=blocks": "paths.unit=blocks: must be one of operator, expert, layer, block",
+    "hierarchy=8/16 paths.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
+    "hierarchy=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
+    "hierarchy=8/16_moe recipe=fp8_hybrid controller.warmup_frac=0.1": "a high-fidelity warm-up needs paths.recovery",
+    "recipe=fp8_hybrid paths.backend=scaled_mm model.intermediate_size=56": "has 56 outputs, and FP8 hardware needs",
+    "paths.backend=cublas": "paths.backend=cublas: must be one of auto, simulated, scaled_mm, te",
     "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_proj",
     "data.path=???": "Missing mandatory value: path (key data.path)",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
@@ -90,6 +101,8 @@ CASES = {
     "records.evidence=[norm]": "norm: recorded in every run",
     "records.evidence=[micro_square]": "records.evidence: needs micro-batches, training.accumulation=1",
     "records.evidence=[gap_exact,mse] paths=int4": "records.evidence: gap_exact needs both paths, and paths.recovery",
+    "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units has such a name; there",
+    "records.monitor=[down_proj]": "records.monitor: ['down_proj']: no module outside of the units has such a name",
     "records.evidence=mse": "str is not a ListConfig, list or tuple. (key records.evidence)",
     # faults and outlier channels
     "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are lay",
@@ -213,6 +226,31 @@ def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path
     ended = gnmr("train", *tiny_words, "controller.max_o=9")
     assert (ended.code, ended.err) == (0, "gnmr: warning: max_o=9 is above the number of units, 7: it caps there\n")
     assert list(tmp_path.glob("runs/*/*/DONE"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "hierarchy=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2",
+            "the recovery path sim_e3m2 is coarser than the",
+        ),
+        ("paths.backend=simulated", "backend='simulated': has no effect on formats, which are packed on any machine"),
+    ],
+)
+def test_paths_that_cannot_be_meant_are_a_warning(words, line, gnmr, tiny_words):
+    ended = gnmr("train", *tiny_words, *words.split(" "))
+    assert ended.code == 0 and line in ended.err and ended.err.count("\n") == 1
+
+
+def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch):
+    from gnmr.paths import fp8
+
+    missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
+    monkeypatch.setattr(fp8, "_device_missing", lambda _device, _backend: missing)
+    line = gnmr("train", *tiny_words, "hierarchy=8/16", "paths.backend=scaled_mm").mistake
+    assert line == f"paths: backend='scaled_mm': {missing}; use backend='simulated'"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_corrupt_token_cache_is_rebuilt_and_said(gnmr, tiny_words, tmp_path):

@@ -14,15 +14,17 @@ from gnmr import config, launch, models
 from gnmr.controller import Decision
 from gnmr.controller.signals import SIGNALS
 from gnmr.paths import convert
-from gnmr.training.run import assemble
+from gnmr.training.run import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
 
 CONF = launch.conf_dir()
 
 
-def choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+def choices(group: str, folders: str = "*") -> list[str]:
+    """With folders="**/*" those that have a slash too: 6/8."""
+    files = (CONF / group).glob(f"{folders}.yaml")
+    return sorted(str(file.relative_to(CONF / group).with_suffix("")) for file in files)
 
 
 compose = cache(lambda *words: launch.compose(list(words)))
@@ -46,8 +48,8 @@ def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
-    nested = {"controller/signal", "optim/transform"}
-    assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant"}
+    nested = {"controller/signal", "optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"}
+    assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant", "recipe", "hierarchy"}
 
 
 # ---- signals, transforms, faults: what their files say is what the classes take ----
@@ -103,7 +105,7 @@ def test_the_cells_of_a_sweep(sweep):
     assert axes["training.seed"] in (["0", "1", "2"], ["0", "1", "2", "3", "4"])
     for key, values in axes.items():
         assert len(set(values)) == len(values)
-        if key in ("variant", "stress", "paths", "optim/transform"):
+        if key in ("variant", "stress", "paths", "optim/transform", "scale"):
             assert set(values) <= set(choices(key))
     long = max(len(axes.get(key, ())) for key in ("stress", "optim/transform"))
     assert long == 0 or len(choices("stress" if sweep == "faults" else "optim/transform")) == long
@@ -111,7 +113,7 @@ def test_the_cells_of_a_sweep(sweep):
     cells = [compose(f"sweep={sweep}", *(f"{key}={v[i % len(v)]}" for key, v in axes.items())) for i in places]
     assert len({(cell.arm_name, config.config_hash(cell)) for cell in cells}) == len(cells)
     assert len({cell.experiment_name for cell in cells}) == 1
-    assert {cell.scale_name for cell in cells} <= {"cpu", "cpu_2bit"}
+    assert all("cpu" in cell.scale_name for cell in cells)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ def test_a_variant_takes_two_steps(name, variants):
         assert spent == loaded.controller.max_o == 4
     elif name in ("always_high", "adapt"):  # which warms up first
         assert spent == 7
-    elif name in ("always_low", "bf16", "int4", "int8"):
+    elif name in ("always_low", "bf16", "int4", "int8", "fp8_hybrid", "sim_e3m2", "sim_e2m1"):
         assert spent == 0
 
 
@@ -181,8 +183,33 @@ TABLE_8 = {
 }
 
 
+TABLE_9 = {
+    # hidden, MLP, heads, layers, tokens, rate; a quarter of the layers
+    "130m": (768, 2048, 12, 12, 2.6e9, 1e-3, 3),
+    "350m": (1024, 2736, 16, 24, 7.8e9, 5e-4, 6),
+    "1.3b": (2048, 5472, 32, 24, 13.1e9, 5e-4, 6),
+    "3b": (2560, 6848, 32, 32, 28.8e9, 3e-4, 8),
+}
+RECIPE_CPU = ["recipe_cpu_small", "recipe_cpu", "recipe_cpu_large"]
+
+
 def test_no_scale_is_left_out():
-    assert set(choices("scale")) == {*TABLE_8, "cpu", "cpu_2bit", "moe_cpu", "moe_3.7b", "pangu_cpu", "pangu_1b"}
+    ours = {"cpu", "cpu_2bit", "moe_cpu", "pangu_cpu", *RECIPE_CPU}
+    theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b"}
+    assert set(choices("scale")) == ours | theirs
+
+
+@pytest.mark.parametrize("size", TABLE_9)
+def test_a_scale_of_table_9_is_the_papers(size):
+    loaded = compose("experiment=deepseek_recipe", f"scale=recipe_{size}")
+    model, training, optim = loaded.model, loaded.training, loaded.optim
+    *sizes, tokens, rate, max_o = TABLE_9[size]
+    assert [model.hidden_size, model.intermediate_size, model.num_heads, model.num_layers] == sizes
+    assert (training.seq_len, training.tokens_per_step, loaded.data.name) == (256, 131_072, "c4")
+    assert training.steps * training.tokens_per_step == pytest.approx(tokens, rel=1e-3)
+    assert (optim.lr, optim.warmup_frac, optim.min_lr_frac) == (rate, 0.1, 0.1)
+    assert loaded.controller.max_o == max_o == model.num_layers // 4
+    assert model.outlier_channels.number == 0 and loaded.scale_name == f"recipe_{size}"
 
 
 @pytest.mark.parametrize("scale", TABLE_8)
@@ -279,7 +306,7 @@ def test_the_cpu_sizes_of_both():
     for scale in ("moe_cpu", "pangu_cpu"):
         ours, cpu = (config.identity(compose(f"scale={name}")) for name in (scale, "cpu"))
         differing = {key for key, value in ours.items() if value != cpu[key]}
-        assert {key for key in differing if not key.startswith("model.")} == {"scale_name"}
+        assert {key for key in differing if not key.startswith("model.")} == {"scale_name", "controller.max_o"}
     moe, pangu = compose("scale=moe_cpu").model, compose("scale=pangu_cpu").model
     assert (moe.name, moe.experts.number, moe.experts.top_k, moe.hidden_size) == ("moe", 8, 2, 128)
     assert (pangu.num_heads // pangu.num_kv_heads, pangu.intermediate_size // pangu.hidden_size) == (2, 4)
@@ -316,3 +343,143 @@ def test_a_scale_of_the_recipe_setting_is_built_whole_on_the_meta_device(scale):
     hidden, mlp, k = sizes.hidden_size, sizes.intermediate_size, sizes.experts.top_k if sizes.experts.number else 1
     copies = 2 * (hidden // 2 + 2) + k * (hidden // 2 + 2 + mlp // 2 + 2)
     assert plan.predicted_bytes() == sizes.num_layers * tokens.numel() * copies
+
+
+# ---- the recipe setting: experiments, hierarchies, recipes ----
+
+PAPER = {
+    # alpha in the first stage, alpha, beta, share in high fidelity; low and recovery path
+    "6/8": (1.5, 1.1, 1.5, 0.0, "sim_e3m2", "fp8_hybrid"),
+    "4/8": (1.5, 1.1, 1.5, 0.0, "sim_e2m1", "fp8_hybrid"),
+    "8/16": (1.5, 1.1, None, 0.0, "fp8_hybrid", "bf16"),
+    "8/16_moe": (None, 0.9, None, 0.05, "fp8_hybrid", "bf16"),
+    "4/16": (None, 0.4, None, 0.0, "sim_e2m1", "bf16"),
+}
+SETTINGS = {
+    # unit, hierarchy, cpu size, units, the paper's size
+    "deepseek_recipe": ("block", "6/8", "recipe_cpu", 8, "recipe_1.3b"),
+    "moe_stress": ("expert", "8/16_moe", "moe_cpu", 4 * 8, "moe_3.7b"),
+    "pangu_4bit": ("operator", "4/16", "pangu_cpu", 4 * 7, "pangu_1b"),
+}
+
+
+def in_force(loaded: config.Config) -> tuple:
+    c, paths = loaded.controller, loaded.paths
+    assert c.alpha_init is None or c.init_frac == 0.025
+    return c.alpha_init, c.alpha, c.beta, c.warmup_frac, paths.low, paths.recovery
+
+
+def test_no_experiment_and_no_hierarchy_is_left_out():
+    assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress"}
+    assert set(choices("hierarchy", "**/*")) == set(PAPER)
+
+
+@pytest.mark.parametrize("experiment", SETTINGS)
+def test_an_experiment_of_the_recipe_setting(experiment):
+    unit, hierarchy, scale, units, large = SETTINGS[experiment]
+    loaded = compose(f"experiment={experiment}")
+    assert (loaded.experiment_name, loaded.scale_name, loaded.paths.unit) == (experiment, scale, unit)
+    assert in_force(loaded) == PAPER[hierarchy] and loaded.controller.max_o == units // 4
+    assert in_force(compose(f"experiment={experiment}", f"scale={large}")) == PAPER[hierarchy]
+
+
+@pytest.mark.parametrize("hierarchy", PAPER)
+def test_a_hierarchy_is_the_papers(hierarchy):
+    assert in_force(compose("experiment=deepseek_recipe", f"hierarchy={hierarchy}")) == PAPER[hierarchy]
+
+
+@pytest.mark.parametrize("recipe", choices("recipe"))
+def test_a_recipe_is_a_static_run_of_every_experiment(recipe):
+    for experiment in (*SETTINGS, "act_quant_stress"):
+        paths = compose(f"experiment={experiment}", f"recipe={recipe}").paths
+        assert (paths.name, paths.low, paths.recovery) == (recipe, recipe, None)
+
+
+def test_the_cells_of_the_papers_tables():
+    """Arms by name; and what two tables have in common is one run."""
+    cells = {}
+    for sweep in ("table2", "table4", "table9", "figure4", "table13", "table15"):
+        ((axis, values),) = ((key, values) for key, values in axes_of(sweep).items() if key != "training.seed")
+        cells[sweep] = [compose(f"sweep={sweep}", f"{axis}={value}") for value in values]
+    arms = {sweep: [cell.arm_name for cell in own] for sweep, own in cells.items()}
+    eight, six_eight = "fp8_hybrid", "sim_e3m2_fp8_hybrid-gnmr"
+    assert arms["table2"][:4] == [six_eight, eight, "fp8_hybrid_bf16-gnmr", "bf16"]
+    assert arms["table4"] == [eight, "fp8_hybrid_bf16-gnmr", "bf16"]
+    assert arms["table9"] == arms["figure4"] == [six_eight] * 3
+    assert arms["table13"] == [eight, "fp8_hybrid_bf16-gnmr", "bf16"]
+    assert arms["table15"] == ["sim_e2m1", "sim_e2m1_bf16-gnmr", "bf16"]
+    hashes = {sweep: {config.config_hash(cell) for cell in own} for sweep, own in cells.items()}
+    assert hashes["table4"] < hashes["table2"] and hashes["table9"] == hashes["figure4"]
+    assert len(hashes["table2"] & hashes["table9"]) == 1
+    assert config.config_hash(compose("experiment=deepseek_recipe")) in hashes["table2"]
+
+
+def tiny_cell(text_file: Path, *words: str) -> config.Config:
+    """As narrow as the tiles of deepseek_v3 allow, two blocks of 16 tokens; depth as small as it can be."""
+    small = ["model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=128", "controller.max_o=1"]
+    small += ["training.seq_len=16", "training.batch_size=1", "training.accumulation=1", "training.threads=1"]
+    window = ["model.outlier_channels.window=[2,2]"] if "sweep=recipe_stress" in words else []
+    return launch.compose([*words, "data=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window])
+
+
+CELLS = [
+    *((f"experiment={experiment}",) for experiment in SETTINGS),
+    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16")),
+    *(("experiment=deepseek_recipe", f"recipe={recipe}") for recipe in choices("recipe")),
+    *((f"sweep={sweep}", f"variant={arm}") for sweep in ("table13", "table15") for arm in axes_of(sweep)["variant"]),
+    *(("sweep=recipe_stress", f"paths={paths}") for paths in axes_of("recipe_stress")["paths"]),
+    ("experiment=moe_stress", "paths.unit=layer"),
+    ("experiment=deepseek_recipe", "hierarchy=8/16", "paths.backend=scaled_mm"),
+]
+
+
+@pytest.mark.parametrize("words", CELLS, ids=" ".join)
+def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
+    """Its units are what they should be, and whatever is routed is whole units."""
+    loaded = tiny_cell(text_file, *words)
+    parts = assemble(loaded, Path("unused"), lambda _: None)
+    step = train_step(parts)
+    block = torch.from_numpy(parts.corpus.train[:17].astype("int64"))[None]
+    results = []
+    for number in (1, 2):
+        for stress in parts.stress:
+            stress.begin_step(number)
+        results.append(step([block], loaded.optim.lr))
+    first, second = results
+    assert not first.skipped and not second.skipped
+    assert parts.stress or second.loss < first.loss
+    assert first.saved_bytes == first.saved_bytes_predicted
+    experts = [f"layers.{i}.mlp.experts.{e}" for i in range(2) for e in range(loaded.model.experts.number)]
+    units = {"block": ["layers.0", "layers.1"], "expert": experts, "layer": ["layers.0.mlp", "layers.1.mlp"]}
+    assert parts.controller.names == units.get(loaded.paths.unit, [o.unit_name for o in parts.plan.operators])
+    for group in parts.plan.groups:
+        assert {operator.recovering for operator in group.operators} == {group.name in parts.controller.active}
+    active, control = len(parts.controller.active), loaded.controller
+    assert active <= (0 if loaded.paths.recovery is None else control.max_o) or active == len(parts.controller.units)
+    assert (active == len(parts.controller.units)) == (control.warmup_frac > 0)
+    watched = ["layers.0.mlp.router", "layers.1.mlp.router"] if experts else ["embed_tokens", "norm", "lm_head"]
+    assert list(second.monitored) == (watched if loaded.records.monitor else [])
+    casts = loaded.paths.low != "bf16"
+    assert set(second.saturation) == ({"input", "weight", "grad_output", "result"} if casts else set())
+
+
+@pytest.mark.parametrize("scale", RECIPE_CPU)
+def test_a_cpu_size_of_the_recipe_setting(scale):
+    """The quarter of its blocks, widths for every recipe, and marks for table 2."""
+    loaded = compose("experiment=deepseek_recipe", f"scale={scale}")
+    assert loaded.controller.max_o * 4 == loaded.model.num_layers
+    assert loaded.model.hidden_size % 128 == loaded.model.intermediate_size % 128 == 0
+    assert loaded.training.eval_every * 10 == loaded.training.steps
+
+
+@pytest.mark.parametrize("size", ["recipe_3b", "moe_3.7b", "pangu_1b"])
+def test_the_papers_size_has_its_units(size):
+    """Built on the meta device, as the experiment has it."""
+    experiment = next(name for name, own in SETTINGS.items() if size.split("_")[0] == own[4].split("_")[0])
+    loaded = compose(f"experiment={experiment}", f"scale={size}")
+    with torch.device("meta"):
+        model = models.build(loaded.model, loaded.data.vocab_size, loaded.training.seq_len)
+    paths = loaded.paths
+    plan = convert(model, paths.low, paths.recovery, paths.targets, unit=paths.unit)
+    assert len(plan.groups) // 4 == loaded.controller.max_o
+    assert len(plan.operators) == {"recipe_3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]

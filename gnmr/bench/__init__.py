@@ -25,6 +25,7 @@ BENCHMARKS = {
     "decision": ("controller", "decision", "signal and policy alone, for 10,000 units"),
     "saved": ("saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
     "signals": ("signals", "signals", "whole steps under signals that look beyond the norms"),
+    "recipe": ("recipe", "recipe", "steps under recipes against 16 bits, a mixture of experts, switching"),
     "hf": ("hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
     "startup": ("process", "startup", "gnmr --help, and gnmr train to its first step"),
     "memory": ("process", "memory", "peak memory of gnmr train"),

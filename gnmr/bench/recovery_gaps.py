@@ -70,11 +70,14 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:
         in_force, generator = [operator.recovering for operator in plan.operators], plan.state_dict()
-        for index, operator in enumerate(plan.operators):
-            operator.switch(index in recovering)
+        for index, group in enumerate(plan.groups):
+            group.switch(index in recovering)
         model.zero_grad(set_to_none=True)
         backward()
-        grads = [[p.grad for p in operator.parameters() if p.grad is not None] for operator in plan.operators]
+        grads = [
+            [p.grad for operator in group.operators for p in operator.parameters() if p.grad is not None]
+            for group in plan.groups
+        ]
         model.zero_grad(set_to_none=True)
         plan.shared.forget()
         plan.load_state_dict(generator)
@@ -85,7 +88,7 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
     def squares(ones: list[Tensor], others: list[Tensor]) -> np.ndarray:
         return np.array([float((a - b).square().sum()) for a, b in zip(ones, others, strict=True)])
 
-    everything = range(len(plan.operators))
+    everything = range(len(plan.groups))
     earlier = plan.shared.probe
     plan.unprobe()
     with plan.exact():
@@ -98,7 +101,7 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
 
     nothing = [torch.zeros_like(grad) for grad in exact]
     return Gaps(
-        [operator.unit_name for operator in plan.operators],
+        [group.name for group in plan.groups],
         squares(low, exact) - squares(high, exact),
         {
             ESTIMATE: measured["gap_low"] - measured["gap_recovery"],

@@ -159,7 +159,7 @@ class Controller:
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
-        self._chosen = torch.zeros(len(units), dtype=torch.bool, device=self._device)  # what `apply` will have made of it
+        self._chosen = torch.zeros_like(self._recoverable)  # what `apply` will have made of it
         self._pending: list[Event] = []
         if warmup_steps > 0:
             self._pending = self._switch(self._recoverable.cpu().numpy(), step=0, causes=None, risk=None)

@@ -3,14 +3,18 @@
 from gnmr.paths.convert import Plan, convert
 from gnmr.paths.faults import Fault, FaultSchedule, Window
 from gnmr.paths.formats import FORMATS
+from gnmr.paths.fp8 import BACKENDS
+from gnmr.paths.groups import UNITS
 from gnmr.paths.probe import STATISTICS, Probe
 from gnmr.paths.recipes import RECIPES, Recipe
 from gnmr.paths.saved import PathLinear
 
 __all__ = [
+    "BACKENDS",
     "FORMATS",
     "RECIPES",
     "STATISTICS",
+    "UNITS",
     "Fault",
     "FaultSchedule",
     "PathLinear",

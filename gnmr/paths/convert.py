@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
+from gnmr.paths.fp8 import check_backend, with_backend
+from gnmr.paths.groups import Group, check_unit, grouped
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import GEMMS, RECIPES, Recipe
 from gnmr.paths.saved import Path, PathLinear, SharedState, exact
@@ -23,9 +25,10 @@ from gnmr.paths.simulated import OPERANDS, Ledger
 
 @dataclass(eq=False)
 class Plan:
-    """The converted operators of a model, in module order, and what they share."""
+    """The converted operators of a model, in module order, the units that they make up, and what they share."""
 
     operators: list[PathLinear]
+    groups: list[Group]
     low: Path
     recovery: Path | None
     shared: SharedState
@@ -70,7 +73,7 @@ class Plan:
         if self.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact"} & set(names))):
             raise ValueError(f"{', '.join(gaps)}: this plan has no recovery path")
         self.shared.forget()  # and what an earlier probe measured of the last tensor
-        self.shared.probe = Probe(self.operators, names, tokens)
+        self.shared.probe = Probe(self.groups, names, tokens)
         return self.shared.probe
 
     def unprobe(self) -> None:
@@ -93,6 +96,7 @@ class Plan:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
 
         A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
+        On real hardware it is codes of one byte and a scale.
         """
         now = [(operator.recovering, operator.read) for operator in self.operators]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
@@ -100,25 +104,27 @@ class Plan:
             for operator in self.operators:
                 if operator.read is not None:
                     rows, first_reader = operator.read
-                    copies[first_reader, kept_as(operator.path)] = rows * bytes_per_row(operator, operator.path)
+                    copies[first_reader, kept_as(operator.path)] = kept_bytes(operator, operator.path, rows)
             self._predicted = now, sum(copies.values())
         return self._predicted[1]
 
     def extra_bytes(self) -> float:
-        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the units in recovery, each unit counted by itself.
+        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself.
 
-        0 under recipes, which are simulated: whatever the path, the input is kept in its own width.
+        0 under simulated recipes: whatever the path, the input is kept in its own width.
         """
         return sum(self._extra(operator) for operator in self.operators if operator.recovering)
 
     def extra_bytes_bound(self, max_o: int) -> float:
         """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); never exceeded by `extra_bytes`."""
-        return sum(sorted((self._extra(operator) for operator in self.operators), reverse=True)[:max_o])
+        extra = (sum(map(self._extra, group.operators)) for group in self.groups)
+        return sum(sorted(extra, reverse=True)[:max_o])
 
     def _extra(self, operator: PathLinear) -> float:
-        if self.recovery is None or operator.read is None or isinstance(self.low, Recipe):
+        if self.recovery is None or operator.read is None:
             return 0.0
-        return (self.recovery.bits - self.low.bits) / 8 * operator.read[0] * operator.in_features
+        more_bits = max(0, _kept_bits(self.recovery) - _kept_bits(self.low))
+        return more_bits / 8 * operator.read[0] * operator.in_features
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Rows (unit, operator, low path, recovery path); layers that differ by their number alone stand together."""
@@ -126,18 +132,21 @@ class Plan:
         for operator in self.operators:
             shape = f"Linear {operator.in_features} -> {operator.out_features}"
             groups.setdefault((re.sub(r"\b\d+\b", "*", operator.unit_name), shape), []).append(operator.unit_name)
-        recovery = "none (static)" if self.recovery is None else self.recovery.name
+        low, recovery = described(self.low), "none (static)" if self.recovery is None else described(self.recovery)
+        kind = "units" if len(self.groups) == len(self.operators) else "operators"
         return [
-            (names[0] if len(names) == 1 else f"{pattern}  ({len(names)} units)", shape, self.low.name, recovery)
+            (names[0] if len(names) == 1 else f"{pattern}  ({len(names)} {kind})", shape, low, recovery)
             for (pattern, shape), names in groups.items()
         ]
 
     def __str__(self) -> str:
         rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows
-        )
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+        if len(self.groups) < len(self.operators):
+            first, last = self.groups[0].name, self.groups[-1].name
+            lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
+        return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Tensor]:
         """State of the stochastic generator and of delayed scales; empty where there is neither."""
@@ -152,17 +161,33 @@ class Plan:
             self.shared.ledger.history.copy_(state["largest"])
 
 
+def described(path: Path) -> str:
+    """Its name, and of a recipe that casts something what runs it."""
+    return f"{path.name}, {path.backend}" if isinstance(path, Recipe) and path.casts else path.name
+
+
 def kept_as(path: Path) -> str:
     """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
-    return path.name if isinstance(path, Format) else str(path.wgrad.input or "bf16")
+    if isinstance(path, Format):
+        return path.name
+    return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
 
 
-def bytes_per_row(operator: PathLinear, path: Path) -> int:
-    """Bytes that one row (token) of the operator's input occupies on `path`, its scale counted."""
-    dtype = operator.weight.dtype
-    if isinstance(path, (KeepFormat, Recipe)):
-        return operator.in_features * dtype.itemsize
-    return row_bytes(operator.in_features, path.bits) + scale_dtype(dtype).itemsize
+def kept_bytes(operator: PathLinear, path: Path, rows: int) -> int:
+    """Bytes that `rows` rows (tokens) of the operator's input occupy on `path`, their scales counted."""
+    dtype, width = operator.weight.dtype, operator.in_features
+    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+        return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
+    if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
+        return rows * width + torch.float32.itemsize  # codes under one scale
+    return rows * width * dtype.itemsize
+
+
+def _kept_bits(path: Path) -> int:
+    """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
+    if isinstance(path, Format):
+        return path.bits
+    return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -185,6 +210,8 @@ def convert(
     rounding: str = "nearest",
     seed: int = 0,
     recovers: Sequence[str] = GEMMS,
+    unit: str = "operator",
+    backend: str = "auto",
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
@@ -198,13 +225,18 @@ def convert(
         site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
         rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
         recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
+        unit: which operators change their path together: `operator`, `expert`, `layer` or `block`
+            (`gnmr.paths.groups`).
+        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm` or `te` (`gnmr.paths.fp8`).
 
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
-    ValueError for an unknown format, recipe, site, rounding or GEMM, a format with a recipe, a pattern that matches no
-    linear, a linear whose widths the tiles of a recipe do not divide, and a linear that is a subclass of `nn.Linear`
-    (converted already, or another library's). Warns of a recovery path that is coarser than the low one.
+    ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
+    that matches no linear, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of
+    `nn.Linear` (converted already, or another library's), a kind of unit that the model does not have, and a backend
+    that cannot run the recipe here. Warns of a recovery path that is coarser than the low one.
     """
+    check_backend(backend)
     low_path, recovery_path = resolve(low, recovery, recovers)
     for name, value, choices in (
         ("site", site, ("saved", "forward")),
@@ -228,6 +260,14 @@ def convert(
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
 
+    check_unit(names, unit)
+    if isinstance(low_path, Recipe):
+        low_path = with_backend(low_path, backend, chosen)
+    elif backend != "auto":
+        warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
+    if isinstance(recovery_path, Recipe):
+        recovery_path = with_backend(recovery_path, backend, chosen)
+
     device = next(iter(chosen.values())).weight.device
     generator = None
     if rounding == "stochastic":
@@ -245,7 +285,7 @@ def convert(
         module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
         operators.append(module)
-    return Plan(operators, low_path, recovery_path, shared)
+    return Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
 
 
 def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> tuple[Path, Path | None]:

@@ -14,7 +14,7 @@ Values beyond the format's largest one are clamped to it. A row with a NaN or an
 kept has the shapes and types of a sound copy. A unit on its recovery path is not hit, nor is another reader of the same
 tensor; evaluation is exact as ever.
 
-What is random depends on the schedule's seed, the step and the unit alone (and on the kind of device), never on a
+What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device), never on a
 generator that moves on: resuming and recomputing meet the same faults, and the micro-batches of a step the same rows.
 """
 
@@ -110,7 +110,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Window:
-    """A fault of one unit: steps `start` to `end`, both included."""
+    """A fault of one unit, in the operators of it that are targets: steps `start` to `end`, both included."""
 
     unit: str
     start: int
@@ -168,10 +168,11 @@ class FaultSchedule:
         """Steps count from 1. `windows` says when, or else `rate`.
 
         Args:
-            targets: patterns of unit names, as `convert`'s.
+            targets: patterns of the units or of their operators, as `convert`'s. A fault hits operators: all those of
+                a unit that match, or whose unit does, at the same time.
             windows: (first step, number of steps) of each window, in which every target is hit.
             rate: expected windows per 1,000 unit-steps of the targets, each of `duration` steps (the last one ends with
-                the run); drawn for each target by itself, those of a unit do not overlap.
+                the run); drawn for each unit by itself, those of a unit do not overlap.
             seed: of the drawn windows and of everything random within them.
 
         ValueError: a low path of 16 bits or of a recipe, a target that matches no unit, a window beyond the run or over
@@ -181,21 +182,29 @@ class FaultSchedule:
             raise ValueError(f"the low path is {plan.low.name}: there is no quantizer to break")
         if isinstance(plan.low, Recipe):
             raise ValueError(f"the low path is the recipe {plan.low.name}: only a format's quantizer can be broken")
-        self._names = [operator.unit_name for operator in plan.operators]
-        chosen, empty = select(self._names, targets)
-        if empty or not targets:
-            units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self._names)
+        names = [group.name for group in plan.groups]
+        chosen, empty = select([operator.unit_name for operator in plan.operators], targets)
+        whole, no_unit = select(names, targets)
+        if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
+            units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
             raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
-        self._seed, self._indices = seed, [self._names.index(name) for name in chosen]
+        self._seed, self._num_units = seed, len(names)
+        self._unit = {  # of each operator that may be hit, both by their places in the plan
+            operator.index: unit
+            for unit, group in enumerate(plan.groups)
+            for operator in group.operators
+            if group.name in whole or operator.unit_name in chosen
+        }
+        hit = sorted(set(self._unit.values()))
         if windows:
-            spans = {i: _checked(windows, steps) for i in self._indices}
+            spans = {i: _checked(windows, steps) for i in hit}
         else:
-            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in self._indices}
+            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in hit}
         self.windows: list[Window] = sorted(
-            (Window(self._names[i], *span, fault.kind, fault.magnitude) for i in self._indices for span in spans[i]),
+            (Window(names[i], *span, fault.kind, fault.magnitude) for i in hit for span in spans[i]),
             key=lambda window: window.start,
         )
-        self._spans = np.array([(i, *span) for i in self._indices for span in spans[i]], dtype=np.int64).reshape(-1, 3)
+        self._spans = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
         if not self.windows:
             warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
 
@@ -203,16 +212,16 @@ class FaultSchedule:
         self._history = None
         if fault.kind == "stale_scale":  # row 0 is the current step's
             device = plan.operators[0].weight.device
-            self._history = torch.zeros(len(chosen), 1 + fault.history, dtype=torch.float64, device=device)
+            self._history = torch.zeros(len(self._unit), 1 + fault.history, dtype=torch.float64, device=device)
         self._injectors: list[Injector] = []
-        for k, i in enumerate(self._indices):
+        for k, i in enumerate(self._unit):
             self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
             plan.operators[i].fault = self._injectors[-1]
 
     def at(self, step: int) -> np.ndarray:
-        """(num_operators,) bool: the units in whose windows `step` lies, whatever path they run on."""
+        """(num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
         unit, start, end = self._spans.T
-        hit = np.zeros(len(self._names), dtype=bool)
+        hit = np.zeros(self._num_units, dtype=bool)
         hit[unit[(start <= step) & (step <= end)]] = True
         return hit
 
@@ -223,9 +232,9 @@ class FaultSchedule:
             self._history[:, 0] = 0
         self._step = step
         at = self.at(step)
-        for index, injector in zip(self._indices, self._injectors, strict=True):
+        for (index, unit), injector in zip(self._unit.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
-            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if at[index] else None)
+            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if at[unit] else None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sizes that stale_scale remembers; empty for every other kind."""

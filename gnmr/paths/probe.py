@@ -17,6 +17,9 @@ error's norms are taken in forward, one float32 a token, and meet the norms of g
     mse                     mean of (x - Q_low(x))^2
     input_std               standard deviation of the elements of x
 
+Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
+the shares, means and deviations those of all their elements together.
+
 x is the operand as `wgrad` reads it (under autocast: after the cast), Q(x) the compressed copy brought back to its
 dtype. The low path is described whatever path the unit ran on, a fault in it included.
 
@@ -39,6 +42,7 @@ from gnmr.paths.scaling import compress, decompress
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
+    from gnmr.paths.groups import Group
     from gnmr.paths.saved import PathLinear, Read
 
 STATISTICS = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
@@ -51,21 +55,24 @@ class Probe:
     Set `enabled` to False for the steps whose numbers nobody reads: they cost nothing then.
     """
 
-    def __init__(self, operators: Sequence[PathLinear], names: Collection[str], tokens: int = 1) -> None:
-        """`tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
-        divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1."""
+    def __init__(self, groups: Sequence[Group], names: Collection[str], tokens: int = 1) -> None:
+        """`groups`: the units; what their operators add up to is theirs.
+
+        `tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
+        divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1.
+        """
         unknown = [name for name in names if name not in STATISTICS]
         if unknown or not names:
             raise ValueError(f"probe {unknown}: use some of {', '.join(STATISTICS)}")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._index = {operator.unit_name: i for i, operator in enumerate(operators)}
-        device = operators[0].weight.device
-        self._sums = {name: torch.zeros(len(operators), dtype=torch.float64, device=device) for name in _SUMS}
+        self._index = {operator.unit_name: i for i, group in enumerate(groups) for operator in group.operators}
+        device = groups[0].operators[0].weight.device
+        self._sums = {name: torch.zeros(len(groups), dtype=torch.float64, device=device) for name in _SUMS}
 
     def read(self) -> dict[str, Tensor]:
-        """{name: (num_operators,) float64} on the device, in the plan's order. Does not wait for it.
+        """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
 
         The gaps are sums, scaled up from the measured rows to all; the others are shares and means of all that was
         measured, over all micro-batches.

@@ -30,7 +30,10 @@ Named recipes (`RECIPES`):
 
     fp8_hybrid     E4M3 input and weight, E5M2 grad_output, scale per tensor, results kept (Transformer Engine)
     fp8_delayed    the same with delayed scales, history 16
+    fp8_delayed_1024    with history 1024, which is common in practice: what has grown saturates, what has shrunk
+                   underflows until the largest value of long ago is forgotten
     deepseek_v3    E4M3 everywhere: tiles for input and grad_output, blocks for the weight, results kept (2412.19437)
+    deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
@@ -73,10 +76,12 @@ class Cast:
 
     @staticmethod
     def of(word: str) -> Cast | None:
-        """The cast that is written `e4m3/tile`; None for `bf16`."""
-        name, _, scale = word.partition("/")
+        """The cast that is written `e4m3/tile`, or `e5m2/delayed/1024` with its history; None for `bf16`."""
+        name, scale, history = (*word.split("/", 2), "", "")[:3]
         fmt = get_format(name)
-        return None if isinstance(fmt, KeepFormat) and not scale else Cast(fmt, scale)
+        if isinstance(fmt, KeepFormat) and not scale:
+            return None
+        return Cast(fmt, scale, int(history)) if history else Cast(fmt, scale)
 
     @property
     def directed(self) -> bool:
@@ -93,7 +98,8 @@ class Cast:
         return (1, None) if self.scale == "row" else (None, None)
 
     def __str__(self) -> str:
-        return f"{self.format.name}/{self.scale}"
+        history = f"/{self.history}" if self.scale == "delayed" and self.history != 16 else ""
+        return f"{self.format.name}/{self.scale}{history}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,8 @@ class Recipe:
     fprop: Gemm = Gemm()
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
+    backend: str = "simulated"
+    """What runs the GEMMs: simulated or scaled_mm (`gnmr.paths.fp8`)."""
 
     def __post_init__(self) -> None:
         for name, operands in _OPERANDS.items():
@@ -206,7 +214,9 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         _same_everywhere("fp8_hybrid", "e4m3/tensor", "e5m2/tensor"),
         _same_everywhere("fp8_delayed", "e4m3/delayed", "e5m2/delayed"),
+        _same_everywhere("fp8_delayed_1024", "e4m3/delayed/1024", "e5m2/delayed/1024"),
         _same_everywhere("deepseek_v3", "e4m3/tile", "e4m3/tile", weight="e4m3/block"),
+        _same_everywhere("deepseek_v3_blocks", "e4m3/tile", "e4m3/block", weight="e4m3/block"),
         _same_everywhere("mxfp8", "e4m3/mx", "e4m3/mx"),
         *(_simulated(fmt) for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")),
         Recipe("bf16"),

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.fp8 import scaled_mm_linear
 from gnmr.paths.recipes import Recipe
 from gnmr.paths.scaling import compress, decompress
 from gnmr.paths.simulated import Ledger, simulated_linear
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from gnmr.paths.probe import Measured, Probe
 
 Path = Format | Recipe
-"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, simulated."""
+"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
 
 
 class SharedState:
@@ -194,7 +195,8 @@ class PathLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if isinstance(path, Recipe):
-            output, first_reader = simulated_linear(self, path, input, x, weight, bias, keeps)
+            run = scaled_mm_linear if path.backend == "scaled_mm" else simulated_linear
+            output, first_reader = run(self, path, input, x, weight, bias, keeps)
         else:
             output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes)
         self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None

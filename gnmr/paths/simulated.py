@@ -33,10 +33,14 @@ from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, largest_magnitude, scale_of
 
 if TYPE_CHECKING:
-    from gnmr.paths.saved import PathLinear
+    from gnmr.paths.saved import PathLinear, Read
 
 _AT_ONCE = 2**17
 """Elements that a CPU takes at a time, so that they stay in its cache between the dozen passes over them."""
+
+BEYOND = 1 + 2.0**-20
+"""Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
+own scale, may come out a rounding error above the format's."""
 
 OPERANDS = ("input", "weight", "grad_output", "result")
 
@@ -51,7 +55,7 @@ def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Met:
+class Met:
     """What a cast met in its tensor, on the device."""
 
     largest: Tensor
@@ -64,7 +68,7 @@ class _Met:
 
 def _quantize(
     x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, _Met]:
+) -> tuple[Tensor, Met]:
     """`reference`: makes of max|x| the magnitude that becomes the format's largest; None: that very one."""
     rows, columns = x.shape
     group = cast.group(contraction_dim)
@@ -86,7 +90,7 @@ def _quantize(
         largest = torch.cat([own for own, _ in done if own is not None])
     saturated = [number for _, number in done if number is not None]
     nonfinite = (~largest.isfinite()).sum() * (x.numel() if one_scale else height * width)
-    return values, _Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
+    return values, Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
 
 
 def _quantize_piece(
@@ -110,7 +114,7 @@ def _quantize_piece(
     groups.div_(scale)
     if cast.scale in ("mx", "delayed"):
         beyond = wide.abs()  # 1.0 or 0.0: on CPUs much faster than a comparison's bool
-        saturated = torch.gt(beyond, fmt.max, out=beyond).sum(dim=1).sum(dtype=torch.int64)
+        saturated = torch.gt(beyond, fmt.max * BEYOND, out=beyond).sum(dim=1).sum(dtype=torch.int64)
         wide.clamp_(-fmt.max, fmt.max)
     fmt.round(wide)
     groups.mul_(scale)
@@ -158,7 +162,7 @@ class Ledger:
         before = self.history[unit, operand, 1 : 1 + history].amax()
         return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
 
-    def write(self, unit: int, counted: Iterable[tuple[int, _Met]], largest: dict[int, Tensor]) -> None:
+    def write(self, unit: int, counted: Iterable[tuple[int, Met]], largest: dict[int, Tensor]) -> None:
         """Adds what one forward and backward pass of `unit` met."""
         self._written = True
         for operand, met in counted:
@@ -172,14 +176,15 @@ class Ledger:
                 self.history[unit, operand, 0] = torch.maximum(self.history[unit, operand, 0], finite)
 
 
-class _Pass:
-    """A forward pass of an operator and the backward pass that belongs to it."""
+class Pass:
+    """A forward pass of an operator and the backward pass that belongs to it: what they cast, and what that met."""
 
     def __init__(self, operator: PathLinear, recipe: Recipe) -> None:
         ledger = operator.shared.ledger
         assert ledger is not None
         self.recipe, self.shared, self.ledger, self.unit = recipe, operator.shared, ledger, operator.index
-        self._counted: dict[int, tuple[int, _Met]] = {}
+        self._name = operator.unit_name
+        self._counted: dict[int, tuple[int, Met]] = {}
         """By identity: two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
 
@@ -189,8 +194,8 @@ class _Pass:
         x: Tensor,
         cast: Cast | None,
         contraction_dim: int = 1,
-        made: dict[Any, tuple[Tensor, _Met]] | None = None,
-    ) -> Tensor:
+        made: dict[Any, tuple[Any, Met]] | None = None,
+    ) -> Any:
         """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
         if x.numel() == 0:
             return x
@@ -205,7 +210,7 @@ class _Pass:
             reference = None
             if cast.scale == "delayed":
                 reference = partial(self.ledger.delayed, self.unit, place, cast.history)
-            found = _quantize(x, cast, contraction_dim, reference)
+            found = self.quantize(x, cast, contraction_dim, reference)
             if made is not None:
                 made[key] = found
         values, met = found
@@ -213,6 +218,17 @@ class _Pass:
             self._largest[place] = met.largest
         self._counted[id(met)] = place, met
         return values
+
+    def quantize(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Met]:
+        """What the GEMMs read of `x`: here its values, in its own dtype."""
+        return _quantize(x, cast, contraction_dim, reference)
+
+    def first_reader(self, read: Read) -> str:
+        """The first operator that keeps what this one keeps of the tensor that was `read`."""
+        own = self.recipe.wgrad.input is not None and self.recipe.wgrad.input.scale == "delayed"
+        return self._name if own else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
@@ -235,13 +251,13 @@ class _SimulatedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        the_pass: _Pass,
+        the_pass: Pass,
         x_fprop: Tensor,
         x_wgrad: Tensor | None,
     ) -> Tensor:
         ctx.the_pass, ctx.x_shape = the_pass, x.shape
         ctx.holds_copy = x_wgrad is not None
-        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, _Met]]()
+        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
         same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
@@ -256,12 +272,12 @@ class _SimulatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
-        the_pass: _Pass = ctx.the_pass
+        the_pass: Pass = ctx.the_pass
         weight, *kept = ctx.saved_tensors
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, _Met]]()
+        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, Met]]()
         grad_x = grad_weight = None
         if need_x:
             grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
@@ -284,10 +300,9 @@ def simulated_linear(
     `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
     """
     read = operator.shared.read_of(input, operator.unit_name)
-    the_pass, rows = _Pass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
+    the_pass, rows = Pass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
     made = read.casts.setdefault(x.dtype, {})
     x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
     output = _SimulatedLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
-    own = recipe.wgrad.input is not None and recipe.wgrad.input.scale == "delayed"
-    return output, operator.unit_name if own else read.reader
+    return output, the_pass.first_reader(read)

@@ -18,7 +18,9 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def decode(value: Any) -> Any:
-    """The strings nan, inf and -inf back to floats; anything else as it is."""
+    """The strings nan, inf and -inf back to floats, those of mappings too; anything else as it is."""
+    if isinstance(value, dict):
+        return {key: decode(item) for key, item in value.items()}
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 

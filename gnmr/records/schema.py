@@ -3,7 +3,8 @@
 A run folder holds
 
     config.yaml     the resolved config
-    header.json     versions, commit, machine, command, data fingerprint, units, run_id (W&B's name of the run)
+    header.json     versions, commit, machine, command, data fingerprint, units, paths (and what runs a recipe), run_id
+                    (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     events.jsonl    one `EVENT_FIELDS` row a promotion or release
@@ -42,6 +43,11 @@ STEP_FIELDS: dict[str, str] = {
     "statistics": "what the model tells of its forward passes, mean of the micro-batches: {name: number}; of moe, "
     "layer by layer, max_share and min_share of the assignments that an expert got, their entropy (nats) and the "
     "balancing loss; empty for llama and gpt",
+    "monitored": "gradient norms of the modules that records.monitor names, before clipping: {module: norm}; 0 where "
+    "one had no gradient",
+    "saturation": "what the casts of the recipes met in this step, all units together: {operand: [elements that "
+    "saturated, elements that came back as NaN]} for input, weight, grad_output and result, each cast counted once; "
+    "empty where the paths are formats",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",

@@ -158,6 +158,9 @@ class WandbSink:
         metrics = {name: row[key] for key, name in STEP_METRICS.items()}
         metrics |= {f"recovery/{column}_over": number for column, number in row["over"].items()}
         metrics |= {f"model/{name}": number for name, number in row["statistics"].items()}
+        metrics |= {f"monitored/{name}": norm for name, norm in row["monitored"].items()}
+        for operand, (saturated, nonfinite) in row["saturation"].items():
+            metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nan": nonfinite}
         if ratios is not None:
             self._count(ratios)
             if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:

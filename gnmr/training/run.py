@@ -33,13 +33,14 @@ from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.paths import Fault, FaultSchedule, Plan, Recipe, Window, convert
+from gnmr.paths.convert import described
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.optim import build_optimizer, learning_rate
 from gnmr.training.provenance import commit, machine
-from gnmr.training.step import StepResult, TrainStep, evaluate
+from gnmr.training.step import StepResult, TrainStep, evaluate, monitored
 from gnmr.training.transforms import Transform, build_transform
 from gnmr.wiring import build_controller
 
@@ -157,6 +158,8 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
             paths.rounding,
             training.seed,
             paths.recovers,
+            paths.unit,
+            paths.backend,
         )
     except ValueError as error:
         raise UserError(f"paths: {error}") from error
@@ -169,6 +172,10 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     except ValueError as error:
         raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)
+    try:
+        monitored(model, controller, config.records.monitor)
+    except ValueError as error:
+        raise UserError(f"records.monitor: {error}") from error
     try:
         optimizer = build_optimizer(model, config.optim)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -275,6 +282,7 @@ def train_step(parts: Parts) -> TrainStep:
         measure_saved=not config.training.activation_checkpointing,
         transform=parts.transform,
         probe_tokens=config.paths.probe_tokens,
+        monitor=config.records.monitor,
     )
 
 
@@ -370,6 +378,8 @@ def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str
         "num_active": int(np.count_nonzero(decision.in_force)),
         "over": {column: decision.over(column) for column in decision.columns},
         "statistics": result.statistics,
+        "monitored": result.monitored,
+        "saturation": result.saturation,
         "saved_bytes": result.saved_bytes,
         "saved_bytes_predicted": result.saved_bytes_predicted,
         "skipped": result.skipped,
@@ -386,8 +396,9 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
     gain = parts.config.model.outlier_channels.gain
     for stress in parts.stress:
         if isinstance(stress, models.OutlierWindow):
-            hit = [name for name in stress.touched() if name in parts.controller.names]
-            windows += [Window(name, stress.start, stress.stop, "outliers", gain) for name in hit]
+            touched = set(stress.touched())
+            hit = [group for group in parts.plan.groups if any(o.unit_name in touched for o in group.operators)]
+            windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]
 
@@ -426,6 +437,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "units": parts.controller.names,
         "cost": [unit.cost for unit in parts.controller.units],
         "recoverable": parts.plan.recovery is not None,
+        "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "arm": config.arm_name,
         "experiment": config.experiment_name,

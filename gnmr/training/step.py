@@ -10,6 +10,7 @@ choice to the host together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.models import Decoder
 from gnmr.paths import Plan
+from gnmr.paths.convert import select
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms import StepContext, Transform
 
@@ -46,6 +48,10 @@ class StepResult:
     decision: Decision
     statistics: dict[str, float]
     """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
+    monitored: dict[str, float]
+    """Gradient norms of the modules that are watched besides the units."""
+    saturation: dict[str, list[int]]
+    """Saturated elements and NaN by operand, of all operators (`Plan.saturation`); empty under formats."""
 
 
 def loss_of(model: nn.Module, block: Tensor) -> Tensor:
@@ -65,6 +71,23 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     return model.statistics() if isinstance(model, Decoder) else {}
 
 
+def monitored(model: nn.Module, controller: Controller, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters of each module that matches and is no part of a unit, by the module's name.
+
+    ValueError for a pattern that matches none.
+    """
+    in_units = {id(p) for unit in controller.units for p in unit.parameters}
+    owners: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in in_units:
+            owners.setdefault(name.rpartition(".")[0], []).append(parameter)
+    chosen, empty = select(owners, patterns)
+    if empty:
+        kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in owners)
+        raise ValueError(f"{empty}: no module outside of the units has such a name; there are {', '.join(kinds)}")
+    return {name: owners[name] for name in chosen}
+
+
 class TrainStep:
     """The fixed parts of a step: model, plan, controller, optimizer. Calling it takes one step."""
 
@@ -78,7 +101,9 @@ class TrainStep:
         measure_saved: bool = True,
         transform: Transform | None = None,
         probe_tokens: int = 1,
+        monitor: Sequence[str] = (),
     ) -> None:
+        """`monitor`: patterns of modules outside of the units whose norms every result shall hold."""
         self.model, self.plan, self.controller, self.optimizer = model, plan, controller, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
         needs = controller.needs
@@ -92,6 +117,10 @@ class TrainStep:
         groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
         names = controller.names + [name.removesuffix(".weight") for name, _ in others]
         self._norms = UnitNorms(groups)
+        place = {id(p): len(controller.units) + i for i, (_, p) in enumerate(others)}
+        self._monitored = {
+            name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
+        }
         position = {id(p): i for i, p in enumerate(self.parameters)}
         places = [max(position[id(p)] for p in group) for group in groups]
         # The backward pass runs from the last module to the first.
@@ -104,6 +133,8 @@ class TrainStep:
         if "true_gap" in controller.needs:
             evidence["true_gap"] = self._true_gap(micro_batches)
         loss, statistics, saved, predicted = self._backward(micro_batches)
+        saturation = {operand: counts.sum(dim=0) for operand, counts in self.plan.saturation().items()}
+        self.plan.end_step()
 
         norms, observed = self._norms()
         num_units = len(controller.units)
@@ -133,9 +164,12 @@ class TrainStep:
             evidence["update_norm"] = self._updates.after()
 
         packet = controller.observe(evidence)
-        numbers = torch.stack([loss.double(), grad_norm, nonfinite.double(), skip.double(), *statistics.values()])
-        host = torch.cat([numbers, norms, packet.flatten()]).cpu()
-        start, end = len(numbers), len(numbers) + len(norms)
+        told = [loss.double(), grad_norm, nonfinite.double(), skip.double(), *statistics.values()]
+        counts = torch.stack(list(saturation.values())).flatten().double() if saturation else norms.new_empty(0)
+        host = torch.cat([torch.stack(told), counts, norms, packet.flatten()]).cpu()
+        start = len(told) + len(counts)
+        end = start + len(norms)
+        watched = {name: float(host[start:end][own].norm()) for name, own in self._monitored.items()}
         where = None
         if bool(host[2]):
             where = self._first_nonfinite(float(host[0]), host[start:end], micro_batches)
@@ -149,7 +183,9 @@ class TrainStep:
             saved_bytes_predicted=predicted,
             lr=lr * factor,
             decision=decision,
-            statistics=dict(zip(statistics, host[4:start].tolist(), strict=True)),
+            statistics=dict(zip(statistics, host[4 : len(told)].tolist(), strict=True)),
+            monitored=watched,
+            saturation=dict(zip(saturation, host[len(told) : start].long().view(-1, 2).tolist(), strict=True)),
         )
 
     def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor], int | None, int | None]:
@@ -172,7 +208,6 @@ class TrainStep:
             self.controller.micro_step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step needs at least one micro-batch"
-        self.plan.end_step()
         return total / len(micro_batches), statistics, saved, predicted
 
     def _measured(self) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import pytest
 
 from gnmr import launch
 from gnmr.bench import BENCHMARKS, process
+from gnmr.config import RECIPES
 
 MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
 
@@ -106,6 +107,20 @@ def test_signals_are_held_against_gnmr(measure):
         figures
     )
     assert all(figure["unit"] == ("s" if name == "step under gnmr_delta" else "x") for name, figure in figures.items())
+
+
+def test_recipes_mixture_and_switching(measure, gnmr):
+    """Recipes whose tiles do not divide 32 and 48 are left out."""
+    figures = named(measure("recipe"))
+    steps = {name.removeprefix("step under ") for name in figures if name.startswith("step under ")}
+    assert steps == set(RECIPES) - {"deepseek_v3", "deepseek_v3_blocks", "mxfp8"}
+    assert (
+        figures["step under sim_e3m2"]["target"] == 2.0
+        and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"
+    )
+    assert "8 experts, top-2 of width 48, 32 tokens" in figures["mixture over its dense arithmetic"]["note"]
+    assert figures["step that switches every unit"]["note"].startswith("7 units")
+    assert "recipes need paths.site=saved" in gnmr("bench", "recipe", "paths.site=forward").mistake
 
 
 def test_hf_compares_equal_models(measure):

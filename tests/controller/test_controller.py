@@ -16,7 +16,9 @@ from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage
 class Script:
     """A controller over units a, b, c, ... that is fed norms by hand."""
 
-    def __init__(self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, hold: int = 1, **signal) -> None:
+    def __init__(
+        self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, hold: int = 1, **signal
+    ) -> None:
         self.on: dict[str, bool] = {}
         self.switches = 0
         units = [

@@ -30,6 +30,10 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
     }
     assert words("fp8_delayed")["wgrad"] == {"input": "e4m3/delayed", "grad_output": "e5m2/delayed"}
     assert RECIPES["fp8_delayed"].history == 16 and RECIPES["fp8_hybrid"].history == 0
+    assert words("fp8_delayed_1024")["wgrad"] == {"input": "e4m3/delayed/1024", "grad_output": "e5m2/delayed/1024"}
+    assert RECIPES["fp8_delayed_1024"].history == 1024
+    assert words("deepseek_v3_blocks")["dgrad"] == {"weight": "e4m3/block", "grad_output": "e4m3/block"}
+    assert words("deepseek_v3_blocks")["wgrad"] == {"input": "e4m3/tile", "grad_output": "e4m3/block"}
     assert words("deepseek_v3") == {
         "fprop": {"input": "e4m3/tile", "weight": "e4m3/block"},
         "dgrad": {"weight": "e4m3/block", "grad_output": "e4m3/tile"},
@@ -83,7 +87,14 @@ def test_what_a_recipe_cannot_be() -> None:
 
 @pytest.mark.parametrize(
     ("name", "divisors"),
-    [("bf16", (1, 1)), ("sim_e3m2", (1, 1)), ("fp8_hybrid", (1, 1)), ("mxfp8", (32, 32)), ("deepseek_v3", (128, 128))],
+    [
+        ("bf16", (1, 1)),
+        ("sim_e3m2", (1, 1)),
+        ("fp8_hybrid", (1, 1)),
+        ("mxfp8", (32, 32)),
+        ("deepseek_v3", (128, 128)),
+        ("deepseek_v3_blocks", (128, 128)),
+    ],
 )
 def test_which_widths_a_recipe_needs(name: str, divisors: tuple[int, int]) -> None:
     assert RECIPES[name].divisors() == divisors

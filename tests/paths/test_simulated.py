@@ -147,10 +147,16 @@ BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
         ("e4m3/tile", "e4m3/block", None),
         ("e4m3/tile", "e4m3/tile", None),
     ),
+    "deepseek_v3_blocks": (
+        ("e4m3/tile", "e4m3/block", None),
+        ("e4m3/block", "e4m3/block", None),
+        ("e4m3/block", "e4m3/tile", None),
+    ),
     "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "bf16": ((None, None, None),) * 3,
 }
+BY_HAND["fp8_delayed_1024"] = BY_HAND["fp8_delayed"]
 
 
 def by_us(x: Tensor, linear: nn.Linear, dy: Tensor) -> list[Tensor]:
@@ -309,10 +315,11 @@ def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None
         plan = convert(net, low, "sim_int8")
     # q, k, v read one tensor, gate and up another; delayed scales are each operator's own.
     one = 2 * 24 * WIDTH * dtype.itemsize
-    per_block = 7 if low == "fp8_delayed" else 4
+    delayed = low.startswith("fp8_delayed")
+    per_block = 7 if delayed else 4
     assert kept_bytes(net, plan, dtype) == 2 * per_block * one
     net[0].q_proj.switch(True)
-    assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low in ("sim_int8", "fp8_delayed") else 1)) * one
+    assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
     assert plan.extra_bytes() == plan.extra_bytes_bound(3) == 0
 
 

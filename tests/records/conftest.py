@@ -26,6 +26,8 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "num_active": 2,
             "over": {"gnmr": 1, "delta_gnmr": 0},
             "statistics": {},
+            "monitored": {},
+            "saturation": {},
             "saved_bytes": 1_000_000 + step,
             "saved_bytes_predicted": 1_000_000,
             "skipped": False,

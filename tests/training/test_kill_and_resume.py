@@ -35,6 +35,9 @@ MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "contr
 LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
 IDLE = [*MOE, "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
 """So many experts that some have had no token when the checkpoint is written."""
+DELAYED = [*MOE, "model.experts.number=4", "paths.low=fp8_delayed", "paths.recovery=bf16", "paths.unit=expert"]
+"""Delayed scales have a state of their own, in experts that see few tokens too."""
+BLOCKS = ["model.num_layers=4", "paths.low=sim_e2m1", "paths.recovery=fp8_delayed", "paths.unit=block"]
 Hook = Callable[[], None]
 
 
@@ -106,6 +109,8 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "moe_between_checkpoints": (in_step(5), LEARNED),
     "moe_with_idle_experts": (in_step(5), IDLE),
     "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
+    "moe_under_delayed_scales": (in_step(5), DELAYED),
+    "blocks_between_recipes": (in_step(5), BLOCKS),
 }
 
 

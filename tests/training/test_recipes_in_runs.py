@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from everything import differences, everything
 
-from gnmr.paths import RECIPES
-from gnmr.records.reader import read_jsonl
+from gnmr import models
+from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.paths import RECIPES, PathLinear, convert
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
 
 WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]
@@ -56,3 +61,114 @@ def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted, mo
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "run", *DELAYED)
     assert differences(uninterrupted(*DELAYED), everything(train(tmp_path / "run", *DELAYED))) == []
+
+
+# ---- what a recipe leaves in 16 and 32 bits ----
+
+ATTENTION = ["input_layernorm", "post_attention_layernorm"]
+KEPT = {
+    # DeepSeek-V3's list: embedding, head, norms, gate; the attention core has no parameters
+    "llama": ["embed_tokens", "norm", "lm_head", *(f"layers.{i}.{name}" for i in range(2) for name in ATTENTION)],
+    "gpt": ["embed_tokens", "embed_positions", "norm", *(f"layers.{i}.{name}" for i in range(2) for name in ATTENTION)],
+    "moe": [
+        *("embed_tokens", "embed_positions", "norm"),
+        *(f"layers.{i}.{name}" for i in range(2) for name in (*ATTENTION, "mlp.router")),
+    ],
+    "huggingface": [
+        *("lm_head", "model.embed_tokens", "model.norm"),
+        *(f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION),
+    ],
+}
+
+
+def model_of(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name == "huggingface":
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64))
+    experts = ExpertsConfig(number=4) if name == "moe" else ExpertsConfig()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2, "experts": experts}
+    model = models.build(ModelConfig(name=name, **sizes), 64, 16)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
+    """And between the operators, in the attention core too, there is nothing of eight bits."""
+    model = model_of(name).to(torch.bfloat16)
+    plan = convert(model, "deepseek_v3", None)
+    owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    kept = [name for name, module in owners.items() if not isinstance(module, PathLinear)]
+    assert sorted(kept) == sorted(KEPT[name])
+    assert {operator.path.name for operator in plan.operators} == {"deepseek_v3"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    seen: list[torch.dtype] = []
+    core = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, *args, **kwargs):
+        seen.extend(x.dtype for x in (q, k, v))
+        return core(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model(torch.randint(0, 64, (2, 16)))
+    assert len(seen) == 2 * 3 and set(seen) <= {torch.bfloat16, torch.float32}
+
+
+# ---- what is recorded of casts, and units of several operators ----
+
+
+def test_saturation_is_told_by_operand(assembled, step_of, blocks_of):
+    """Delayed scales saturate what has grown: a weight becomes a hundred times as large, in two micro-batches."""
+    parts = assembled("paths.low=fp8_delayed", "paths.recovery=null", "training.accumulation=2")
+    step, blocks = step_of(parts), list(blocks_of(parts, 4).split(2))
+    quiet = step(blocks, 1e-9).saturation
+    assert set(quiet) == {"input", "weight", "grad_output", "result"}
+    assert quiet["weight"] == quiet["result"] == [0, 0] and all(nonfinite == 0 for _, nonfinite in quiet.values())
+    weight = parts.model.layers[0].mlp.up_proj.weight.data
+    largest = weight.abs().max().float()
+    weight.mul_(100)
+    grown = int((weight.float() / (largest / 448)).abs().gt(448 * (1 + 1e-6)).sum())
+    assert step(blocks, 1e-9).saturation["weight"] == [2 * grown, 0] and grown > 1000
+    assert step(blocks, 1e-9).saturation["weight"] == [0, 0]
+    parts.model.layers[0].mlp.up_proj.weight.data[0, 0] = math.nan
+    assert step(blocks, 1e-9).saturation["weight"][1] == 2 * weight.numel()
+
+
+def test_saturation_is_recorded(train, tmp_path):
+    plain, delayed = train(tmp_path / "plain"), train(tmp_path / "delayed", *DELAYED)
+    assert all(row["saturation"] == {} for row in read_jsonl(plain / "steps.jsonl"))
+    rows = [row["saturation"] for row in read_jsonl(delayed / "steps.jsonl")]
+    assert rows[0]["input"] == [0, 0] and any(row["input"][0] > 0 for row in rows)
+    assert read_json(delayed / "header.json")["paths"] == ["fp8_delayed, simulated", "bf16"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.num_layers=4", "paths.unit=block", "controller.routing=ranked"],
+        ["model.num_layers=2", "paths.unit=layer", "records.evidence=[gap_low,mse,true_gap,spike_share,update_norm]"],
+        ["model.num_layers=4", "paths.unit=block", "paths.low=sim_e2m1", "paths.recovery=bf16", "controller.hold=2"],
+        ["model.num_layers=2", "paths.unit=block", "stress.kind=noise", "stress.windows=[[2,3]]", "controller.max_o=1"],
+        ["model.name=moe", "model.experts.number=4", "paths.unit=expert", "paths.targets=[experts.*]"],
+        ["model.num_layers=4", "paths.unit=block", "model.outlier_channels.number=2", "model.outlier_channels.gain=16",
+         "model.outlier_channels.window=[3,4]"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_units_of_several_operators_in_a_run(words, train, gnmr, tmp_path):
+    """Records and replay know them by their names, and replay decides as the run did."""
+    folder = train(tmp_path / "run", *words)
+    units = read_json(folder / "header.json")["units"]
+    steps, ratios = read_jsonl(folder / "steps.jsonl"), read_ratios(folder).to_pylist()
+    assert {row["unit"] for row in ratios} == set(units) and all(len(unit.split(".")) != 4 for unit in units)
+    assert any(row["num_active"] for row in steps) and max(row["num_active"] for row in steps) <= 2
+    if any("stress" in word or "window" in word for word in words):
+        told = read_jsonl(folder / "faults.jsonl")
+        assert [row["unit"] for row in told] == units and {row["end"] for row in told} == {4}
+    ended = gnmr("replay", str(folder), f"out={tmp_path / 'decisions.jsonl'}")
+    assert ended.code == 0, ended.err
+    decided = read_jsonl(tmp_path / "decisions.jsonl")
+    assert [len(row["active"]) for row in decided][:-1] == [row["num_active"] for row in steps][1:]

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnmr.records.reader import read_jsonl, read_ratios
 from gnmr.training.optim import learning_rate
+from gnmr.training.run import train_step
 from gnmr.training.step import TrainStep, evaluate, loss_of
 
 LR = 1e-3
@@ -76,6 +77,23 @@ def test_norms_are_read_before_clipping(dtype, assembled, blocks_of, step_of):
         assert (result.decision.norm == results[0].decision.norm).all()
     assert all(same_bits(grads[0][0][name], grads[1][0][name]) for name in grads[0][0])
     assert total_norm(grads[2][0].values()) == pytest.approx(0.01, rel=1e-2)
+
+
+def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, tmp_path):
+    """The norm over all parameters of each, and nothing of the run changes by it."""
+    words = ["model.name=gpt", "records.monitor=[norm,embed_tokens,input_layernorm]"]
+    parts = assembled(*words)
+    seen = gradients_at_step(parts)
+    result = train_step(parts)([blocks_of(parts, 2)], LR)
+    (gradients,) = seen
+    names = ["embed_tokens", "layers.0.input_layernorm", "norm"]
+    expected = {
+        name: total_norm(value for key, value in gradients.items() if key.rpartition(".")[0] == name) for name in names
+    }
+    assert result.monitored == {name: pytest.approx(norm, rel=1e-5) for name, norm in expected.items()}
+    watched, plain = (read_jsonl(train(tmp_path / str(len(w)), *w) / "steps.jsonl") for w in (words, words[:1]))
+    assert [row["loss"] for row in watched] == [row["loss"] for row in plain]
+    assert all(set(row["monitored"]) == set(names) for row in watched) and not any(row["monitored"] for row in plain)
 
 
 def test_rates(assembled, blocks_of, step_of, train, tmp_path):

@@ -1,0 +1,209 @@
+"""FP8 GEMMs as the hardware runs them, and which backend runs a recipe.
+
+    simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
+    scaled_mm    `torch._scaled_mm` on operands of one byte: GPUs of compute capability 8.9 or newer (Ada, Hopper,
+                 Blackwell). CPUs have the function too, without being faster: good for testing this file
+    te           Transformer Engine
+    auto         scaled_mm where device, recipe and widths allow it, else simulated; the printed plan says which
+
+scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
+casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
+sums, and that values stay codes until the product, so that nothing is rounded to bfloat16 in between. For scales that
+are powers of two and sums that float32 holds exactly both give the same bits. What is kept for backward is the codes:
+one byte an element, shared as in the simulation, and four bytes for the scale.
+
+The hardware reads the first operand row by row and the second column by column; where a GEMM meets them the other way
+round the codes are transposed, one byte an element. Dimensions must be multiples of 16: widths are checked when the
+model is converted, and missing tokens of wgrad's contraction are filled with zeros, which add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from gnmr.paths.formats import FloatFormat
+from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
+from gnmr.paths.scaling import largest_magnitude, scale_of
+from gnmr.paths.simulated import BEYOND, Met, Pass, simulated_linear
+
+if TYPE_CHECKING:
+    from gnmr.paths.saved import PathLinear
+
+BACKENDS = ("auto", "simulated", "scaled_mm", "te")
+_CAPABILITY = (8, 9)
+_MULTIPLE = 16
+
+
+def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) -> Recipe:
+    """The recipe as `backend` will run it in these linears. ValueError names what is missing."""
+    if backend == "te":
+        raise ValueError(_without_te())
+    if backend == "simulated" or not recipe.casts:
+        return recipe
+    missing = _recipe_missing(recipe) or _device_missing(next(iter(linears.values())).weight.device, backend)
+    missing = missing or next(filter(None, (_width_missing(*named) for named in linears.items())), None)
+    if missing is None:
+        return replace(recipe, backend="scaled_mm")
+    if backend == "auto":
+        return recipe
+    raise ValueError(f"backend='scaled_mm': {missing}; use backend='simulated'")
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for an unknown one."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
+
+
+def _recipe_missing(recipe: Recipe) -> str | None:
+    takes = "torch._scaled_mm takes E4M3 and E5M2 under one scale a tensor"
+    for name in GEMMS:
+        gemm: Gemm = getattr(recipe, name)
+        operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
+        for cast in gemm.casts:
+            one_scale = cast.scale in ("tensor", "delayed")
+            if not (one_scale and isinstance(cast.format, FloatFormat) and cast.format.native is not None):
+                return f"the recipe {recipe.name} has {cast} in {name}, and {takes}"
+        if gemm.result is not None or len(operands) == 1:
+            return f"the recipe {recipe.name} casts something else than both operands of {name}"
+        if {cast.format.name for cast in operands} == {"e5m2"}:
+            return f"the recipe {recipe.name} has E5M2 for both operands of {name}, which no hardware multiplies"
+    return None
+
+
+def _device_missing(device: torch.device, backend: str) -> str | None:
+    needs = f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or newer (Ada, Hopper)"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        return None if found >= _CAPABILITY else f"{needs}, this one has {found[0]}.{found[1]}"
+    if device.type == "cpu" and backend == "scaled_mm":
+        return None
+    return f"{needs}, the model is on {device.type}"
+
+
+def _width_missing(name: str, linear: nn.Linear) -> str | None:
+    for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
+        if width % _MULTIPLE:
+            return f"{name} has {width} {kind}, and FP8 hardware needs a multiple of {_MULTIPLE}"
+    return None
+
+
+def _without_te() -> str:
+    if find_spec("transformer_engine") is None:
+        return (
+            "backend='te': Transformer Engine is not installed (pip install 'transformer-engine[pytorch]', on a "
+            "machine with CUDA); use backend='scaled_mm' or 'simulated'"
+        )
+    return "backend='te': there is no operator for Transformer Engine yet; backend='scaled_mm' runs fp8_hybrid too"
+
+
+class Codes(NamedTuple):
+    """A matrix in a format of eight bits: codes * scale."""
+
+    codes: Tensor
+    """(N, D), of the format's own dtype."""
+    scale: Tensor
+    """A scalar in float32."""
+
+    def t(self) -> Codes:
+        return Codes(self.codes.t(), self.scale)
+
+
+class _RealPass(Pass):
+    """A pass whose casts give `Codes`."""
+
+    def quantize(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Codes, Met]:
+        fmt, wide = cast.format, x.float()
+        assert isinstance(fmt, FloatFormat) and fmt.native is not None, "with_backend refuses"
+        largest = largest_magnitude(wide, (0, 1))
+        scale = scale_of(largest if reference is None else reference(largest), fmt, torch.float32)
+        scaled = wide / scale
+        saturated = (scaled.abs() > fmt.max * BEYOND).sum() if cast.scale == "delayed" else None
+        codes = scaled.clamp_(-fmt.max, fmt.max).to(fmt.native)
+        return Codes(codes, scale.view(())), Met(largest, saturated, (~largest.isfinite()).sum() * x.numel())
+
+
+def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "with_backend refuses"
+        return a @ b
+    # Rows of a and columns of b lie in one piece, and so does what fills them up.
+    rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
+    if missing := -rows.shape[1] % _MULTIPLE:
+        rows, columns = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (rows, columns))
+    return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """F.linear by `product`, of an input that was cast already. Differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        the_pass: _RealPass,
+        x_fprop: Tensor | Codes,
+        x_wgrad: Tensor | Codes | None,
+    ) -> Tensor:
+        ctx.the_pass, ctx.x_shape, ctx.x_dtype = the_pass, x.shape, x.dtype
+        ctx.holds_copy = x_wgrad is not None
+        recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
+        w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
+        dgrad = recipe.dgrad.weight
+        same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
+        ctx.weight_codes = None if same is None else same[0]
+        kept = () if x_wgrad is None else (x_wgrad,) if isinstance(x_wgrad, Tensor) else tuple(x_wgrad)
+        ctx.save_for_backward(weight, *kept)
+        output = product(x_fprop, w_fprop.t(), x.dtype)
+        return (output if bias is None else output + bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        the_pass: _RealPass = ctx.the_pass
+        weight, *kept = ctx.saved_tensors
+        weight_codes, ctx.weight_codes = ctx.weight_codes, None
+        ctx.holds_copy = False  # freed when this returns
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+        recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
+        grad_x = grad_weight = None
+        if need_x:
+            grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
+            read = the_pass.cast("weight", weight, recipe.dgrad.weight, 0) if weight_codes is None else weight_codes
+            grad_x = product(grad, read, ctx.x_dtype).view(ctx.x_shape)
+        if need_weight:
+            grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
+            grad_weight = product(grad.t(), kept[0] if len(kept) == 1 else Codes(*kept), weight.dtype)
+        grad_bias = grad_2d.sum(dim=0) if need_bias else None
+        the_pass.end()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def scaled_mm_linear(
+    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+) -> tuple[Tensor, str]:
+    """As `simulated.simulated_linear`, really in eight bits."""
+    if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
+        return simulated_linear(operator, recipe, input, x, weight, bias, keeps)
+    read = operator.shared.read_of(input, operator.unit_name)
+    the_pass, rows = _RealPass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
+    made = read.casts.setdefault((x.dtype, "codes"), {})
+    x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
+    x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+    output = _ScaledLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
+    return output, the_pass.first_reader(read)

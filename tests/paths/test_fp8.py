@@ -1,0 +1,223 @@
+"""FP8 GEMMs through `torch._scaled_mm`, which CPUs have too: the wiring against the simulation."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnmr import config
+from gnmr.paths import BACKENDS, Plan, convert, fp8
+from gnmr.paths.recipes import GEMMS, RECIPES
+
+RECOVERED = [
+    gemms for n in product((False, True), repeat=3) if (gemms := [g for g, yes in zip(GEMMS, n, strict=True) if yes])
+]
+
+
+def few_bits(rows: int, columns: int, largest: float, low: int, high: int, scale: float, seed: int) -> Tensor:
+    """Scales are powers of two, and operands of few enough bits that float32 sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(low, high, (rows, columns), generator=generator).float()
+    whole += 0.8 * torch.rand(rows, columns, generator=generator) - 0.4  # what the cast has to round away
+    whole *= torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    whole[-1, -1] = largest
+    return whole * scale
+
+
+X = few_bits(72, 32, 448, 9, 15, 2.0**-3, 1)  # tokens that 16 does not divide
+W = few_bits(48, 32, 448, 9, 15, 2.0**-7, 2)
+DY = few_bits(72, 48, 57344, 5, 7, 2.0**-20, 3)
+
+
+def through(
+    backend: str,
+    low: str,
+    recovery: str | None = None,
+    recovers: list[str] | None = None,
+    exact: bool = True,
+    **how: bool,
+) -> tuple[list[Tensor], Plan]:
+    """Output and gradients of one linear, and its plan."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (X, W, DY) if exact else (torch.randn(t.shape, generator=generator) for t in (X, W, DY))
+    net = nn.Sequential(nn.Linear(32, 48, bias=how.get("bias", False)))
+    net[0].weight.data.copy_(w)
+    if net[0].bias is not None:
+        net[0].bias.data.fill_(0.25)
+    plan = convert(net, low, recovery, ["0"], recovers=recovers or GEMMS, backend=backend)
+    plan.operators[0].switch(recovery is not None)
+    leaf = x.clone().requires_grad_()
+    y = net(leaf.view(8, 9, 32))
+    kept, predicted = plan.saved_bytes(), plan.predicted_bytes()
+    assert kept == predicted
+    y.backward(dy.view(8, 9, 48))
+    found = [y.detach(), leaf.grad, net[0].weight.grad]
+    return found + ([] if net[0].bias is None else [net[0].bias.grad]), plan
+
+
+def test_conf_knows_the_same_backends() -> None:
+    assert config.BACKENDS == BACKENDS
+
+
+@pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
+@pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
+def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[str] | None) -> None:
+    """For every combination of GEMMs low or recovered."""
+    recovery = None if recovers is None else "bf16"
+    real, plan = through("scaled_mm", low, recovery, recovers)
+    simulated, _ = through("simulated", low, recovery, recovers)
+    assert plan.low.backend == "scaled_mm"
+    for ours, theirs, gemm in zip(real, simulated, GEMMS, strict=True):
+        if recovers is None or gemm not in recovers:
+            assert torch.equal(ours, theirs), gemm
+        else:
+            assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
+    for real, simulated in zip(
+        through("scaled_mm", "fp8_hybrid", exact=False, bias=True)[0],
+        through("simulated", "fp8_hybrid", exact=False, bias=True)[0],
+        strict=True,
+    ):
+        assert float((real - simulated).norm() / simulated.norm()) < 1e-6
+
+
+def test_what_is_kept_are_codes_and_their_scale() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, "fp8_hybrid", "bf16", ["0"], backend="scaled_mm")
+    y = net(X.clone().requires_grad_())
+    assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+    assert plan.extra_bytes() == 0
+    plan.operators[0].switch(True)
+    y = net(X.clone().requires_grad_())
+    assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 * 4
+    assert plan.extra_bytes() == 8 / 8 * 72 * 32
+
+
+def test_readers_of_one_tensor_share_its_codes() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(32, 48), "b": nn.Linear(32, 16)})
+    plan = convert(net, "fp8_hybrid", None, ["a", "b"], backend="scaled_mm")
+    x = X.clone().requires_grad_() * 1
+    total = net["a"](x).sum() + net["b"](x).sum()
+    assert total.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    x = X.clone()
+    x[3, 4] = bad
+    assert net(x.requires_grad_()).isnan().all()
+    net(x).sum().backward()
+    assert plan.saturation()["input"].tolist() == [[0, X.numel()]]
+
+
+def test_delayed_scales_saturate_and_are_counted_alike() -> None:
+    counts = []
+    for backend in ("scaled_mm", "simulated"):
+        net = nn.Sequential(nn.Linear(32, 48))
+        plan = convert(net, "fp8_delayed", None, ["0"], backend=backend)
+        for factor in (1.0, 100.0):
+            plan.end_step()
+            net(X * factor).sum().backward()
+        counts.append(plan.saturation()["input"].tolist())
+        assert plan.shared.ledger.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
+    assert counts[0] == counts[1] and counts[0][0][0] > 1000
+
+
+def test_no_rows_at_all() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    net(torch.zeros(0, 32, requires_grad=True)).sum().backward()
+    assert plan.saved_bytes() == 0 and net[0].weight.grad.count_nonzero() == 0
+
+
+# ---- which backend runs a recipe ----
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [
+        (
+            "sim_e3m2",
+            "the recipe sim_e3m2 has e3m2/row in fprop, and torch._scaled_mm takes E4M3 and E5M2 under one scale",
+        ),
+        ("sim_e4m3", "the recipe sim_e4m3 has e4m3/row in fprop"),
+        ("deepseek_v3", "the recipe deepseek_v3 has e4m3/tile in fprop"),
+        ("mxfp8", "the recipe mxfp8 has e4m3/mx in fprop"),
+    ],
+)
+def test_a_recipe_that_it_cannot_run_is_named(low: str, said: str) -> None:
+    net = nn.Sequential(nn.Linear(128, 128))
+    with pytest.raises(ValueError, match=f"backend='scaled_mm': {said}"):
+        convert(net, low, None, ["0"], backend="scaled_mm")
+    assert type(net[0]) is nn.Linear
+
+
+def test_widths_that_hardware_cannot_read() -> None:
+    with pytest.raises(ValueError, match="0 has 24 outputs, and FP8 hardware needs a multiple of 16"):
+        convert(nn.Sequential(nn.Linear(32, 24)), "fp8_hybrid", None, ["0"], backend="scaled_mm")
+
+
+def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, linears = torch.device("cuda"), {"0": nn.Linear(32, 48)}
+    monkeypatch.setattr(
+        fp8, "_device_missing", lambda _device, backend, plain=fp8._device_missing: plain(cuda, backend)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    hybrid = RECIPES["fp8_hybrid"]
+    with pytest.raises(
+        ValueError, match=r"needs a GPU of compute capability 8.9 or newer \(Ada, Hopper\), this one has 8"
+    ):
+        fp8.with_backend(hybrid, "scaled_mm", linears)
+    assert fp8.with_backend(hybrid, "auto", linears).backend == "simulated"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert fp8.with_backend(hybrid, "auto", linears).backend == "scaled_mm"
+    assert fp8.with_backend(hybrid, "simulated", linears) is hybrid
+    assert fp8.with_backend(RECIPES["sim_e3m2"], "auto", linears).backend == "simulated"
+    assert fp8.with_backend(RECIPES["bf16"], "scaled_mm", linears) is RECIPES["bf16"]
+
+
+def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    assert "fp8_hybrid, simulated" in str(convert(net, "fp8_hybrid", "bf16", ["0"]))
+    net = nn.Sequential(nn.Linear(32, 48))
+    assert "fp8_hybrid, scaled_mm" in str(convert(net, "fp8_hybrid", "bf16", ["0"], backend="scaled_mm"))
+
+
+def test_transformer_engine_and_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    monkeypatch.setattr(fp8, "find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"Transformer Engine is not installed \(pip install"):
+        convert(net, "fp8_hybrid", None, ["0"], backend="te")
+    monkeypatch.setattr(fp8, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="there is no operator for Transformer Engine yet"):
+        convert(net, "fp8_hybrid", None, ["0"], backend="te")
+    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, te"):
+        convert(net, "fp8_hybrid", None, ["0"], backend="cublas")
+    with pytest.warns(UserWarning, match="backend='simulated': has no effect on formats"):
+        convert(net, "int4", None, ["0"], backend="simulated")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs FP8 hardware"
+)
+def test_on_hardware_it_is_the_simulation_within_rounding() -> None:
+    made = []
+    for backend in ("scaled_mm", "simulated"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(256, 512, bias=False)).to("cuda", torch.bfloat16)
+        convert(net, "fp8_hybrid", None, ["0"], backend=backend)
+        x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = net(x)
+        y.backward(torch.randn_like(y))
+        made.append((y, x.grad, net[0].weight.grad))
+    for real, simulated in zip(*made, strict=True):
+        assert float((real.float() - simulated.float()).norm() / simulated.float().norm()) < 1e-2
