@@ -34,10 +34,10 @@ def units_of(plan: Plan) -> list[Unit]:
     ]
 
 
-def context_of(units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0) -> Context:
+def context_of(units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
     """What a signal is told of these units."""
     names, cost = tuple(unit.name for unit in units), tuple(unit.cost for unit in units)
-    return Context(names, cost, units[0].parameters[0].device, max_o, steps, seed)
+    return Context(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
 
 
 class AttachedController(Controller):
@@ -85,6 +85,8 @@ class AttachedController(Controller):
         return {**super().state_dict(), "plan": self.plan.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Controller.load_state_dict`; ValueError if it belongs to other paths too."""
+        self.plan.check_state(state.get("plan", {}))
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
         self._look()
@@ -144,7 +146,7 @@ def attach(
                 f"(the first is {frozen[0]}): they stay on the low-cost path",
                 stacklevel=2,
             )
-        context = context_of(units, max_o, seed=seed)
+        context = context_of(units, max_o, seed=seed, hold=hold)
         made: Signal
         if signal is None:
             made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)

@@ -621,6 +621,7 @@ _OUTSIDE_THE_HASH = (
     "records.wandb",
     "records.wandb_project",
     "records.wandb_every",
+    "records.monitor",
 )
 
 

@@ -38,4 +38,4 @@ def signal_of(settings: ControllerConfig, units: list[Unit], steps: int, seed: i
     if (name := settings.signal.name) in THRESHOLDS:
         options = {"delta": settings.delta, "eps": settings.eps} | options
         options |= {key: threshold(key) for key in THRESHOLDS[name]}
-    return build_signal(name, options, context_of(units, settings.max_o, steps, seed))
+    return build_signal(name, options, context_of(units, settings.max_o, steps, seed, settings.hold))

@@ -22,7 +22,7 @@ from torch import Tensor
 from gnmr.controller.evidence import MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.policy import Choice, decide
-from gnmr.controller.signals.base import Evidence, Signal
+from gnmr.controller.signals.base import TINY, Evidence, Signal
 from gnmr.controller.units import Unit
 
 NO_CAP = 2**31 - 1
@@ -105,7 +105,8 @@ class Controller:
         record: names of evidence that each `Decision` shall hold.
         hold: steps for which a chosen set stays in force; 1 is the paper's. The set is chosen in the first step after
             the warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A
-            non-finite risk is not kept waiting: it brings the next decision forward, which changes no later one.
+            unit whose risk is not finite does not wait: it joins the set at once, in the place of the least risky unit
+            where the set is full.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
@@ -226,15 +227,19 @@ class Controller:
             trigger = 0.0 if self.ranked else self.trigger
             choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
-                urgent = (risk.isinf() & observed & self._recoverable).any()
-                choice = choice._replace(
-                    active=torch.where(urgent, choice.active, self._chosen),
-                    lock=torch.where(urgent, choice.lock, self._lock),
-                )
+                choice = self._held(choice, risk, observed)
         self._lock, self._chosen = choice.lock, choice.active
         recorded = [evidence[name] for name in self.record]
         rows = [norm, risk, *columns, *recorded, observed, choice.candidate, choice.active, choice.lock, choice.rank]
         return torch.stack([row.to(torch.float64) for row in rows])
+
+    def _held(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
+        """The set in force and the units whose risk is not finite, by rank up to the cap."""
+        urgent = risk.isinf() & observed & self._recoverable
+        stay = torch.where(self._chosen | urgent, risk.clamp(min=TINY), 0.0)
+        kept = decide(stay, observed | self._chosen, self._recoverable, self._lock, self.max_o, self.t_lock, 0.0)
+        lock = torch.where(urgent, kept.lock, self._lock * kept.active)
+        return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
     def apply(self, packet: Tensor) -> Decision:
         """Switches the units as `observe` chose; `packet` is its result, on the host."""

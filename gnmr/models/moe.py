@@ -9,8 +9,8 @@ A router gives each token a probability for every expert, and the token goes thr
 
 **No capacity, no dropped token.** The N k assignments are sorted by expert, so that each expert's rows are one slice
 and each of its linears one GEMM. Experts are modules with plain linears (`layers.N.mlp.experts.E.up_proj`): each can be
-a unit of its own. The router (`layers.N.mlp.router`) is a linear of its own type that no `*_proj` matches, and stays
-in FP32.
+a unit of its own. The router (`layers.N.mlp.router`) is a linear of its own type that no `*_proj` matches: stored in
+the run's dtype, computed in FP32.
 
 **An expert without a token** gets no gradient in that pass: its parameters' `.grad` stays None (after
 `zero_grad(set_to_none=True)`), and so its units are not observed in that step.
@@ -36,6 +36,7 @@ Shape suffixes, besides those of `layers.py`
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,13 +59,15 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Linear):
-    """x_ND -> logits_NE, computed in FP32 whatever the dtype of x and of the weight; no bias."""
+    """x_ND -> logits_NE, computed in FP32 whatever the dtype of x and of the weight, under autocast too; no bias."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__(width, num_experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.float(), self.weight.float())
+        kind = input.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return F.linear(input.float(), self.weight.float())
 
 
 class MoEMLP(nn.Module):

@@ -17,7 +17,7 @@ from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.fp8 import check_backend, with_backend
 from gnmr.paths.groups import Group, check_unit, grouped
 from gnmr.paths.probe import Probe
-from gnmr.paths.recipes import GEMMS, RECIPES, Recipe
+from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Recipe
 from gnmr.paths.saved import Path, PathLinear, SharedState, exact
 from gnmr.paths.scaling import row_bytes, scale_dtype
 from gnmr.paths.simulated import OPERANDS, Ledger
@@ -48,7 +48,8 @@ class Plan:
     def saturation(self) -> dict[str, Tensor]:
         """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
         as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
-        empty where the paths are formats. Counts once for every different cast. Does not wait for the device.
+        empty where the paths are formats. Counts every cast once: of a tensor that several
+        operators read, for the first that cast it. Does not wait for the device.
         """
         ledger = self.shared.ledger
         return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
@@ -148,13 +149,27 @@ class Plan:
             lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
         return "\n".join(lines)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """State of the stochastic generator and of delayed scales; empty where there is neither."""
-        state = {} if self.shared.generator is None else {"generator": self.shared.generator.get_state()}
+    def state_dict(self) -> dict[str, Any]:
+        """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are."""
+        state: dict[str, Any] = {"paths": self._owner()}
+        if self.shared.generator is not None:
+            state["generator"] = self.shared.generator.get_state()
         history = None if self.shared.ledger is None else self.shared.ledger.history
         return state if history is None else state | {"largest": history.clone()}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError if it belongs to other paths, another rounding or another number of operators."""
+        if (owner := state.get("paths")) != self._owner():
+            raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
+
+    def _owner(self) -> str:
+        recovery = "none" if self.recovery is None else self.recovery.name  # names the GEMMs where it has some only
+        rounding = "nearest" if self.shared.generator is None else "stochastic"
+        return f"low={self.low.name}, recovery={recovery}, rounding={rounding}, {len(self.operators)} operators"
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, before anything is loaded: see `check_state`."""
+        self.check_state(state)
         if self.shared.generator is not None:
             self.shared.generator.set_state(state["generator"].cpu())
         if self.shared.ledger is not None and self.shared.ledger.history is not None:
@@ -234,7 +249,8 @@ def convert(
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
     that matches no linear, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of
     `nn.Linear` (converted already, or another library's), a kind of unit that the model does not have, and a backend
-    that cannot run the recipe here. Warns of a recovery path that is coarser than the low one.
+    that cannot run the recipe here. Warns of a recovery path that is coarser than the low one in any operand or result,
+    or is the low path itself, and of `recovers` where it has no effect.
     """
     check_backend(backend)
     low_path, recovery_path = resolve(low, recovery, recovers)
@@ -306,7 +322,7 @@ def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> 
     paths: list[Path]
     if all(name in FORMATS for name in names):
         paths = [FORMATS[name] for name in names]
-        if some:
+        if some and recovery is not None:
             warnings.warn(f"recovers={list(recovers)}: has no effect on formats, which touch wgrad alone", stacklevel=3)
     elif all(name in RECIPES for name in names):
         recipes = [RECIPES[name] for name in names]
@@ -314,9 +330,33 @@ def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> 
     else:
         kinds = [f"{name} is a {'format' if name in FORMATS else 'recipe'}" for name in names]
         raise ValueError(f"{' and '.join(kinds)}: both paths must be of one kind (bf16 is of both)")
-    if recovery is not None and paths[1].bits < paths[0].bits:
-        warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}", stacklevel=3)
-    return paths[0], paths[1] if recovery is not None else None
+    if recovery is None:
+        if some:
+            warnings.warn(f"recovers={list(recovers)}: has no effect without a recovery path", stacklevel=3)
+        return paths[0], None
+    if low == recovery:
+        warnings.warn(f"the recovery path {recovery} is the low path too: recovery changes nothing", stacklevel=3)
+    elif coarser := _coarser(*paths):
+        warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}{coarser}", stacklevel=3)
+    return paths[0], paths[1]
+
+
+def _coarser(low: Path, recovery: Path) -> str:
+    """Where `recovery` has fewer bits than `low`, as the end of a warning; empty: nowhere."""
+    if isinstance(low, Format) or isinstance(recovery, Format):
+        return f" ({recovery.bits} bits, {low.bits})" if recovery.bits < low.bits else ""
+
+    def bits(recipe: Recipe, gemm: str, operand: str) -> int:
+        cast: Cast | None = getattr(getattr(recipe, gemm), operand)
+        return 16 if cast is None else cast.format.bits
+
+    places = [
+        f"{gemm}.{operand}"
+        for gemm in GEMMS  # those that are not recovered are the low path's own
+        for operand in OPERANDS
+        if bits(recovery, gemm, operand) < bits(low, gemm, operand)
+    ]
+    return f" in {', '.join(places)}" if places else ""
 
 
 def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:

@@ -158,15 +158,16 @@ class _ScaledLinear(torch.autograd.Function):
         x_fprop: Tensor | Codes,
         x_wgrad: Tensor | Codes | None,
     ) -> Tensor:
-        ctx.the_pass, ctx.x_shape, ctx.x_dtype = the_pass, x.shape, x.dtype
+        ctx.the_pass, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = the_pass, x.shape, x.dtype, weight.dtype
         ctx.holds_copy = x_wgrad is not None
         recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
         same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
-        ctx.weight_codes = None if same is None else same[0]
+        weights = (weight,) if same is None else tuple(same[0])
+        ctx.num_weights = len(weights)
         kept = () if x_wgrad is None else (x_wgrad,) if isinstance(x_wgrad, Tensor) else tuple(x_wgrad)
-        ctx.save_for_backward(weight, *kept)
+        ctx.save_for_backward(*weights, *kept)
         output = product(x_fprop, w_fprop.t(), x.dtype)
         return (output if bias is None else output + bias).view(*x.shape[:-1], -1)
 
@@ -175,8 +176,7 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
         the_pass: _RealPass = ctx.the_pass
-        weight, *kept = ctx.saved_tensors
-        weight_codes, ctx.weight_codes = ctx.weight_codes, None
+        weights, kept = ctx.saved_tensors[: ctx.num_weights], ctx.saved_tensors[ctx.num_weights :]
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
@@ -184,11 +184,14 @@ class _ScaledLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         if need_x:
             grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
-            read = the_pass.cast("weight", weight, recipe.dgrad.weight, 0) if weight_codes is None else weight_codes
+            if len(weights) == 1:
+                read = the_pass.cast("weight", weights[0], recipe.dgrad.weight, 0)
+            else:
+                read = Codes(*weights)
             grad_x = product(grad, read, ctx.x_dtype).view(ctx.x_shape)
         if need_weight:
             grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
-            grad_weight = product(grad.t(), kept[0] if len(kept) == 1 else Codes(*kept), weight.dtype)
+            grad_weight = product(grad.t(), kept[0] if len(kept) == 1 else Codes(*kept), ctx.weight_dtype)
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
         the_pass.end()
         return grad_x, grad_weight, grad_bias, None, None, None

@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         *copy: Tensor,
     ) -> Tensor:
         ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
-        ctx.holds_copy = ctx.needs_input_grad[1]
+        ctx.holds_copy, ctx.num_weights = ctx.needs_input_grad[1], 1
         ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
         if quantized and not isinstance(fmt, KeepFormat):
             x = decompress(copy[0], copy[1], fmt, x.shape[-1], x.dtype).view(x.shape)
@@ -222,7 +222,7 @@ class PathLinear(nn.Linear):
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
         node = self._node() if self._node is not None else None
-        return node.saved_tensors[1:] if node is not None and node.holds_copy else ()
+        return node.saved_tensors[node.num_weights :] if node is not None and node.holds_copy else ()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the graph of the last step, whole."""

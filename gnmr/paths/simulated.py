@@ -54,7 +54,7 @@ def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
     return x if cast is None or x.numel() == 0 else _quantize(x, cast, contraction_dim)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Met:
     """What a cast met in its tensor, on the device."""
 
@@ -64,6 +64,10 @@ class Met:
     """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
     nonfinite: Tensor
     """Elements of the groups that came back as NaN, a scalar."""
+    unit: int = 0
+    """The operator that made the cast."""
+    counted: bool = False
+    """Whether it stands in the ledger: several operators may read one cast."""
 
 
 def _quantize(
@@ -89,7 +93,16 @@ def _quantize(
     if not one_scale:
         largest = torch.cat([own for own, _ in done if own is not None])
     saturated = [number for _, number in done if number is not None]
-    nonfinite = (~largest.isfinite()).sum() * (x.numel() if one_scale else height * width)
+    bad = ~largest.isfinite()
+    if one_scale:
+        nonfinite = bad.sum() * x.numel()
+    else:  # the tensor's edge may cut its last groups
+        bad = bad.view(-(-rows // height), -(-columns // width))
+        heights, widths = (
+            (length - size * torch.arange(number, device=x.device)).clamp(max=size)
+            for length, size, number in zip((rows, columns), (height, width), bad.shape, strict=True)
+        )
+        nonfinite = (bad * heights[:, None] * widths).sum()
     return values, Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
 
 
@@ -163,12 +176,15 @@ class Ledger:
         return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
 
     def write(self, unit: int, counted: Iterable[tuple[int, Met]], largest: dict[int, Tensor]) -> None:
-        """Adds what one forward and backward pass of `unit` met."""
+        """Adds what one forward and backward pass of `unit` met; of casts, those that no other pass has told of."""
         self._written = True
         for operand, met in counted:
+            if met.counted:
+                continue
+            met.counted = True
             for kind, number in enumerate((met.saturated, met.nonfinite)):
                 if number is not None:
-                    self.counts[unit, operand, kind].add_(number)
+                    self.counts[met.unit, operand, kind].add_(number)
         if self.history is not None:
             for operand, now in largest.items():
                 # One bad step must not spoil the history.
@@ -211,6 +227,7 @@ class Pass:
             if cast.scale == "delayed":
                 reference = partial(self.ledger.delayed, self.unit, place, cast.history)
             found = self.quantize(x, cast, contraction_dim, reference)
+            found[1].unit = self.unit
             if made is not None:
                 made[key] = found
         values, met = found
@@ -261,7 +278,7 @@ class _SimulatedLinear(torch.autograd.Function):
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
         same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
-        ctx.weight_is_cast = same is not None
+        ctx.weight_is_cast, ctx.num_weights = same is not None, 1
         ctx.save_for_backward(weight if same is None else same[0], *(() if x_wgrad is None else (x_wgrad,)))
         output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
         if recipe.fprop.result is None:

@@ -105,6 +105,18 @@ def test_a_nonfinite_norm_does_not_wait_for_the_held_set() -> None:
     assert sets == ["", "b", "b"]
 
 
+def test_a_nonfinite_norm_takes_the_place_of_the_least_risky_held_unit_alone() -> None:
+    step = Script(4, alpha=1.5, beta=None, max_o=2, hold=2)
+    held = [(step(*norms), step.active)[1] for norms in ((1, 1, 1, 1), (1, 1, 1, 1), (9, 8, 1, 1), (2, 9, 7, math.nan))]
+    assert held == ["", "", "ab", "bd"], "a goes, b stays, and c, which triggers, waits"
+
+
+def test_a_held_unit_that_is_not_observed_stays() -> None:
+    step = Script(2, alpha=1.5, beta=None, hold=5)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), *[(1, 1)] * 4, (9, 1), (None, 1), (None, 1))]
+    assert sets[-3:] == ["a", "a", "a"]
+
+
 def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history() -> None:
     step = Script(3, alpha=1.5, beta=1.3, delta=1)
     step(1, 1, 1)

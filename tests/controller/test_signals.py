@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gnmr.controller import Context, TwoStage, build_signal
+from gnmr.controller import Context, Controller, TwoStage, Unit, build_signal
 from gnmr.controller.signals import Cumulative, Ema, SignalBase, Window
 
 CPU = torch.device("cpu")
@@ -360,3 +360,18 @@ def test_round_robin_visits_all_units_equally(num_units: int, max_o: int, every:
 def test_round_robin_in_order() -> None:
     seen = chosen(make("round_robin", 5, max_o=2, every=2), 6)
     assert [np.flatnonzero(row).tolist() for row in seen] == [[0, 1], [0, 1], [2, 3], [2, 3], [0, 4], [0, 4]]
+
+
+@pytest.mark.parametrize("name", ["random", "round_robin", "first_last"])
+@pytest.mark.parametrize("share", [0.05, 0.0625, 0.125])
+def test_a_share_is_spent_under_hold_too(name: str, share: float) -> None:
+    """Choices count, not steps: most steps only hold what an earlier one chose."""
+    hold, steps = 20, 8000
+    names = tuple(f"layers.{i}.proj" for i in range(8))
+    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in names]
+    context = Context(names, (1.0,) * 8, CPU, max_o=2, hold=hold)
+    controller = Controller(units, build_signal(name, {"share": share}, context), max_o=2, t_lock=1, hold=hold)
+    evidence = {"norm": torch.ones(8, dtype=torch.float64), "observed": torch.ones(8, dtype=torch.bool)}
+    active = [controller.apply(controller.observe(evidence)).active for _ in range(steps)]
+    # Each choice is kept by its lock for one more, where others do not take its place.
+    assert share <= np.mean(active) <= 2 * share + 0.01

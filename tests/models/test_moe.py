@@ -112,7 +112,8 @@ def test_one_expert_is_the_dense_mlp():
     assert routing.balance_loss == 1
 
 
-def test_the_gate_is_fp32():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_gate_is_fp32(autocast: bool):
     """Logits that BF16 cannot tell apart choose the right expert."""
     mlp = mixture(number=2, top_k=1, normalized=False).bfloat16()
     with torch.no_grad():
@@ -121,7 +122,8 @@ def test_the_gate_is_fp32():
         mlp.router.weight[1, 1] = 2.0**-10  # 1 + 2^-10 is 1 in BF16
     x_ND = torch.zeros(1, 16, dtype=torch.bfloat16)
     x_ND[0, :2] = 1.0
-    weight_Nk, expert_Nk, _, balance_loss = mlp.route(x_ND, None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        weight_Nk, expert_Nk, _, balance_loss = mlp.route(x_ND, None)
     assert expert_Nk.item() == 1 and weight_Nk.dtype == balance_loss.dtype == torch.float32
     assert weight_Nk.item() == pytest.approx(1 / (1 + math.exp(-(2.0**-10))), abs=1e-7)
 

@@ -107,6 +107,17 @@ def test_readers_of_one_tensor_share_its_codes() -> None:
     assert total.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
 
 
+def test_the_weights_codes_are_saved_tensors_too() -> None:
+    """So that checkpointing and hooks of saved tensors reach them."""
+    net, saved = nn.Sequential(nn.Linear(32, 48)), []
+    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
+        y = net(X.clone().requires_grad_())
+    one_byte = [shape for dtype, shape in saved if dtype.itemsize == 1]
+    assert one_byte == [(48, 32), (72, 32)] and not any(isinstance(v, fp8.Codes) for v in vars(y.grad_fn).values())
+    assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
     net = nn.Sequential(nn.Linear(32, 48))

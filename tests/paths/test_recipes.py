@@ -152,10 +152,30 @@ def test_warnings_for_what_has_no_effect_or_cannot_be_meant() -> None:
     for low, recovery in (("fp8_hybrid", "sim_e3m2"), ("int8", "int4")):
         with pytest.warns(UserWarning, match=f"recovery path {recovery} is coarser than the low path {low}"):
             convert(net(), low, recovery, ["0"])
+    for low in ("int4", "sim_int4"):
+        with pytest.warns(UserWarning, match="recovers=.'wgrad'.: has no effect without a recovery path"):
+            convert(net(), low, None, ["0"], recovers=["wgrad"])
+    for name in ("int4", "mxfp8", "bf16"):
+        with pytest.warns(UserWarning, match=f"the recovery path {name} is the low path too"):
+            convert(net(), name, name, ["0"])
     with warnings.catch_warnings(action="error"):
         convert(net(), "sim_e2m1", "fp8_hybrid", ["0"], recovers=["wgrad"])
         convert(net(), "sim_int4", "bf16", ["0"])
         convert(net(), "int4", "bf16", ["0"])
+        convert(net(), "int4", None, ["0"])
+
+
+def test_every_operand_of_the_recovered_gemms_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    wgrad = Gemm.of(grad_output="int4/row", input="e3m2/row", result="int4/row")
+    monkeypatch.setitem(RECIPES, "mixed", Recipe("mixed", Gemm.of(input="e4m3/row"), wgrad=wgrad))
+    with pytest.warns(UserWarning, match="coarser than the low path sim_e3m2 in wgrad.grad_output, wgrad.result$"):
+        convert(net(), "sim_e3m2", "mixed", ["0"])
+    with warnings.catch_warnings(action="error"):
+        convert(net(), "sim_e3m2", "mixed", ["0"], recovers=["fprop", "dgrad"])
+    with pytest.warns(UserWarning, match="coarser than the low path mixed in fprop.input"):
+        convert(net(), "mixed", "sim_e3m2", ["0"], recovers=["fprop"])
+    with warnings.catch_warnings(action="error"):
+        convert(net(), "mixed", "sim_e3m2", ["0"], recovers=["wgrad"])
 
 
 def test_the_plan_shows_recipes() -> None:

@@ -20,12 +20,19 @@ DELAYED = ["paths.low=fp8_delayed", "paths.recovery=bf16", "training.accumulatio
 
 @pytest.mark.parametrize("low", RECIPES)
 @pytest.mark.parametrize("recovery", ["null", "fp8_hybrid"])
-@pytest.mark.filterwarnings("ignore:the recovery path")
+@pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers")
 def test_a_llama_trains_two_steps(low, recovery, assembled, step_of, blocks_of):
     parts = assembled(*WIDE, f"paths.low={low}", f"paths.recovery={recovery}", "paths.recovers=[fprop,wgrad]")
     step, blocks = step_of(parts), blocks_of(parts, 2)
     plain = evaluate(parts.model, parts.plan, blocks, 2)
-    first, second = step([blocks], 1e-3), step([blocks], 1e-3)
+    first, ran = step([blocks], 1e-3), set()
+    for operator in parts.plan.operators:
+        operator.register_forward_hook(lambda module, *_: ran.add(module.path.name))
+    for group in parts.plan.groups if recovery != "null" else []:
+        group.switch(True)
+    second = step([blocks], 1e-3)
+    assert ran == ({low} if recovery == "null" else {parts.plan.recovery.name})
+    assert second.saved_bytes == second.saved_bytes_predicted > 0
     assert not first.skipped and not second.skipped and second.loss < first.loss
     assert abs(first.loss - plain) < 0.05 and (first.loss == pytest.approx(plain, abs=1e-6)) == (low == "bf16")
     assert first.saved_bytes == first.saved_bytes_predicted > 0

@@ -41,6 +41,8 @@ class Context:
     steps: int | None = None
     """Length of the run, None where unknown."""
     seed: int = 0
+    hold: int = 1
+    """Steps for which a chosen set stays in force."""
 
     def __post_init__(self) -> None:
         if len(self.cost) != len(self.names):
@@ -167,7 +169,7 @@ class BlindSignal(SignalBase):
     """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
 
     A chosen unit has a risk above 1, every other one 0. `share` None chooses in every step. Otherwise the choice is
-    switched on in as many of the steps as give that mean share of unit-steps with R > 1, spread evenly; it depends on
+    switched on in as many of the choices as give that mean share of unit-steps with R > 1, spread evenly; it depends on
     the step number alone. A share above what the choice can give warns and is that.
     """
 
@@ -181,14 +183,18 @@ class BlindSignal(SignalBase):
         if share is not None and share > most * (1 + 1e-6):
             warnings.warn(f"share is above {most:.4g}, the most that {what} gives: it caps there", stacklevel=4)
         self.rate = 1.0 if share is None else min(share / most, 1.0)
-        """Part of the steps in which it chooses."""
+        """Part of the choices in which it chooses anything."""
+
+    def turn(self, step: int) -> int:
+        """Number of the choice that is made in that step, from 1; the steps in which a set is held have their own's."""
+        return (step - 1) // self.context.hold + 1
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         return (None,) * len(self.columns)
 
 
 def due(step: int, rate: float) -> int:
-    """How much of a steady stream of `rate` a step has come by the end of step `step`, in whole numbers."""
+    """How much of a steady stream of `rate` a step has come by the end of step (or choice) `step`, in whole numbers."""
     return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
 
 

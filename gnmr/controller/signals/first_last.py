@@ -40,5 +40,6 @@ class FirstLast(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; there are no columns. Does not wait for the device."""
-        on = due(step, self.rate) > due(step - 1, self.rate)
+        turn = self.turn(step)
+        on = due(turn, self.rate) > due(turn - 1, self.rate)
         return self._risk * float(on), ()

@@ -23,8 +23,9 @@ class RoundRobin(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; there are no columns. Does not wait for the device."""
-        times = due(step, self.rate)
-        on = times > due(step - 1, self.rate)
+        turn = self.turn(step)
+        times = due(turn, self.rate)
+        on = times > due(turn - 1, self.rate)
         start = (times - 1) // self.every * self.at_once  # by times chosen: by steps, an even share could skip units
         chosen = (self._units - start) % self.num_units < self.at_once
         return chosen.double() * (2.0 * on), ()

@@ -72,6 +72,6 @@ class StaticK(BlindSignal):
         if step == self.calibration_steps:
             place = torch.sort(self.average.mean, descending=True, stable=True).indices[: self.k]
             self.chosen = torch.zeros_like(self.chosen).index_fill_(0, place, True)
-        since = step - self.calibration_steps + 1
+        since = self.turn(step) - self.turn(self.calibration_steps) + 1 if step >= self.calibration_steps else 0
         on = since > 0 and due(since, self.rate) > due(since - 1, self.rate)
         return self.chosen.double() * (2.0 * on), (self.average.mean,)
