@@ -109,10 +109,18 @@ def run_cell(composed: DictConfig) -> None:
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     warn_of_unread(config.controller, settings.overrides.task)
+    refuse_both(settings.overrides.task)
 
     from gnmr.training.run import run
 
     run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
+
+
+def refuse_both(words: Sequence[str]) -> None:
+    """UserError where both a recipe, which is a static run, and a hierarchy are asked for: one would win silently."""
+    asked = [word for word in words if word.partition("=")[0] in ("recipe", "hierarchy")]
+    if len({word.partition("=")[0] for word in asked}) > 1:
+        raise UserError(f"{' '.join(asked)}: a recipe is a static run, a hierarchy has two paths; give one of them")
 
 
 def warn_of_unread(controller: schema.ControllerConfig, words: Sequence[str]) -> None:

@@ -123,6 +123,7 @@ CASES = {
     "controller/signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
     "controller/signal=own controller.signal.name=builtins:repr": "signal builtins:repr: a str is no signal",
     "controller/signal=own controller.signal.name=pathlib:PurePath": "signal pathlib:PurePath: ",
+    "recipe=fp8_hybrid hierarchy=6/8": "recipe=fp8_hybrid hierarchy=6/8: a recipe is a static run, a hierarchy has two",
     "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
 }
 VALUES = {
@@ -289,6 +290,16 @@ def test_a_foreign_checkpoint(stopped, gnmr, tiny_words, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints")
     assert "step-00000002 belongs to another run" in gnmr("train", *stopped).mistake
+
+
+def test_a_run_does_not_go_on_under_another_backend(gnmr, tiny_words, tmp_path, monkeypatch):
+    """auto may choose hardware where the machine has it, whose sums are not the simulation's."""
+    words = [*tiny_words, f"run_dir={tmp_path / 'run'}", "paths.low=fp8_hybrid", "paths.recovery=bf16"]
+    assert gnmr("train", *words).code == 0
+    (tmp_path / "run" / "DONE").unlink()
+    monkeypatch.setattr("gnmr.training.run.described", lambda path: f"{path.name}, scaled_mm")
+    line = gnmr("train", *words).mistake
+    assert "belongs to another run" in line and "by fp8_hybrid, simulated and bf16" in line
 
 
 def test_a_run_folder_of_another_config(stopped, gnmr, tmp_path):

@@ -208,13 +208,19 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
         raise UserError(f"stress: {error}") from error
 
 
+def _backends(plan: Plan) -> str:
+    """What runs the plan's recipes: a run does not go on under another one, whose sums are not the same."""
+    recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    return f" by {' and '.join(map(described, recipes))}" if recipes else ""
+
+
 def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
     blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, folder)
     validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
     checkpointer = Checkpointer(
         folder / "checkpoints",
-        f"{config_hash(config)}-s{training.seed} on data {parts.corpus.fingerprint[:12]}",
+        f"{config_hash(config)}-s{training.seed} on data {parts.corpus.fingerprint[:12]}{_backends(parts.plan)}",
         training.keep_checkpoints,
         parts.model,
         parts.optimizer,
