@@ -39,7 +39,15 @@ def spoil(parts, unit: str, calls: set[int], value: float = math.nan) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("words", [[], ["optim.clip_norm=0.1", "training.dtype=float32"]], ids=["bf16", "fp32_clipped"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="bf16"),
+        pytest.param(["optim.clip_norm=0.1", "training.dtype=float32"], id="fp32_clipped"),
+        pytest.param(["paths.low=fp8_delayed", "paths.recovery=bf16"], id="fp8_delayed"),
+        pytest.param(["paths.low=sim_e2m1", "paths.recovery=fp8_hybrid"], id="sim_e2m1"),
+    ],
+)
 def test_a_gradient(value, words, assembled, blocks_of, step_of):
     parts = assembled(TWO_LAYERS, *words)
     step, blocks = step_of(parts), blocks_of(parts, 6).split(2)
