@@ -12,6 +12,7 @@ from gnmr.report.arms import Arm, bits
 from gnmr.report.comparisons import Comparison, Kind
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
 from gnmr.report.paper_tables.common import (
+    ALONG,
     GNMR,
     THEIRS,
     add_row,
@@ -105,6 +106,7 @@ def table_5(comparison: Comparison) -> Table:
     for arm in sorted(arms, key=_stages):
         theirs = published.TABLE_5.get(_stages(arm)) if _of_the_paper(arm) else None
         add_row(table, [arm.label, *map(str, _stages(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+    table.notes = [ALONG]
     return note(table, comparison, _AT)
 
 
@@ -116,6 +118,7 @@ def table_6(comparison: Comparison) -> Table:
     for arm in sorted(arms, key=_max_o):
         theirs = published.TABLE_6.get(_max_o(arm)) if _stages(arm) == (1.5, 1.1) and _of_the_paper(arm) else None
         add_row(table, [arm.label, str(_max_o(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+    table.notes = [ALONG]
     return note(table, comparison, _AT)
 
 

@@ -61,10 +61,16 @@ def marks(comparison: Comparison, shares: Iterable[float]) -> list[str]:
     return [f"PPL at\n{count(tokens * share) if tokens else f'{share:.0%}'}" for share in shares]
 
 
-def along(arm: Arm, shares: Iterable[float], within: float = 1.0) -> list[str]:
+_WITHIN = 0.05
+"""Share of the run that an evaluation may be away from where the paper has one."""
+ALONG = f"At the nearest evaluation; {NOTHING}: none within {_WITHIN:.0%} of the run."
+"""The note of a table made by `along`."""
+
+
+def along(arm: Arm, shares: Iterable[float]) -> list[str]:
     """Validation perplexity over the done seeds at the evaluations nearest to these shares of the run.
 
-    `within`: share of the run that an evaluation may be away.
+    A run that has none within `_WITHIN` is left out of that mark.
     """
     cells = []
     for share in shares:
@@ -74,7 +80,7 @@ def along(arm: Arm, shares: Iterable[float], within: float = 1.0) -> list[str]:
             if len(steps):
                 planned = run.planned_steps or steps[-1]
                 away = np.abs(steps - share * planned)
-                if away.min() <= within * planned:
+                if away.min() <= _WITHIN * planned:
                     values.append(run.evals["val_ppl"][away.argmin()])
         cells.append(measure(stat(values), 2))
     return cells

@@ -10,6 +10,7 @@ from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 from gnmr.report.paper_tables.common import (
+    ALONG,
     add_row,
     along,
     final_perplexity,
@@ -25,8 +26,6 @@ from gnmr.report.paper_tables.common import (
 from gnmr.report.runs import Run
 
 _EVALUATED_AT = tuple(tokens / published.TOKENS_2[-1] for tokens in published.TOKENS_2)
-_WITHIN = 0.05
-"""Share of the run that an evaluation may be away from where table 2 has one."""
 _AT = f"{published.SCALE_2_AND_4}, {count(published.TOKENS_2[-1])} tokens"
 _SIX_BIT = ("sim_e3m2", "fp8_hybrid")
 
@@ -37,9 +36,9 @@ def table_2(comparison: Comparison) -> Table:
     table = Table(f"{comparison.name}: perplexity along the run (the paper's table 2)", columns)
     for arm in filter(shown, comparison.arms):
         theirs = published.TABLE_2.get(_recipes(arm)) if _of_its_size(comparison) else None
-        cells = [arm.label, *along(arm, _EVALUATED_AT, _WITHIN)]
+        cells = [arm.label, *along(arm, _EVALUATED_AT)]
         add_row(table, cells, None if theirs is None else [f"{ppl:.2f}" for ppl in theirs])
-    table.notes = [f"At the nearest evaluation; {NOTHING}: none within {_WITHIN:.0%} of the run."]
+    table.notes = [ALONG]
     return note(table, comparison, _AT)
 
 
