@@ -11,15 +11,15 @@ from torch import Tensor
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch
-from gnmr.bench.timing import Clock, alternate, clock_of
+from gnmr.bench.steps import same_step
+from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import Config, ExpertsConfig, SignalConfig
 from gnmr.errors import UserError
 from gnmr.models.layers import GELUMLP
 from gnmr.models.moe import MoEMLP
 from gnmr.paths import RECIPES
 from gnmr.paths.convert import described
-from gnmr.training.run import Parts, assemble, train_step
+from gnmr.training.run import assemble
 
 REFERENCE = "bf16"
 SIMULATED, DISPATCH, SWITCHING = 2.0, 1.3, 1.02
@@ -43,7 +43,7 @@ def _recipes(setting: Setting) -> list[Figure]:
     arms = {name: assemble(setting.static(name), Path(), setting.say) for name in names}
     clock = clock_of(arms[REFERENCE].device, setting.clock)
     rounds = setting.rounds(f"recipe: steps under {', '.join(names)}", 15, warm_up=2)
-    seconds = alternate({name: _step(parts) for name, parts in arms.items()}, rounds, clock)
+    seconds = alternate({name: same_step(parts) for name, parts in arms.items()}, rounds, clock)
     reference = seconds.pop(REFERENCE)
     ratios = {name: own / reference for name, own in seconds.items()}
     return [
@@ -84,7 +84,9 @@ def _dispatch(setting: Setting) -> list[Figure]:
 
     experts = f"{config.experts.number} experts, top-{config.experts.top_k}"
     rounds = setting.rounds(f"recipe: a mixture of {experts}, and a dense MLP", 30, warm_up=3)
-    seconds = alternate({name: run(module) for name, module in modules.items()}, rounds, _clock(setting, device))
+    seconds = alternate(
+        {name: run(module) for name, module in modules.items()}, rounds, clock_of(device, setting.clock)
+    )
     note = f"{experts} of width {config.intermediate_size}, {training.batch_size * training.seq_len} tokens"
     ratio = seconds["mixture"] / seconds["dense"]
     return [
@@ -103,7 +105,7 @@ def _switching(setting: Setting) -> list[Figure]:
     config = replace(static, paths=replace(static.paths, recovery=SWITCHED), controller=controller)
     arms = {name: assemble(config, Path(), setting.say) for name in ("switching", "still")}
     now = False
-    steps = {name: _step(parts) for name, parts in arms.items()}
+    steps = {name: same_step(parts) for name, parts in arms.items()}
 
     def switching() -> None:
         nonlocal now
@@ -112,7 +114,7 @@ def _switching(setting: Setting) -> list[Figure]:
             group.switch(now)
         steps["switching"]()
 
-    clock = _clock(setting, arms["still"].device)
+    clock = clock_of(arms["still"].device, setting.clock)
     rounds = setting.rounds("recipe: steps that switch every unit", 30, warm_up=3)
     seconds = alternate({"switching": switching, "still": steps["still"]}, rounds, clock)
     note = f"{len(arms['still'].plan.groups)} units, both paths {SWITCHED}"
@@ -129,12 +131,3 @@ def check_recipe(setting: Setting) -> None:
 def _device(config: Config) -> torch.device:
     wanted = config.training.device
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _clock(setting: Setting, device: torch.device) -> Clock:
-    return clock_of(device, setting.clock)
-
-
-def _step(parts: Parts) -> Callable[[], object]:
-    take_step, micro_batches = train_step(parts), batch(parts)
-    return lambda: take_step(micro_batches, parts.config.optim.lr)

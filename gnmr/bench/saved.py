@@ -7,9 +7,9 @@ from pathlib import Path
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch
+from gnmr.bench.steps import same_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.training.run import Parts, assemble, train_step
+from gnmr.training.run import Parts, assemble
 from gnmr.training.step import StepResult
 
 REFERENCE = "bf16"
@@ -45,9 +45,9 @@ def saved(setting: Setting) -> list[Figure]:
 
 def _step(parts: Parts, fmt: str, last: dict[str, StepResult]) -> Callable[[], None]:
     """One step of `gnmr train` without records, on the same batch each time; leaves its result in `last`."""
-    take_step, micro_batches = train_step(parts), batch(parts)
+    take_step = same_step(parts)
 
     def step() -> None:
-        last[fmt] = take_step(micro_batches, parts.config.optim.lr)
+        last[fmt] = take_step()
 
     return step

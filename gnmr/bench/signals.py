@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch
+from gnmr.bench.steps import same_step
 from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import Config, SignalConfig
-from gnmr.training.run import Parts, assemble, train_step
+from gnmr.training.run import assemble
 
 REFERENCE = "gnmr_delta"
 # Arm: (signal, its options, paths.probe_tokens). The last of them never measures again after its first step, so it
@@ -36,7 +35,7 @@ def signals(setting: Setting) -> list[Figure]:
     arms = {name: assemble(_config(setting.config, *arm), Path(), setting.say) for name, arm in ARMS.items()}
     clock = clock_of(arms[REFERENCE].device, setting.clock)
     rounds = setting.rounds(f"signals: steps under {', '.join(ARMS)}", 15, warm_up=2)
-    seconds = alternate({name: _step(parts) for name, parts in arms.items()}, rounds, clock)
+    seconds = alternate({name: same_step(parts) for name, parts in arms.items()}, rounds, clock)
     reference = seconds.pop(REFERENCE)
     return [
         *(median(f"step under {name}", own / reference, "x", interval=True) for name, own in seconds.items()),
@@ -47,8 +46,3 @@ def signals(setting: Setting) -> list[Figure]:
 def _config(config: Config, name: str, options: dict[str, Any], probe_tokens: int) -> Config:
     controller = replace(config.controller, signal=SignalConfig(name, options))
     return replace(config, controller=controller, paths=replace(config.paths, probe_tokens=probe_tokens))
-
-
-def _step(parts: Parts) -> Callable[[], object]:
-    take_step, micro_batches = train_step(parts), batch(parts)
-    return lambda: take_step(micro_batches, parts.config.optim.lr)

@@ -1,11 +1,14 @@
-"""A batch to take a run's step on again and again."""
+"""A run's step, taken on one batch again and again."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from gnmr.data import TrainBlocks
-from gnmr.training.run import Parts
+from gnmr.training.run import Parts, train_step
+from gnmr.training.step import StepResult
 
 
 def batch(parts: Parts) -> list[Tensor]:
@@ -13,3 +16,9 @@ def batch(parts: Parts) -> list[Tensor]:
     training = parts.config.training
     blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+
+
+def same_step(parts: Parts) -> Callable[[], StepResult]:
+    """One step of `gnmr train` without records, on that batch each time."""
+    take_step, micro_batches = train_step(parts), batch(parts)
+    return lambda: take_step(micro_batches, parts.config.optim.lr)

@@ -203,10 +203,4 @@ def scaled_mm_linear(
     """As `simulated.simulated_linear`, really in eight bits."""
     if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
         return simulated_linear(operator, recipe, input, x, weight, bias, keeps)
-    read = operator.shared.read_of(input, operator.unit_name)
-    the_pass, rows = _RealPass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
-    made = read.casts.setdefault((x.dtype, "codes"), {})
-    x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
-    x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-    output = _ScaledLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
-    return output, the_pass.first_reader(read)
+    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, _RealPass, _ScaledLinear)

@@ -310,16 +310,25 @@ class _SimulatedLinear(torch.autograd.Function):
 
 
 def simulated_linear(
-    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+    operator: PathLinear,
+    recipe: Recipe,
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    kind: type[Pass] = Pass,
+    function: type[torch.autograd.Function] = _SimulatedLinear,
 ) -> tuple[Tensor, str]:
     """(output, first operator that keeps what this one keeps): `operator` on `input`, under `recipe`.
 
-    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
+    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run. `kind` and
+    `function`: what casts and multiplies, for backends that do it otherwise.
     """
     read = operator.shared.read_of(input, operator.unit_name)
-    the_pass, rows = Pass(operator, recipe), x.detach().reshape(-1, x.shape[-1])
-    made = read.casts.setdefault(x.dtype, {})
+    the_pass, rows = kind(operator, recipe), x.detach().reshape(-1, x.shape[-1])
+    made = read.casts.setdefault((x.dtype, kind), {})
     x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-    output = _SimulatedLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
+    output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
     return output, the_pass.first_reader(read)

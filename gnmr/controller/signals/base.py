@@ -189,6 +189,11 @@ class BlindSignal(SignalBase):
         """Number of the choice that is made in that step, from 1; the steps in which a set is held have their own's."""
         return (step - 1) // self.context.hold + 1
 
+    def falls_due(self, step: int, rate: float) -> int:
+        """How much of a steady stream of `rate` a choice falls due in the one of that step, in whole numbers."""
+        turn = self.turn(step)
+        return due(turn, rate) - due(turn - 1, rate)
+
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         return (None,) * len(self.columns)
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due, whole
+from gnmr.controller.signals.base import BlindSignal, Context, Evidence, whole
 
 _BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -40,6 +40,4 @@ class FirstLast(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; there are no columns. Does not wait for the device."""
-        turn = self.turn(step)
-        on = due(turn, self.rate) > due(turn - 1, self.rate)
-        return self._risk * float(on), ()
+        return self._risk * float(self.falls_due(step, self.rate)), ()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due
+from gnmr.controller.signals.base import BlindSignal, Context, Evidence
 
 
 class Random(BlindSignal):
@@ -31,8 +31,7 @@ class Random(BlindSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; the column is u. Does not wait for the device."""
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
-        turn = self.turn(step)
-        number = due(turn, self._units_a_step) - due(turn - 1, self._units_a_step)
+        number = self.falls_due(step, self._units_a_step)
         risk = uniform.copy() if self.share is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]

@@ -23,9 +23,7 @@ class RoundRobin(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; there are no columns. Does not wait for the device."""
-        turn = self.turn(step)
-        times = due(turn, self.rate)
-        on = times > due(turn - 1, self.rate)
+        times, on = due(self.turn(step), self.rate), self.falls_due(step, self.rate)
         start = (times - 1) // self.every * self.at_once  # by times chosen: by steps, an even share could skip units
         chosen = (self._units - start) % self.num_units < self.at_once
         return chosen.double() * (2.0 * on), ()
