@@ -120,11 +120,34 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters around the linears of model=pretrained, whose own weights are then frozen (E.3; peft)."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, every weight is trained."""
+    scaling: int = 16
+    """lora_alpha: what an adapter adds is multiplied by scaling / rank."""
+    dropout: float = 0.05
+    """Dropout on the adapters' inputs in training."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """Patterns of the linears that get one, as paths.targets."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "model.adapter.rank", self.rank, "must be 0 or more")
+        _positive("model.adapter.scaling", self.scaling)
+        _require(0 <= self.dropout < 1, "model.adapter.dropout", self.dropout, "must lie in [0, 1)")
+        _require(len(self.targets) > 0, "model.adapter.targets", self.targets, "needs at least one pattern")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture only; precision is `paths`'s and `training.dtype`'s."""
 
     name: str = "llama"
-    """llama, gpt or moe."""
+    """llama, gpt or moe, or pretrained: a checkpoint in Hugging Face's layout, which says the sizes itself."""
+    checkpoint: str | None = None
+    """pretrained: a folder with config.json, weights and tokenizer, or the name of one on the hub."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     hidden_size: int = 256
     intermediate_size: int = 704
     """Width of the MLP; in moe of each expert's."""
@@ -143,7 +166,8 @@ class ModelConfig:
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
     def __post_init__(self) -> None:
-        _one_of("model.name", self.name, ("llama", "gpt", "moe"))
+        _one_of("model.name", self.name, ("llama", "gpt", "moe", "pretrained"))
+        self._check_pretrained()
         for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _positive(f"model.{key}", getattr(self, key))
         _require(
@@ -171,6 +195,16 @@ class ModelConfig:
         _positive("model.init_std", self.init_std)
         _require(self.name == "llama" or not self.tied_head, "model.tied_head", True, "only llama has the choice")
         self._check_experts()
+
+    def _check_pretrained(self) -> None:
+        if self.name == "pretrained":
+            right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
+            _require(bool(self.checkpoint), "model.checkpoint", self.checkpoint, right)
+            number = self.outlier_channels.number
+            _require(number == 0, "model.outlier_channels.number", number, "model=pretrained has its own outliers")
+            return
+        _require(self.checkpoint is None, "model.checkpoint", self.checkpoint, "belongs to model=pretrained")
+        _require(self.adapter.rank == 0, "model.adapter.rank", self.adapter.rank, "belongs to model=pretrained")
 
     def _check_experts(self) -> None:
         number, top_k = self.experts.number, self.experts.top_k
@@ -499,6 +533,9 @@ class TrainingConfig:
     """Recompute each block's forward during backward."""
     compile: bool = False
     """torch.compile for each block; converted linears run outside the graphs."""
+    export_hf: bool = False
+    """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
+    gnmr[finetune])."""
 
     def __post_init__(self) -> None:
         for key in (
@@ -575,6 +612,8 @@ class Config:
     run_dir: str | None = None
     """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
     runs_dir: str = "runs"
+    plan: bool = False
+    """Print what memory the run will need, and train nothing."""
 
     def __post_init__(self) -> None:
         if (
@@ -609,6 +648,7 @@ class Config:
 # stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
 # hash in the folder's name.
 _OUTSIDE_THE_HASH = (
+    "plan",
     "run_dir",
     "runs_dir",
     "data.cache_dir",
@@ -616,6 +656,7 @@ _OUTSIDE_THE_HASH = (
     "training.resume",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.export_hf",
     "records.live",
     "records.plain_every",
     "records.wandb",

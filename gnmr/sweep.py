@@ -115,7 +115,8 @@ def makespan(pieces: Sequence[float], jobs: int) -> float:
 def step_seconds(config: Config) -> float:
     """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
     from gnmr.bench.steps import batch
-    from gnmr.training.run import assemble, run_folder, train_step
+    from gnmr.training.parts import assemble, train_step
+    from gnmr.training.run import run_folder
 
     parts = assemble(config, run_folder(config), say)
     step, micro_batches = train_step(parts), batch(parts)

@@ -1,13 +1,36 @@
-"""From the config to the controller: shares of the run's steps become steps, names become signals."""
+"""From the config to paths and controller: shares of the run's steps become steps, names become signals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from gnmr.attachment import context_of
-from gnmr.config import THRESHOLDS, ControllerConfig
+from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
 from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.errors import UserError
+from gnmr.paths import Plan, convert
+
+
+def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
+    """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
+    try:
+        return convert(
+            model,
+            paths.low,
+            paths.recovery,
+            paths.targets,
+            paths.site,
+            paths.rounding,
+            seed,
+            paths.recovers,
+            paths.unit,
+            paths.backend,
+        )
+    except ValueError as error:
+        raise UserError(f"paths: {error}") from error
 
 
 def build_controller(

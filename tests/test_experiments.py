@@ -14,7 +14,7 @@ from gnmr import config, launch, models
 from gnmr.controller import Decision
 from gnmr.controller.signals import SIGNALS
 from gnmr.paths import convert
-from gnmr.training.run import assemble, train_step
+from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
 

@@ -29,7 +29,7 @@ from gnmr.bench.setting import Setting
 from gnmr.data import TrainBlocks
 from gnmr.errors import UserError
 from gnmr.paths import Plan
-from gnmr.training import run
+from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import loss_of
 
 SITES = ("saved", "forward")
@@ -172,12 +172,12 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
 
 def recovery(setting: Setting) -> list[Figure]:
     """Both sites at the same weights, in some steps of a run; see `compare`."""
-    parts = run.assemble(setting.config, Path(), setting.say)
+    parts = assemble(setting.config, Path(), setting.say)
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
         raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
     training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.max_o
-    blocks, take_step = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None), run.train_step(parts)
+    blocks, take_step = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None), train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
 
     def batch() -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gnmr.data import TrainBlocks
-from gnmr.training.run import Parts, train_step
+from gnmr.training.parts import Parts, train_step
 from gnmr.training.step import StepResult
 
 

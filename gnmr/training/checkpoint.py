@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -59,11 +60,14 @@ class Checkpointer:
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
         self._extras = dict(extras or {})
+        # Frozen weights are the checkpoint's that they came from.
+        whole = all(p.requires_grad for p in model.parameters())
+        self._options = StateDictOptions(ignore_frozen_params=True, strict=whole)
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
         state: dict[str, Any] = {
-            "model": get_model_state_dict(self._model),
+            "model": get_model_state_dict(self._model, options=self._options),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             # Names and the step count are the host's; they go to meta.json.
             "controller": {k: v for k, v in controller.items() if k not in ("units", "t")},
@@ -155,7 +159,7 @@ class Checkpointer:
         except (CheckpointException, OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"checkpoint {path} does not fit this run ({reason}): {remedy}") from error
-        set_model_state_dict(self._model, state["model"])
+        set_model_state_dict(self._model, state["model"], options=self._options)
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
         self._plan.load_state_dict(state["plan"])

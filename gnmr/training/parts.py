@@ -1,0 +1,220 @@
+"""A run, assembled from its config: data, model, paths, controller, optimizer. Nothing here touches the run folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gnmr import models
+from gnmr.attachment import units_of
+from gnmr.config import Config
+from gnmr.controller import Controller
+from gnmr.controller.evidence import PATH_EVIDENCE
+from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
+from gnmr.errors import UserError
+from gnmr.models import pretrained
+from gnmr.paths import Fault, FaultSchedule, Plan, Recipe
+from gnmr.training.checkpoint import Stateful
+from gnmr.training.optim import build_optimizer
+from gnmr.training.step import TrainStep, monitored
+from gnmr.training.transforms import Transform, build_transform
+from gnmr.wiring import build_controller, build_plan
+
+
+@dataclass
+class Parts:
+    """A run, assembled; nothing of it has touched the run folder yet."""
+
+    config: Config
+    folder: Path
+    corpus: TokenCorpus
+    device: torch.device
+    model: nn.Module
+    plan: Plan
+    controller: Controller
+    optimizer: torch.optim.Optimizer
+    transform: Transform | None = None
+    stress: list[Stress] = field(default_factory=list)
+    """What a window of outlier channels and injected faults do to the model before a step, in this order."""
+    faults: FaultSchedule | None = None
+
+
+class Stress(Stateful, Protocol):
+    """A disturbance of known place and time."""
+
+    def begin_step(self, step: int) -> None: ...
+
+
+def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
+    """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
+    training = config.training
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
+    device = device_of(training.device)
+    corpus = _open_data(config, say)
+    stress = list[Stress]()
+    if config.model.checkpoint is None:
+        model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
+    else:
+        model = _pretrained(config, device)
+    plan = build_plan(model, config.paths, training.seed)
+    if config.model.adapter.rank:
+        pretrained.add_adapter(model, config.model.adapter, training.seed)
+    if training.compile:
+        for layer in blocks_of(model):
+            layer.compile()
+    try:
+        record = config.records.evidence
+        controller = build_controller(config.controller, units_of(plan), training.steps, training.seed, record)
+    except ValueError as error:
+        raise UserError(f"controller: {error}") from error
+    _check_evidence(config, controller.needs, plan, model)
+    try:
+        monitored(model, controller, config.records.monitor)
+    except ValueError as error:
+        raise UserError(f"records.monitor: {error}") from error
+    try:
+        optimizer = build_optimizer(model, config.optim)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        transform = build_transform(config.optim.transform.name, config.optim.transform.options, named)
+    except ValueError as error:
+        raise UserError(f"optim: {error}") from error
+    faults = build_faults(config, plan)
+    if faults is not None:
+        stress.append(faults)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults)
+
+
+def _open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus:
+    """The corpus of conf/data. UserError where it is shorter than a block."""
+    training = config.training
+    corpus = prepare(config.data, training.steps * training.tokens_per_step, say)
+    TrainBlocks(corpus.train, training.seq_len, training.seed, None)  # refuses a corpus shorter than a block
+    validation_blocks(corpus.val, training.seq_len, 1)
+    return corpus
+
+
+def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
+    """A model of ours as `training.seed` draws it; a window of outlier channels joins the `stress`."""
+    training, outliers = config.training, config.model.outlier_channels
+    # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
+    generator = torch.Generator().manual_seed(training.seed)
+    model = models.build(config.model, vocab_size, training.seq_len)
+    model.init_weights(generator)
+    if outliers.number > 0 and outliers.window:
+        start, stop = outliers.window
+        if stop > training.steps:
+            raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+        if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+            raise UserError(
+                f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+                "weights can be multiplied and divided by exactly"
+            )
+        stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
+    elif outliers.number > 0:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+    model.to(device=device, dtype=getattr(torch, training.dtype))
+    model.activation_checkpointing = training.activation_checkpointing
+    torch.manual_seed(training.seed)
+    return model
+
+
+def _pretrained(config: Config, device: torch.device) -> nn.Module:
+    """The checkpoint's model, frozen where it gets adapters."""
+    training, checkpoint = config.training, config.model.checkpoint
+    assert checkpoint is not None
+    model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    if config.model.adapter.rank:
+        model.requires_grad_(False)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    torch.manual_seed(training.seed)
+    return model
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The transformer blocks of a model of ours or of Hugging Face's."""
+    return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
+
+
+def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
+    """The schedule of conf/stress, None without one. UserError for units and windows that the run does not have."""
+    stress, training = config.stress, config.training
+    if stress.kind == "none":
+        return None
+    try:
+        return FaultSchedule(
+            plan,
+            Fault(stress.kind, stress.magnitude, stress.share, stress.history),
+            stress.targets,
+            training.steps,
+            windows=stress.windows,
+            rate=stress.rate,
+            duration=stress.duration,
+            seed=training.seed if stress.seed is None else stress.seed,
+        )
+    except ValueError as error:
+        raise UserError(f"stress: {error}") from error
+
+
+def train_step(parts: Parts) -> TrainStep:
+    """The step of a run; benchmarks take it too."""
+    config = parts.config
+    return TrainStep(
+        parts.model,
+        parts.plan,
+        parts.controller,
+        parts.optimizer,
+        config.optim.clip_norm,
+        measure_saved=not config.training.activation_checkpointing,
+        transform=parts.transform,
+        probe_tokens=config.paths.probe_tokens,
+        monitor=config.records.monitor,
+    )
+
+
+_ORACLE_PARAMETERS = 200_000_000
+
+
+def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
+    """UserError for evidence that this run cannot give."""
+    accumulation = config.training.accumulation
+
+    def key(*names: str) -> str:
+        asked = set(names) <= set(config.records.evidence)
+        return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
+
+    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
+        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
+    if isinstance(plan.low, Recipe) and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+        raise UserError(
+            f"{key(*measured)}: {', '.join(measured)} is measured of saved formats, and paths.low={plan.low.name} is a "
+            "recipe"
+        )
+    if "spike_share" in needs and config.optim.name != "adamw":
+        raise UserError(
+            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
+        )
+    if "micro_square" in needs and accumulation < 2:
+        raise UserError(
+            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
+        )
+    if "true_gap" in needs:
+        number = sum(p.numel() for p in model.parameters())
+        if number > _ORACLE_PARAMETERS:
+            raise UserError(
+                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
+                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
+            )
+
+
+def device_of(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
