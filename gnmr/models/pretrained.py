@@ -63,13 +63,14 @@ def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> nn.Module
     """
     where = f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint)
-    model: Any
+    found: Any
     with _quiet(), _one_line(where):
         from transformers import AutoModelForCausalLM
 
-        model, report = AutoModelForCausalLM.from_pretrained(
+        found = AutoModelForCausalLM.from_pretrained(
             _place(checkpoint), config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
+    model, report = found
     if lacking := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
         raise UserError(f"{where}: {len(lacking)} weights are missing or of another shape (the first is {lacking[0]})")
     check_family(model, where)

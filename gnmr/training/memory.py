@@ -165,7 +165,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        B, H, T, _ = q.shape
+        output = q.new_empty(B, T, H, v.shape[-1]).transpose(
+            1, 2
+        )  # as the kernels lay it out: o_proj reads it as it is
         ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return output
 
