@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 from gnmr.config import AdapterConfig, ModelConfig
 from gnmr.errors import UserError

@@ -116,7 +116,6 @@ def llama_13b(tmp_path: Path) -> Path:
 
 
 def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> None:
-    pytest.importorskip("peft")
     words = ["model=pretrained", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
     planned = plan_run(compose(words))
     assert rows(planned)["frozen weights"] == 13_015_864_320 * 2
