@@ -228,15 +228,24 @@ class DataConfig:
     """Corpus, tokenizer and their cache."""
 
     name: str = "stdlib"
-    """stdlib (this Python's own library sources), c4 (hub or local folder in its layout) or text (local files)."""
+    """stdlib (this Python's own library sources), c4, gsm8k, wikitext2 (hub, or local in its layout), text (local
+    files) or instructions (local files of prompts and answers)."""
     path: str | None = None
-    """File or folder for data=text; for data=c4 a local folder, or null to stream from the hub."""
+    """File or folder for data=text and data=instructions; for the others a local copy, or null to read from the hub."""
     text_column: str = "text"
     """Column that holds the text in .jsonl, .json.gz and .parquet files."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt; data=instructions."""
+    response_column: str = "response"
+    """Column that holds the answer; data=instructions."""
+    input_column: str | None = None
+    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); data=instructions."""
+    answers_only: bool = True
+    """Loss on the answers alone; false: on prompts too. Plain text has no prompts."""
     vocab_size: int = 4096
     """Largest vocabulary of the byte-level BPE; a tiny corpus may give a smaller one."""
     tokenizer: str | None = None
-    """A tokenizer.json to use instead of training one."""
+    """A tokenizer.json to use instead of training one; for fine-tuning, instead of the checkpoint's: a folder too."""
     tokenizer_bytes: int = 50_000_000
     """Text that the tokenizer is trained on at the most, bytes of UTF-8."""
     max_tokens: int | None = None
@@ -245,9 +254,12 @@ class DataConfig:
     """Where tokenizers and token files are kept."""
 
     def __post_init__(self) -> None:
-        _one_of("data.name", self.name, ("stdlib", "c4", "text"))
+        _one_of("data.name", self.name, ("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"))
         _require(
-            self.name != "text" or self.path is not None, "data.path", self.path, "data=text needs a file or folder"
+            self.name not in ("text", "instructions") or self.path is not None,
+            "data.path",
+            self.path,
+            f"data={self.name} needs a file or folder",
         )
         _require(
             257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more"
