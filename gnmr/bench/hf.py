@@ -35,6 +35,7 @@ def hf(setting: Setting) -> list[Figure]:
     assert isinstance(plain.model, Llama), "check_hf refuses the others"
     theirs = as_hugging_face(plain.model)
     block = batch(plain)[0]
+    assert isinstance(block, Tensor), "models of ours are trained on plain blocks"
     losses: dict[str, float] = {}
 
     def arm(name: str, model: nn.Module, logits: Callable[[Tensor], Tensor]) -> Callable[[], None]:

@@ -56,6 +56,20 @@ def open_config(checkpoint: str) -> Any:
         return AutoConfig.from_pretrained(_place(checkpoint))
 
 
+def local(checkpoint: str) -> Path:
+    """The folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into the hub's own cache.
+
+    UserError where it cannot be reached.
+    """
+    open_config(checkpoint)
+    if (folder := Path(checkpoint).expanduser()).is_dir():
+        return folder
+    with _quiet(), _one_line(f"model.checkpoint={checkpoint}"):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
+
+
 def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model of a checkpoint in `dtype` on `device`, in training mode, every weight trainable.
 

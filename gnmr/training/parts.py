@@ -6,17 +6,29 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gnmr import models
 from gnmr.attachment import units_of
 from gnmr.config import Config
 from gnmr.controller import Controller
 from gnmr.controller.evidence import PATH_EVIDENCE
-from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
+from gnmr.data import (
+    PackedBlocks,
+    PackedCorpus,
+    TokenCorpus,
+    TrainBlocks,
+    packed_validation,
+    prepare,
+    prepare_packed,
+    validation_blocks,
+)
+from gnmr.data.batch import Batch
+from gnmr.data.packing import Documents
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan, Recipe
@@ -33,7 +45,7 @@ class Parts:
 
     config: Config
     folder: Path
-    corpus: TokenCorpus
+    corpus: TokenCorpus | PackedCorpus
     device: torch.device
     model: nn.Module
     plan: Plan
@@ -43,6 +55,8 @@ class Parts:
     stress: list[Stress] = field(default_factory=list)
     """What a window of outlier channels and injected faults do to the model before a step, in this order."""
     faults: FaultSchedule | None = None
+    checkpoint: str | None = None
+    """Fingerprint of the weights that a pretrained model began from."""
 
 
 class Stress(Stateful, Protocol):
@@ -51,18 +65,26 @@ class Stress(Stateful, Protocol):
     def begin_step(self, step: int) -> None: ...
 
 
+class Blocks(Stateful, Protocol):
+    """What a run is trained on, in an order that can be saved."""
+
+    def next(self, n: int) -> Tensor | Batch: ...
+
+
 def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
     training = config.training
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     device = device_of(training.device)
-    corpus = _open_data(config, say)
+    corpus = open_data(config, say)
+    training_blocks(config, corpus, None)  # refuses a corpus shorter than a block
+    validation(config, corpus, 1)
     stress = list[Stress]()
     if config.model.checkpoint is None:
         model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
     else:
-        model = _pretrained(config, device)
+        model = _pretrained(config, corpus.vocab_size, device)
     plan = build_plan(model, config.paths, training.seed)
     if config.model.adapter.rank:
         pretrained.add_adapter(model, config.model.adapter, training.seed)
@@ -88,16 +110,38 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     faults = build_faults(config, plan)
     if faults is not None:
         stress.append(faults)
-    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults)
+    base = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, base)
 
 
-def _open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus:
-    """The corpus of conf/data. UserError where it is shorter than a block."""
-    training = config.training
-    corpus = prepare(config.data, training.steps * training.tokens_per_step, say)
-    TrainBlocks(corpus.train, training.seq_len, training.seed, None)  # refuses a corpus shorter than a block
-    validation_blocks(corpus.val, training.seq_len, 1)
-    return corpus
+def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | PackedCorpus:
+    """The corpus of conf/data: one stream of tokens, for a pretrained model documents in its own tokens.
+
+    UserError where it is shorter than a block.
+    """
+    needed = config.training.steps * config.training.tokens_per_step
+    if config.model.checkpoint is None:
+        return prepare(config.data, needed, say)
+    return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
+
+
+def tokens_of(split: np.ndarray | Documents) -> np.ndarray:
+    """The token ids of a split."""
+    return split if isinstance(split, np.ndarray) else split.tokens
+
+
+def training_blocks(config: Config, corpus: TokenCorpus | PackedCorpus, folder: Path | None) -> Blocks:
+    """The blocks in the order of `training.seed`; `folder` keeps the order, None: memory does."""
+    kind: Any = TrainBlocks if isinstance(corpus, TokenCorpus) else PackedBlocks
+    blocks: Blocks = kind(corpus.train, config.training.seq_len, config.training.seed, folder)
+    return blocks
+
+
+def validation(config: Config, corpus: TokenCorpus | PackedCorpus, n: int) -> Tensor | Batch:
+    """The first `n` validation blocks, the same in every arm and seed."""
+    if isinstance(corpus, TokenCorpus):
+        return validation_blocks(corpus.val, config.training.seq_len, n)
+    return packed_validation(corpus.val, config.training.seq_len, n)
 
 
 def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
@@ -125,11 +169,17 @@ def _new_model(config: Config, vocab_size: int, device: torch.device, stress: li
     return model
 
 
-def _pretrained(config: Config, device: torch.device) -> nn.Module:
+def _pretrained(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The checkpoint's model, frozen where it gets adapters."""
     training, checkpoint = config.training, config.model.checkpoint
     assert checkpoint is not None
     model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if rows < vocab_size:
+        raise UserError(
+            f"model.checkpoint={checkpoint}: has embeddings for {rows} tokens, its tokenizer (or data.tokenizer) has "
+            f"{vocab_size}; they do not belong together"
+        )
     if config.model.adapter.rank:
         model.requires_grad_(False)
     if training.activation_checkpointing:

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 import gnmr
 from gnmr import models
 from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Decision
-from gnmr.data import TrainBlocks, validation_blocks
+from gnmr.data import Batch, PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe, Window
@@ -37,7 +38,7 @@ from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.optim import learning_rate
-from gnmr.training.parts import Parts, assemble, device_of, train_step
+from gnmr.training.parts import Blocks, Parts, assemble, device_of, tokens_of, train_step, training_blocks, validation
 from gnmr.training.provenance import commit, machine
 from gnmr.training.step import StepResult, evaluate
 
@@ -89,6 +90,15 @@ def run_folder(config: Config) -> Path:
     return Path(config.runs_dir).expanduser() / config.experiment_name / name
 
 
+def _owner(parts: Parts) -> str:
+    """Whose a checkpoint is: this config, seed, data, base and backend."""
+    config = parts.config
+    of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
+    # Frozen weights are in no checkpoint of ours.
+    base = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
+    return f"{of_run}{base}{_backends(parts.plan)}"
+
+
 def _backends(plan: Plan) -> str:
     """What runs the plan's recipes: a run does not go on under another one, whose sums are not the same."""
     recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
@@ -97,11 +107,13 @@ def _backends(plan: Plan) -> str:
 
 def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
-    blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, folder)
-    validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
+    blocks = training_blocks(config, parts.corpus, folder)
+    held_out = validation(config, parts.corpus, training.eval_blocks)
+    if isinstance(blocks, PackedBlocks):
+        say(blocks.packing.summary)
     checkpointer = Checkpointer(
         folder / "checkpoints",
-        f"{config_hash(config)}-s{training.seed} on data {parts.corpus.fingerprint[:12]}{_backends(parts.plan)}",
+        _owner(parts),
         training.keep_checkpoints,
         parts.model,
         parts.optimizer,
@@ -141,7 +153,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             if parts.stress:
                 recorder.faults(fault_rows(parts))
             with _signals() as stop:
-                status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
+                status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
             if status == "done":
                 export(parts)
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
@@ -170,8 +182,8 @@ def export(parts: Parts) -> None:
 
 def loop(
     parts: Parts,
-    blocks: TrainBlocks,
-    validation: torch.Tensor,
+    blocks: Blocks,
+    held_out: Tensor | Batch,
     counters: Counters,
     checkpointer: Checkpointer,
     recorder: Recorder,
@@ -213,7 +225,7 @@ def loop(
             )
         last = step == training.steps
         if last or step % training.eval_every == 0:
-            val_loss = evaluate(parts.model, parts.plan, validation, training.batch_size)
+            val_loss = evaluate(parts.model, parts.plan, held_out, training.batch_size)
             row = {"step": step, "tokens": counters.tokens, "val_loss": val_loss}
             if not math.isfinite(val_loss):
                 raise RunFailed(f"the validation loss after step {step} is {val_loss}")
@@ -312,15 +324,17 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
-            "train_tokens": len(corpus.train),
-            "val_tokens": len(corpus.val),
+            "train_tokens": len(tokens_of(corpus.train)),
+            "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,
         },
         "units": parts.controller.names,
         "cost": [unit.cost for unit in parts.controller.units],
         "recoverable": parts.plan.recovery is not None,
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
+        "checkpoint": parts.checkpoint,
         "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
         "arm": config.arm_name,
         "experiment": config.experiment_name,
         "scale": config.scale_name,

@@ -136,7 +136,7 @@ class TrainStep:
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
         }
-        position = {id(p): i for i, p in enumerate(self.parameters)}
+        position = {id(p): i for i, p in enumerate(model.parameters())}
         places = [max(position[id(p)] for p in group) for group in groups]
         # The backward pass runs from the last module to the first.
         self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
@@ -331,6 +331,6 @@ def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: i
     with plan.exact():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for batch in blocks.split(batch_size):
-            total += loss_of(model, batch).double() * num_targets(batch)
+            total += loss_of(model, batch.to(total.device)).double() * num_targets(batch)
     model.train(was_training)
     return float(total) / num_targets(blocks)
