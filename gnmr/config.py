@@ -628,6 +628,12 @@ class Config:
     """Print what memory the run will need, and train nothing."""
 
     def __post_init__(self) -> None:
+        _require(
+            not self.training.export_hf or self.model.name in ("llama", "pretrained"),
+            "training.export_hf",
+            True,
+            f"Hugging Face's layout is written for llama and pretrained, not for model.name={self.model.name}",
+        )
         if (
             self.training.activation_checkpointing
             and self.paths.site == "forward"
