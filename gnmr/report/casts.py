@@ -48,8 +48,11 @@ def watched(comparison: Comparison) -> Table:
 
 
 def _a_step(arm: Arm, operand: str, kind: int) -> float | None:
-    totals = [(_of(run, "saturation_total").get(operand), run.summary["steps"]) for run in arm.done]
-    told = [counts[kind] / steps for counts, steps in totals if counts is not None and steps]
+    told = [
+        counts[kind] / run.summary["steps"]  # which met something, so it had steps
+        for run in arm.done
+        if (counts := _of(run, "saturation_total").get(operand)) is not None
+    ]
     over_seeds = stat(told)
     return None if over_seeds is None else over_seeds.mean
 
