@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gnmr import config
 from gnmr.paths import BACKENDS, Plan, convert, fp8
@@ -140,6 +141,18 @@ def test_delayed_scales_saturate_and_are_counted_alike() -> None:
         counts.append(plan.saturation()["input"].tolist())
         assert plan.shared.ledger.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
     assert counts[0] == counts[1] and counts[0][0][0] > 1000
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    found = []
+    for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 48))
+        convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+        leaf = X.clone().requires_grad_()
+        run(net, leaf).sum().backward()
+        found.append((leaf.grad, net[0].weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_no_rows_at_all() -> None:
