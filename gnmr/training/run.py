@@ -160,6 +160,8 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
             paths.recovers,
             paths.unit,
             paths.backend,
+            paths.weights,
+            paths.outlier_threshold,
         )
     except ValueError as error:
         raise UserError(f"paths: {error}") from error

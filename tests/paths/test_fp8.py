@@ -223,7 +223,7 @@ def test_transformer_engine_and_nonsense(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fp8, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="there is no operator for Transformer Engine yet"):
         convert(net, "fp8_hybrid", None, ["0"], backend="te")
-    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, te"):
+    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, int_mm, te"):
         convert(net, "fp8_hybrid", None, ["0"], backend="cublas")
     with pytest.warns(UserWarning, match="backend='simulated': has no effect on formats"):
         convert(net, "int4", None, ["0"], backend="simulated")
