@@ -110,6 +110,8 @@ def attach(
     recovers: Sequence[str] = ("fprop", "dgrad", "wgrad"),
     unit: str = "operator",
     backend: str = "auto",
+    weights: str = "online",
+    outlier_threshold: float | None = None,
     signal: Signal | Callable[[Context], Signal] | None = None,
     ranked: bool = False,
     trigger: float = 1.0,
@@ -121,7 +123,8 @@ def attach(
 
     Args:
         model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        low, recovery, targets, site, rounding, seed, recovers, unit, backend: see `gnmr.paths.convert`.
+        low, recovery, targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see
+            `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
@@ -136,7 +139,9 @@ def attach(
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
     one = Context(("unit",), (1.0,), torch.device("cpu"))
     GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
-    plan = convert(model, low, recovery, targets, site, rounding, seed, recovers, unit, backend)
+    plan = convert(
+        model, low, recovery, targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold
+    )
     try:
         units = units_of(plan)
         frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]

@@ -33,12 +33,15 @@ RECIPES = {
     "sim_e4m3": 8,
     "sim_int4": 4,
     "sim_int8": 8,
+    "llm_int8": 8,
+    "llm_int8_dgrad": 8,
     "bf16": 16,
 }
 """And their bits (those of the forward input)."""
 GEMMS = ("fprop", "dgrad", "wgrad")
 UNITS = ("operator", "expert", "layer", "block")
-BACKENDS = ("auto", "simulated", "scaled_mm", "te")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
+WEIGHTS = ("online", "beside", "instead")
 
 
 def _require(condition: bool, key: str, value: object, right: str) -> None:
@@ -290,8 +293,13 @@ class PathsConfig:
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     backend: str = "auto"
-    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), te, or auto: scaled_mm where device,
-    recipe and widths allow it, else simulated."""
+    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto: a
+    real one where device, recipe and widths allow it, else simulated."""
+    weights: str = "online"
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/paths/int8.py): online (made in every forward pass),
+    beside or instead of the 16-bit weights; the latter two for frozen weights."""
+    outlier_threshold: float | None = None
+    """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
     probe_tokens: int = 1
     """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
 
@@ -313,6 +321,8 @@ class PathsConfig:
         _require(len(self.targets) > 0, "paths.targets", self.targets, "needs at least one pattern")
         _one_of("paths.unit", self.unit, UNITS)
         _one_of("paths.backend", self.backend, BACKENDS)
+        _one_of("paths.weights", self.weights, WEIGHTS)
+        _positive("paths.outlier_threshold", self.outlier_threshold, optional=True)
         _one_of("paths.site", self.site, ("saved", "forward"))
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
 

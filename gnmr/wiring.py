@@ -28,6 +28,8 @@ def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
             paths.recovers,
             paths.unit,
             paths.backend,
+            paths.weights,
+            paths.outlier_threshold,
         )
     except ValueError as error:
         raise UserError(f"paths: {error}") from error

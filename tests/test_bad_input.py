@@ -68,7 +68,11 @@ CASES = {
     "hierarchy=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
     "hierarchy=8/16_moe recipe=fp8_hybrid controller.warmup_frac=0.1": "a high-fidelity warm-up needs paths.recovery",
     "recipe=fp8_hybrid paths.backend=scaled_mm model.intermediate_size=56": "has 56 outputs, and FP8 hardware needs",
-    "paths.backend=cublas": "paths.backend=cublas: must be one of auto, simulated, scaled_mm, te",
+    "paths.backend=cublas": "paths.backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te",
+    "hierarchy=8/16 paths.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
+    "paths.weights=elsewhere": "paths.weights=elsewhere: must be one of online, beside, instead",
+    "paths.outlier_threshold=0": f"paths.outlier_threshold=0.0: {POSITIVE} or null",
+    "hierarchy=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
     "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_proj",
     "data.path=???": "Missing mandatory value: path (key data.path)",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
@@ -237,6 +241,7 @@ def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path
             "the recovery path sim_e3m2 is coarser than the",
         ),
         ("paths.backend=simulated", "backend='simulated': has no effect on formats, which are packed on any machine"),
+        ("paths.outlier_threshold=6", "outlier_threshold=6.0: has no effect without a recipe of integers (llm_int8)"),
     ],
 )
 def test_paths_that_cannot_be_meant_are_a_warning(words, line, gnmr, tiny_words):

@@ -354,6 +354,7 @@ PAPER = {
     "8/16": (1.5, 1.1, None, 0.0, "fp8_hybrid", "bf16"),
     "8/16_moe": (None, 0.9, None, 0.05, "fp8_hybrid", "bf16"),
     "4/16": (None, 0.4, None, 0.0, "sim_e2m1", "bf16"),
+    "int8/16": (1.5, 1.1, 1.5, 0.0, "llm_int8", "bf16"),
 }
 SETTINGS = {
     # unit, hierarchy, cpu size, units, the paper's size
@@ -424,7 +425,7 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
 
 CELLS = [
     *((f"experiment={experiment}",) for experiment in SETTINGS),
-    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16")),
+    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16", "int8/16")),
     *(("experiment=deepseek_recipe", f"recipe={recipe}") for recipe in choices("recipe")),
     *((f"sweep={sweep}", f"variant={arm}") for sweep in ("table13", "table15") for arm in axes_of(sweep)["variant"]),
     *(("sweep=recipe_stress", f"paths={paths}") for paths in axes_of("recipe_stress")["paths"]),

@@ -3,8 +3,9 @@
     simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
     scaled_mm    `torch._scaled_mm` on operands of one byte: GPUs of compute capability 8.9 or newer (Ada, Hopper,
                  Blackwell). CPUs have the function too, without being faster: good for testing this file
+    int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
     te           Transformer Engine
-    auto         scaled_mm where device, recipe and widths allow it, else simulated; the printed plan says which
+    auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which
 
 scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
 casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
@@ -37,7 +38,7 @@ from gnmr.paths.simulated import BEYOND, Met, Pass, simulated_linear
 if TYPE_CHECKING:
     from gnmr.paths.saved import PathLinear
 
-BACKENDS = ("auto", "simulated", "scaled_mm", "te")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
 
@@ -48,6 +49,10 @@ def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) ->
         raise ValueError(_without_te())
     if backend == "simulated" or not recipe.casts:
         return recipe
+    if backend == "int_mm":
+        raise ValueError(
+            f"backend='int_mm': the recipe {recipe.name} multiplies no integers, as llm_int8 does; use backend='auto'"
+        )
     missing = _recipe_missing(recipe) or _device_missing(next(iter(linears.values())).weight.device, backend)
     missing = missing or next(filter(None, (_width_missing(*named) for named in linears.items())), None)
     if missing is None:
@@ -176,7 +181,8 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
         the_pass: _RealPass = ctx.the_pass
-        weights, kept = ctx.saved_tensors[: ctx.num_weights], ctx.saved_tensors[ctx.num_weights :]
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])

@@ -25,6 +25,7 @@ from gnmr import models
 from gnmr.config import Config
 from gnmr.models import pretrained
 from gnmr.paths import Plan
+from gnmr.paths.int8 import Int8Linear
 from gnmr.training.optim import build_optimizer
 from gnmr.training.parts import blocks_of
 from gnmr.wiring import build_plan
@@ -103,15 +104,19 @@ def memory_plan(
     trainable = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained, buffers = sum(p.nbytes for p in trainable), sum(b.nbytes for b in model.buffers())
+    kept = [o.kept_codes(o.weight) for o in plan.operators if isinstance(o, Int8Linear) and o.weights == "beside"]
+    codes = [tensor for own in kept if own is not None for tensor in (own.codes, own.scale)]
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
-    saved, largest = _saved_bytes(lambda: _loss(model, tokens), model, checkpointed)
+    known = [*model.parameters(), *model.buffers(), *codes]
+    saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
     logits = batch_size * seq_len * vocab_size
     numbers = sum(p.numel() for p in model.parameters())
     rows = [
         ("frozen weights", frozen, f"{numbers - sum(p.numel() for p in trainable):,} numbers"),
         ("trained weights", trained, f"{sum(p.numel() for p in trainable):,} numbers"),
-        ("buffers", buffers, "tables, codes of weights kept in INT8"),
+        ("INT8 copies of weights", sum(t.nbytes for t in codes), "paths.weights=beside"),
+        ("buffers", buffers, ""),
         ("gradients", trained, ""),
         ("optimizer", state, type(optimizer).__name__),
         ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
@@ -123,12 +128,12 @@ def memory_plan(
     return MemoryPlan([row for row in rows if row[1] > 0])
 
 
-def _saved_bytes(run: Callable[[], Any], model: nn.Module, checkpointed: Sequence[nn.Module]) -> tuple[int, int]:
-    """(bytes that autograd saves of one forward pass besides weights and buffers, the most of one checkpointed module).
+def _saved_bytes(run: Callable[[], Any], there: Sequence[Tensor], checkpointed: Sequence[nn.Module]) -> tuple[int, int]:
+    """(bytes that autograd saves of one forward pass besides what is `there`, the most of one checkpointed module).
 
     With `checkpointed` modules only the inputs of each count in the first number.
     """
-    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    known = {t.untyped_storage()._cdata for t in there}
     inside: list[nn.Module] = []
     totals: dict[nn.Module | None, dict[int, int]] = {}
 
