@@ -7,13 +7,21 @@ from typing import Any
 
 from gnmr.attachment import context_of
 from gnmr.config import THRESHOLDS, ControllerConfig
-from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.controller import Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
 
 
 def build_controller(
-    settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0, record: Sequence[str] = ()
+    settings: ControllerConfig,
+    units: list[Unit],
+    steps: int,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    norms: OutputGradients | None = None,
 ) -> Controller:
-    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options."""
+    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options.
+
+    `norms`: where they are not those of the units' parameters (`gnmr.attachment.norms_of`).
+    """
     return Controller(
         units,
         signal_of(settings, units, steps, seed),
@@ -24,6 +32,7 @@ def build_controller(
         trigger=settings.trigger,
         record=record,
         hold=settings.hold,
+        norms=norms,
     )
 
 

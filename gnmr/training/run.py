@@ -26,7 +26,7 @@ from torch import nn
 
 import gnmr
 from gnmr import models
-from gnmr.attachment import units_of
+from gnmr.attachment import norms_of, units_of
 from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Controller, Decision
 from gnmr.controller.evidence import PATH_EVIDENCE
@@ -167,8 +167,10 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         for layer in model.layers:
             layer.compile()
     try:
-        record = config.records.evidence
-        controller = build_controller(config.controller, units_of(plan), training.steps, training.seed, record)
+        record, observe = config.records.evidence, config.controller.observe
+        units = units_of(plan, model, observe)
+        norms = norms_of(model, units, observe)
+        controller = build_controller(config.controller, units, training.steps, training.seed, record, norms)
     except ValueError as error:
         raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)
