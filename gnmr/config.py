@@ -409,6 +409,9 @@ class ControllerConfig:
     name: str = "gnmr"
     """Name of this choice, part of the arm's name."""
     signal: SignalConfig = field(default_factory=SignalConfig)
+    observe: str = "parameters"
+    """What a unit's norm is taken of (gnmr/controller/observed.py): parameters (its operators'), adapter (everything
+    trainable below its name) or input_grad (the gradient of its output)."""
     routing: str = "thresholded"
     """thresholded (max_o is a cap) or ranked (the max_o largest risks are always taken)."""
     trigger: float = 1.0
@@ -440,6 +443,7 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             _positive(f"controller.{key}", getattr(self, key), optional=True)
+        _one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
         _one_of("controller.routing", self.routing, ("thresholded", "ranked"))
         for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
             _positive(f"controller.{key}", getattr(self, key))

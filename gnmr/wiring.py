@@ -9,7 +9,7 @@ from torch import nn
 
 from gnmr.attachment import context_of
 from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
-from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.controller import Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
 from gnmr.errors import UserError
 from gnmr.paths import Plan, convert
 
@@ -36,9 +36,17 @@ def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
 
 
 def build_controller(
-    settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0, record: Sequence[str] = ()
+    settings: ControllerConfig,
+    units: list[Unit],
+    steps: int,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    norms: OutputGradients | None = None,
 ) -> Controller:
-    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options."""
+    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options.
+
+    `norms`: where they are not those of the units' parameters (`gnmr.attachment.norms_of`).
+    """
     return Controller(
         units,
         signal_of(settings, units, steps, seed),
@@ -49,6 +57,7 @@ def build_controller(
         trigger=settings.trigger,
         record=record,
         hold=settings.hold,
+        norms=norms,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr import models
-from gnmr.attachment import units_of
+from gnmr.attachment import norms_of, units_of
 from gnmr.config import Config
 from gnmr.controller import Controller
 from gnmr.controller.evidence import PATH_EVIDENCE
@@ -92,8 +92,10 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         for layer in blocks_of(model):
             layer.compile()
     try:
-        record = config.records.evidence
-        controller = build_controller(config.controller, units_of(plan), training.steps, training.seed, record)
+        record, observe = config.records.evidence, config.controller.observe
+        units = units_of(plan, model, observe)
+        norms = norms_of(model, units, observe)
+        controller = build_controller(config.controller, units, training.steps, training.seed, record, norms)
     except ValueError as error:
         raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.controller import Controller, Decision
+from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.data.batch import Batch, model_inputs
@@ -132,6 +132,7 @@ class TrainStep:
         groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
         names = controller.names + [name.removesuffix(".weight") for name, _ in others]
         self._norms = UnitNorms(groups)
+        self._outputs = controller.norms if isinstance(controller.norms, OutputGradients) else None
         place = {id(p): len(controller.units) + i for i, (_, p) in enumerate(others)}
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
@@ -154,9 +155,10 @@ class TrainStep:
         saturation = {operand: counts.sum(dim=0) for operand, counts in self.plan.saturation().items()}
         self.plan.end_step()
 
-        norms, observed = self._norms()
+        norms, present = self._norms()
         num_units = len(controller.units)
-        evidence |= {"norm": norms[:num_units], "observed": observed[:num_units]} | controller.measure_more()
+        norm, observed = (norms[:num_units], present[:num_units]) if self._outputs is None else self._outputs()
+        evidence |= {"norm": norm, "observed": observed} | controller.measure_more()
         evidence |= self._measured()
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
@@ -249,6 +251,8 @@ class TrainStep:
             self._probe.enabled = False  # until `_backward` decides anew
         gradients: list[list[list[Tensor]]] = []
         plan.shared.rehearsing = True
+        if self._outputs is not None:
+            self._outputs.enabled = False
         for recovering in (False, True):
             plan.load_state_dict(generator)
             for operator in plan.operators:
@@ -266,6 +270,8 @@ class TrainStep:
             )
             self.optimizer.zero_grad(set_to_none=True)
         plan.shared.rehearsing = False
+        if self._outputs is not None:
+            self._outputs.enabled = True
         plan.load_state_dict(generator)
         for operator, recovering in zip(plan.operators, in_force, strict=True):
             operator.switch(recovering)
