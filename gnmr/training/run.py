@@ -147,22 +147,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     model.activation_checkpointing = training.activation_checkpointing
     torch.manual_seed(training.seed)
 
-    paths = config.paths
-    try:
-        plan = convert(
-            model,
-            paths.low,
-            paths.recovery,
-            paths.targets,
-            paths.site,
-            paths.rounding,
-            training.seed,
-            paths.recovers,
-            paths.unit,
-            paths.backend,
-        )
-    except ValueError as error:
-        raise UserError(f"paths: {error}") from error
+    plan = build_plan(model, config)
     if training.compile:
         for layer in model.layers:
             layer.compile()
@@ -186,6 +171,26 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if faults is not None:
         stress.append(faults)
     return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults)
+
+
+def build_plan(model: nn.Module, config: Config) -> Plan:
+    """Gives the model the two paths of conf/paths, in place. UserError for paths that it cannot have."""
+    paths = config.paths
+    try:
+        return convert(
+            model,
+            paths.low,
+            paths.recovery,
+            paths.targets,
+            paths.site,
+            paths.rounding,
+            config.training.seed,
+            paths.recovers,
+            paths.unit,
+            paths.backend,
+        )
+    except ValueError as error:
+        raise UserError(f"paths: {error}") from error
 
 
 def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
