@@ -11,8 +11,10 @@ Needs transformers, and peft for adapters: `pip install gnmr[finetune]`. Both ar
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -40,20 +42,61 @@ def need(package: str, what: str) -> None:
         raise UserError(f"{what}: needs {package}, which is missing here; pip install 'gnmr[finetune]'")
 
 
-def open_config(checkpoint: str) -> Any:
-    """The `PretrainedConfig` of a checkpoint. UserError where there is none that transformers knows."""
-    where = f"model.checkpoint={checkpoint}"
+def open_config(checkpoint: str, where: str | None = None) -> Any:
+    """The `PretrainedConfig` of a checkpoint. UserError where there is none that transformers knows.
+
+    `where` names it in messages; None: as model.checkpoint.
+    """
+    where = where or f"model.checkpoint={checkpoint}"
     need("transformers", where)
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{where}: the folder has no config.json; give one in Hugging Face's layout")
-    elif folder.is_absolute() or checkpoint.startswith((".", "~")) or checkpoint.count("/") > 1 or folder.exists():
-        raise UserError(f"{where}: there is no such folder")
-    with _quiet(), _one_line(where):
+    elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
+        raise UserError(f"{where}: there is no such folder or hub name")
+    with quiet(), _one_line(where, folder.is_dir()):
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(_place(checkpoint))
+
+
+def check_files(folder: Path) -> None:
+    """UserError for weights that are missing or cut off, naming the file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(f"{index}: has no weight_map")
+        files = [folder / str(name) for name in sorted(set(shards.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: holds no *.safetensors")
+    for file in files:
+        check_safetensors(file)
+
+
+def check_safetensors(file: Path) -> None:
+    """UserError unless the file is there and whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: is missing, truncated or no safetensors file ({first_line(error)})") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError for anything else."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}: is no JSON object")
+    return tree
 
 
 def local(checkpoint: str) -> Path:
@@ -64,41 +107,48 @@ def local(checkpoint: str) -> Path:
     open_config(checkpoint)
     if (folder := Path(checkpoint).expanduser()).is_dir():
         return folder
-    with _quiet(), _one_line(f"model.checkpoint={checkpoint}"):
+    with quiet(), _one_line(f"model.checkpoint={checkpoint}", local=False):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
 
 
-def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model of a checkpoint in `dtype` on `device`, in training mode, every weight trainable.
+def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None) -> nn.Module:
+    """The model of a checkpoint on `device`, in training mode, every weight trainable.
 
-    UserError for a checkpoint that is missing, damaged, or none of a LLaMA-like causal model.
+    `dtype`: that of the weights, or "auto": their own. UserError for a checkpoint that is missing, damaged, or none of
+    a LLaMA-like causal model; nothing but safetensors is read. `where`: see `open_config`.
     """
-    where = f"model.checkpoint={checkpoint}"
-    config = open_config(checkpoint)
+    where = where or f"model.checkpoint={checkpoint}"
+    empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
+    if (folder := Path(checkpoint).expanduser()).is_dir():
+        check_files(folder)
     found: Any
-    with _quiet(), _one_line(where):
+    with quiet(), _one_line(where, folder.is_dir()):
         from transformers import AutoModelForCausalLM
 
         found = AutoModelForCausalLM.from_pretrained(
-            _place(checkpoint), config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            _place(checkpoint),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            device_map={"": str(device)},
         )
     model, report = found
     if lacking := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
         raise UserError(f"{where}: {len(lacking)} weights are missing or of another shape (the first is {lacking[0]})")
-    check_family(model, where)
     model.config.use_cache = False
-    loaded: nn.Module = model.to(device).train()
+    loaded: nn.Module = model.train()
     return loaded
 
 
-def empty(checkpoint: str, dtype: torch.dtype) -> nn.Module:
+def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
     """The same model without weights, on the meta device: shapes only, at no cost."""
-    where = f"model.checkpoint={checkpoint}"
-    config = open_config(checkpoint)
+    where = where or f"model.checkpoint={checkpoint}"
+    config = open_config(checkpoint, where)
     model: Any
-    with _quiet(), _one_line(where), torch.device("meta"):
+    with quiet(), _one_line(where), torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -130,7 +180,7 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     if nothing:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(f"model.adapter.targets={nothing}: no linear has such a name; there are {', '.join(kinds)}")
-    with _quiet():
+    with quiet():
         from peft import LoraConfig
 
         lora = LoraConfig(
@@ -186,7 +236,7 @@ def save(model: nn.Module, folder: Path, tokenizer: Path | str | None = None) ->
     """
     beside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
-    with _quiet():
+    with quiet():
         theirs = as_hugging_face(model) if isinstance(model, Llama) else model
         theirs.save_pretrained(beside)  # type: ignore[operator]
         if tokenizer is not None:
@@ -198,7 +248,7 @@ def save(model: nn.Module, folder: Path, tokenizer: Path | str | None = None) ->
 def as_hugging_face(model: Llama) -> Any:
     """`LlamaForCausalLM` on the very weights of `model` (sdpa attention); equal logits up to the order of sums."""
     need("transformers", "Hugging Face's layout")
-    with _quiet():
+    with quiet():
         from transformers import LlamaConfig, LlamaForCausalLM
 
         own = model.config
@@ -226,11 +276,23 @@ def as_hugging_face(model: Llama) -> Any:
     return theirs.train(model.training)
 
 
-def _tokenizer(tokenizer: Path | str) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def open_tokenizer(checkpoint: str) -> Any:
+    """The tokenizer of a checkpoint, as transformers has it. UserError where there is none."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
+    with quiet(), _one_line(checkpoint, folder.is_dir()):
+        from transformers import AutoTokenizer
 
+        return AutoTokenizer.from_pretrained(_place(checkpoint))
+
+
+def _tokenizer(tokenizer: Path | str) -> Any:
+    """Of a checkpoint, or of our own tokenizer.json."""
     if isinstance(tokenizer, str):
-        return AutoTokenizer.from_pretrained(_place(tokenizer))
+        return open_tokenizer(tokenizer)
+    from transformers import PreTrainedTokenizerFast
+
     from gnmr.data import tokenizer as bpe
 
     own = bpe.load(tokenizer.read_bytes(), str(tokenizer))
@@ -243,20 +305,26 @@ def _place(checkpoint: str) -> str:
     return str(folder) if folder.is_dir() else checkpoint
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextmanager
-def _one_line(where: str) -> Iterator[None]:
+def _one_line(where: str, local: bool = True) -> Iterator[None]:
     """What the libraries raise for a checkpoint that cannot be used, in one line."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # they have no common type: OSError, ValueError, SafetensorError, ...
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{where}: cannot be loaded ({reason})") from error
+        what = "cannot be loaded" if local else "cannot be read from the hub"
+        remedy = "" if local else "; give a local folder, or check the network, HF_ENDPOINT and the token"
+        raise UserError(f"{where}: {what} ({first_line(error)}){remedy}") from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Their notes and progress bars stay off our screen."""
     before, bars = logging.root.manager.disable, os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
     logging.disable(logging.WARNING)

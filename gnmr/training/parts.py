@@ -83,11 +83,11 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     stress = list[Stress]()
     if config.model.checkpoint is None:
         model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
+        plan = build_plan(model, config.paths, training.seed)
     else:
-        model = _pretrained(config, corpus.vocab_size, device)
-    plan = build_plan(model, config.paths, training.seed)
-    if config.model.adapter.rank:
-        pretrained.add_adapter(model, config.model.adapter, training.seed)
+        model, plan = pretrained_model(config, device)
+        _check_vocabulary(config, model, corpus.vocab_size)
+    torch.manual_seed(training.seed)
     if training.compile:
         for layer in blocks_of(model):
             layer.compile()
@@ -167,27 +167,34 @@ def _new_model(config: Config, vocab_size: int, device: torch.device, stress: li
         models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
     model.to(device=device, dtype=getattr(torch, training.dtype))
     model.activation_checkpointing = training.activation_checkpointing
-    torch.manual_seed(training.seed)
     return model
 
 
-def _pretrained(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
-    """The checkpoint's model, frozen where it gets adapters."""
-    training, checkpoint = config.training, config.model.checkpoint
+def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, Plan]:
+    """The checkpoint's model with its two paths, frozen where it has adapters, which are new.
+
+    The paths come first: what they do with a weight may depend on whether it is trained.
+    """
+    training, checkpoint, adapter = config.training, config.model.checkpoint, config.model.adapter
     assert checkpoint is not None
     model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    if adapter.rank:
+        model.requires_grad_(False)
+    plan = build_plan(model, config.paths, training.seed)
+    if adapter.rank:
+        pretrained.add_adapter(model, adapter, training.seed)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model, plan
+
+
+def _check_vocabulary(config: Config, model: nn.Module, vocab_size: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise UserError(
-            f"model.checkpoint={checkpoint}: has embeddings for {rows} tokens, its tokenizer (or data.tokenizer) has "
-            f"{vocab_size}; they do not belong together"
+            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer (or "
+            f"data.tokenizer) has {vocab_size}; they do not belong together"
         )
-    if config.model.adapter.rank:
-        model.requires_grad_(False)
-    if training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    torch.manual_seed(training.seed)
-    return model
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

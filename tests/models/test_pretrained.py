@@ -132,15 +132,17 @@ def refused(checkpoint: str) -> str:
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    assert refused("/nowhere/at/all").endswith("there is no such folder")
+    assert refused("/nowhere/at/all").endswith("there is no such folder or hub name")
     (tmp_path / "bare").mkdir()
     assert "has no config.json" in refused(str(tmp_path / "bare"))
     weights = checkpoint / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert "cannot be loaded" in refused(str(checkpoint))
+    assert "model.safetensors: is missing, truncated or no safetensors file" in refused(str(checkpoint))
     weights.unlink()
-    assert "cannot be loaded" in refused(str(checkpoint))
+    assert "holds no *.safetensors" in refused(str(checkpoint))
+    (checkpoint / "config.json").write_text("{")
+    assert "cannot be loaded (" in refused(str(checkpoint))
 
 
 def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
