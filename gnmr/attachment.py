@@ -18,11 +18,16 @@ from torch import Tensor, nn
 from gnmr.controller import Context, Controller, Decision, GnmrSignal, Signal, Threshold, Unit
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.paths import Plan, convert
+from gnmr.paths.convert import nominal_bits
 
 
 def units_of(plan: Plan) -> list[Unit]:
-    """The plan's units; monitored only where it has no recovery path. What a unit costs its operators cost together."""
-    more_bits = 0 if plan.recovery is None else plan.recovery.bits - plan.low.bits
+    """The plan's units; monitored only where it has no recovery path.
+
+    What a unit costs its operators cost together: Eq. 5's bytes a token, with the bits of the input that wgrad reads.
+    1 where recovery adds none.
+    """
+    more_bits = 0 if plan.recovery is None else nominal_bits(plan.recovery) - nominal_bits(plan.low)
     return [
         Unit(
             group.name,
