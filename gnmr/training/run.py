@@ -29,7 +29,6 @@ from gnmr import models
 from gnmr.attachment import units_of
 from gnmr.config import Config, config_hash, identity, read, to_dict
 from gnmr.controller import Controller, Decision
-from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.paths import Fault, FaultSchedule, Plan, Recipe, Window, convert
@@ -465,11 +464,6 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
 
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
-    if isinstance(plan.low, Recipe) and (measured := [name for name in needs if name in PATH_EVIDENCE]):
-        raise UserError(
-            f"{key(*measured)}: {', '.join(measured)} is measured of saved formats, and paths.low={plan.low.name} is a "
-            "recipe"
-        )
     if "spike_share" in needs and config.optim.name != "adamw":
         raise UserError(
             f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
