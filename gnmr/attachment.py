@@ -29,16 +29,20 @@ from gnmr.controller import (
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters
 from gnmr.paths import Plan, convert
+from gnmr.paths.convert import nominal_bits
 from gnmr.paths.groups import Group
 
 
 def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "parameters") -> list[Unit]:
-    """The plan's units; monitored only where it has no recovery path. What a unit costs its operators cost together.
+    """The plan's units; monitored only where it has no recovery path.
+
+    What a unit costs its operators cost together: Eq. 5's bytes a token, with the bits of the input that wgrad reads.
+    1 where recovery adds none.
 
     Their parameters are the operators' own; with observe="adapter" (`gnmr.controller.observed`) the trainable ones
     below their names in `model`. ValueError for a unit without any.
     """
-    more_bits = 0 if plan.recovery is None else plan.recovery.bits - plan.low.bits
+    more_bits = 0 if plan.recovery is None else nominal_bits(plan.recovery) - nominal_bits(plan.low)
 
     def parameters(group: Group) -> tuple[nn.Parameter, ...]:
         if observe == "adapter" and model is not None:

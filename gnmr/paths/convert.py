@@ -72,13 +72,19 @@ class Plan:
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
 
-        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and a plan of
-        recipes: what is measured is the error of a saved input.
+        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and where every
+        weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap where both recipes
+        have the same wgrad: it is 0.
         """
-        if isinstance(self.low, Recipe):
-            raise ValueError(f"{', '.join(names)}: measured of saved formats only, and {self.low.name} is a recipe")
-        if self.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact"} & set(names))):
-            raise ValueError(f"{', '.join(gaps)}: this plan has no recovery path")
+        if not any(operator.weight.requires_grad for operator in self.operators):
+            raise ValueError(
+                f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
+            )
+        gaps = ", ".join(name for name in ("gap_recovery", "gap_exact") if name in names)
+        if gaps and self.recovery is None:
+            raise ValueError(f"{gaps}: this plan has no recovery path")
+        if gaps and _same_wgrad(self.low, self.recovery):
+            warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
         self.shared.forget()  # and what an earlier probe measured of the last tensor
         self.shared.probe = Probe(self.groups, names, tokens)
         return self.shared.probe
@@ -198,6 +204,10 @@ class Plan:
             self.shared.ledger.history.copy_(state["largest"])
 
 
+def _same_wgrad(low: Path, recovery: Path | None) -> bool:
+    return isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad
+
+
 def described(path: Path) -> str:
     """Its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
     if not isinstance(path, Recipe) or not path.casts:
@@ -221,6 +231,13 @@ def kept_bytes(operator: PathLinear, path: Path, rows: int) -> int:
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
         return rows * width + torch.float32.itemsize  # codes under one scale
     return rows * width * dtype.itemsize
+
+
+def nominal_bits(path: Path) -> int:
+    """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
+    if isinstance(path, Format):
+        return path.bits
+    return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
 
 
 def _kept_bits(path: Path) -> int:

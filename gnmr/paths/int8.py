@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ from gnmr.paths.recipes import Cast, Gemm, Recipe
 from gnmr.paths.saved import Path, PathLinear, autocast_dtype
 from gnmr.paths.scaling import largest_magnitude, scale_of
 from gnmr.paths.simulated import Met, Pass, simulated_linear
+
+if TYPE_CHECKING:
+    from gnmr.paths.faults import Injector
+    from gnmr.paths.probe import MeasuredCasts
 
 WEIGHTS = ("online", "beside", "instead")
 _INT8 = FORMATS["int8"]
@@ -85,12 +89,7 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, Met]:
 
     `outliers`: columns with a magnitude from here on stay as they are; finding them waits for the device.
     """
-    columns = kept = None
-    if outliers is not None and x.shape[0]:
-        found = (largest_magnitude(x, (0,)).float() >= outliers).nonzero()[:, 1]
-        if len(found):
-            columns, kept = found, x.index_select(1, found)
-            x = x.index_fill(1, found, 0)
+    x, columns, kept = _without_outliers(x, outliers)
     wide = x.to(torch.float32, copy=True)
     largest = largest_magnitude(wide, (1,))
     scale = scale_of(largest, _INT8, torch.float32)
@@ -99,6 +98,16 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, Met]:
     if kept is not None:  # delayed scales of another path look back on all of the tensor
         largest = torch.maximum(largest, largest_magnitude(kept, (1,)).float())
     return Integers(codes, scale, columns, kept), Met(largest, None, nonfinite)
+
+
+def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(`x` with 0 in the columns that stay in 16 bits, which these are, the columns); None, None: there are none."""
+    if threshold is None or not x.shape[0]:
+        return x, None, None
+    found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
+    if not len(found):
+        return x, None, None
+    return x.index_fill(1, found, 0), found, x.index_select(1, found)
 
 
 def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
@@ -175,6 +184,30 @@ class _IntPass(Pass):
             return integers(x, cast.outliers)
         return super().quantize(x, cast, contraction_dim, reference)
 
+    def break_(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Met]:
+        if not cast.codes:
+            return super().break_(x, cast, contraction_dim, reference)
+        assert self.fault is not None
+        x, columns, kept = _without_outliers(x, cast.outliers)
+        values, scales, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        scale = scales[:, :1]
+        codes = (values / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
+        # An integer is always finite: what is not shows in the row's scale.
+        scale = torch.where(values.isinf().any(dim=1, keepdim=True), torch.inf, scale)
+        scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
+        return Integers(codes, scale.contiguous(), columns, kept), met
+
+    @staticmethod
+    def values(x: Any, every: int = 1) -> Tensor:
+        if not isinstance(x, Integers):
+            return Pass.values(x, every)
+        rows = x.codes[::every].float() * x.scale[::every]
+        if x.columns is not None and x.outliers is not None:
+            rows.index_copy_(1, x.columns, x.outliers[::every].float())
+        return rows
+
 
 class _IntLinear(torch.autograd.Function):
     """F.linear by `products`, of an input that was cast already. Differentiable once."""
@@ -188,12 +221,13 @@ class _IntLinear(torch.autograd.Function):
         the_pass: _IntPass,
         x_fprop: Integers,
         x_wgrad: Tensor | None,
+        measured: MeasuredCasts | None,
     ) -> Tensor:
         recipe, kept = the_pass.recipe, the_pass.operator.kept_codes(weight)
         # A cast of None tells delayed scales of the other path what they look back on.
         found = the_pass.cast("weight", weight, recipe.fprop.weight if kept is None else None)
         w_fprop: Integers = found if kept is None else kept
-        ctx.the_pass, ctx.x_shape, ctx.holds_copy = the_pass, x.shape, x_wgrad is not None
+        ctx.the_pass, ctx.x_shape, ctx.holds_copy, ctx.measured = the_pass, x.shape, x_wgrad is not None, measured
         weights: tuple[Tensor, ...] = (weight,)
         if kept is not None and (not weight.is_floating_point() or recipe.dgrad.weight == _ROW):
             weights = kept.codes, kept.scale
@@ -231,8 +265,10 @@ class _IntLinear(torch.autograd.Function):
                 read = the_pass.cast("weight", weights[0], recipe.dgrad.weight, 0)
             grad_x = the_pass.cast("result", grad @ read, recipe.dgrad.result).view(ctx.x_shape)
         if need_weight:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
-            grad_weight = the_pass.cast("result", grad.t() @ kept[0], recipe.wgrad.result)
+            grad_weight = the_pass.wgrad(grad_2d, kept[0], grad_2d.dtype, made)
+            if ctx.measured is not None:
+                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
+                ctx.measured = None
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
         the_pass.end()
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
@@ -346,20 +382,39 @@ class Int8Linear(PathLinear):
 
 
 def int8_linear(
-    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+    operator: PathLinear,
+    recipe: Recipe,
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """As `simulated.simulated_linear`, with integers in fprop."""
     if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
         run = simulated_linear if weight.is_floating_point() else _linear_of_codes
         return run(operator, recipe, input, x, weight, bias, keeps)
-    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, _IntPass, _IntLinear)
+    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _IntPass, _IntLinear)
 
 
 def _linear_of_codes(
-    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+    operator: PathLinear,
+    recipe: Recipe,
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """The same for a recipe without integers (`check_weights`) where only the codes of the weight are left."""
     return _LinearOfCodes.apply(x, weight, operator.weight_scale, bias), operator.unit_name
+
+
+def pass_kind(recipe: Recipe) -> type[Pass]:
+    """What casts and multiplies under `recipe`."""
+    return _IntPass if recipe.integer else fp8.pass_kind(recipe)
 
 
 # ---- settings ----

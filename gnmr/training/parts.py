@@ -31,7 +31,7 @@ from gnmr.data.batch import Batch
 from gnmr.data.packing import Documents
 from gnmr.errors import UserError
 from gnmr.models import pretrained
-from gnmr.paths import Fault, FaultSchedule, Plan, Recipe
+from gnmr.paths import Fault, FaultSchedule, Plan
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
@@ -251,10 +251,11 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
 
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
-    if isinstance(plan.low, Recipe) and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+    frozen = not any(operator.weight.requires_grad for operator in plan.operators)
+    if frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(
-            f"{key(*measured)}: {', '.join(measured)} is measured of saved formats, and paths.low={plan.low.name} is a "
-            "recipe"
+            f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
+            "weights are frozen"
         )
     if "spike_share" in needs and config.optim.name != "adamw":
         raise UserError(

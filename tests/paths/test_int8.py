@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr import config
-from gnmr.paths import RECIPES, WEIGHTS, Plan, convert, int8
+from gnmr.paths import RECIPES, WEIGHTS, Fault, FaultSchedule, Plan, convert, int8
 from gnmr.paths.int8 import Int8Linear, integers, products
 
 BF16 = torch.bfloat16
@@ -603,3 +603,56 @@ def test_attach_takes_the_settings(weights: str) -> None:
     assert operator.low.fprop.input.outliers == 6.0
     controller.detach()
     assert type(operator) is nn.Linear
+
+
+# ---- faults and the probe ----
+
+
+@pytest.mark.parametrize("threshold", [None, 3.0])
+@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "noise", "bit_flip", "stale_scale", "nan", "inf"])
+def test_a_fault_breaks_the_input_s_codes(kind: str, threshold: float | None) -> None:
+    """Columns in 16 bits have no codes to break."""
+    x = normal(10, 40, dtype=torch.float32)
+    net = linear(dtype=torch.float32)
+    plan = convert(net, "llm_int8", None, ["0"], outlier_threshold=threshold)
+    sound = net(x.requires_grad_()).detach()
+    schedule = FaultSchedule(plan, Fault(kind, 3.0, share=0.5), ["0"], steps=2, windows=[(2, 1)], seed=1)
+    schedule.begin_step(1)
+    assert torch.equal(net(x), sound)
+    schedule.begin_step(2)
+    found = net(x).detach()
+    hit = (found != sound).any(dim=1) | ~found.isfinite().all(dim=1)
+    assert hit.sum() == 5 or (kind in ("noise", "bit_flip", "stale_scale") and 0 < hit.sum() <= 5)
+    injector = net[0].fault
+    cast = plan.low.fprop.input
+    columns = (x.abs().amax(dim=0) >= (threshold or math.inf)).nonzero()[:, 0]
+    inner = x.detach().index_fill(1, columns, 0)
+    values, *_ = injector.for_step(x, remember=False).quantize(inner, cast, 1, None)
+    weight = integers(net[0].weight.detach())[0].values(torch.float32)
+    expected = values @ weight.t() + net[0].bias.detach()
+    expected += x.detach()[:, columns] @ net[0].weight.detach()[:, columns].t()
+    finite = expected.isfinite().all(dim=1)
+    torch.testing.assert_close(found[finite], expected[finite], rtol=1e-4, atol=1e-4)
+    assert not found[~finite].isfinite().any() and (finite.all() != (kind in ("nan", "inf")))
+
+
+def test_the_probe_sees_the_error_of_the_codes() -> None:
+    x = normal(12, 40, dtype=torch.float32)
+    net = linear(dtype=torch.float32, trainable=True)
+    plan = convert(net, "llm_int8", "bf16", ["0"], outlier_threshold=3.0)
+    probe = plan.probe(["mse", "underflow", "gap_low"])
+    net(x).sum().backward()
+    columns = (x.abs().amax(dim=0) >= 3.0).nonzero()[:, 0]
+    assert 0 < len(columns) < 40
+    values = slow_cast(x.index_fill(1, columns, 0), "int8/row", 1)
+    values[:, columns] = x[:, columns]
+    told = {name: float(value) for name, value in probe.read().items()}
+    assert told["mse"] == pytest.approx(float((values - x).square().mean()), rel=1e-5)
+    assert told["underflow"] == pytest.approx(float(((values == 0) & (x != 0)).float().mean()))
+    assert told["gap_low"] == 0, "wgrad reads the input in 16 bits"
+
+
+def test_frozen_weights_have_nothing_to_measure() -> None:
+    _, plan = converted()
+    with pytest.raises(ValueError, match="mse: measured where a weight gradient is made, and all weights are frozen"):
+        plan.probe(["mse"])

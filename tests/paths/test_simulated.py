@@ -672,14 +672,3 @@ def test_another_plans_state_is_refused_before_anything_is_loaded(other: dict) -
         controller.load_state_dict({k: v for k, v in controller.state_dict().items() if k != "plan"})
     assert controller.t == 1
     torch.testing.assert_close(held(), before, rtol=0, atol=0, equal_nan=True)
-
-
-# ---- what recipes do not have ----
-
-
-def test_probes_and_faults_are_refused_in_one_line() -> None:
-    plan = convert(model(), "sim_e3m2", "fp8_hybrid")
-    with pytest.raises(ValueError, match="gap_low, mse: measured of saved formats only, and sim_e3m2 is a recipe"):
-        plan.probe(["gap_low", "mse"])
-    with pytest.raises(ValueError, match="the low path is the recipe sim_e3m2"):
-        gnmr.paths.FaultSchedule(plan, gnmr.paths.Fault("nan"), ["*"], 5, windows=[[1, 2]])
