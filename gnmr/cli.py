@@ -26,13 +26,15 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr report runs/act_quant_stress
   replay   run the controller over recorded norms, without training
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
+  eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
+           gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
   bench    measure what the controller and the paths cost on this machine
            gnmr bench controller
 
   --help, --version
 """
 
-_COMMANDS = ("train", "report", "replay", "bench")
+_COMMANDS = ("train", "report", "replay", "eval", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +68,10 @@ def _run(command: str, words: list[str]) -> int:
         from gnmr.replay import main as replay
 
         return replay(words)
+    if command == "eval":
+        from gnmr.evaluation.command import main as evaluate
+
+        return evaluate(words)
     from gnmr.bench import main as bench
 
     return bench(words)

@@ -33,12 +33,15 @@ RECIPES = {
     "sim_e4m3": 8,
     "sim_int4": 4,
     "sim_int8": 8,
+    "llm_int8": 8,
+    "llm_int8_dgrad": 8,
     "bf16": 16,
 }
 """And their bits (those of the forward input)."""
 GEMMS = ("fprop", "dgrad", "wgrad")
 UNITS = ("operator", "expert", "layer", "block")
-BACKENDS = ("auto", "simulated", "scaled_mm", "te")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
+WEIGHTS = ("online", "beside", "instead")
 
 
 def _require(condition: bool, key: str, value: object, right: str) -> None:
@@ -120,11 +123,34 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters around the linears of model=pretrained, whose own weights are then frozen (E.3; peft)."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, every weight is trained."""
+    scaling: int = 16
+    """lora_alpha: what an adapter adds is multiplied by scaling / rank."""
+    dropout: float = 0.05
+    """Dropout on the adapters' inputs in training."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """Patterns of the linears that get one, as paths.targets."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "model.adapter.rank", self.rank, "must be 0 or more")
+        _positive("model.adapter.scaling", self.scaling)
+        _require(0 <= self.dropout < 1, "model.adapter.dropout", self.dropout, "must lie in [0, 1)")
+        _require(len(self.targets) > 0, "model.adapter.targets", self.targets, "needs at least one pattern")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture only; precision is `paths`'s and `training.dtype`'s."""
 
     name: str = "llama"
-    """llama, gpt or moe."""
+    """llama, gpt or moe, or pretrained: a checkpoint in Hugging Face's layout, which says the sizes itself."""
+    checkpoint: str | None = None
+    """pretrained: a folder with config.json, weights and tokenizer, or the name of one on the hub."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     hidden_size: int = 256
     intermediate_size: int = 704
     """Width of the MLP; in moe of each expert's."""
@@ -143,7 +169,8 @@ class ModelConfig:
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
     def __post_init__(self) -> None:
-        _one_of("model.name", self.name, ("llama", "gpt", "moe"))
+        _one_of("model.name", self.name, ("llama", "gpt", "moe", "pretrained"))
+        self._check_pretrained()
         for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _positive(f"model.{key}", getattr(self, key))
         _require(
@@ -172,6 +199,16 @@ class ModelConfig:
         _require(self.name == "llama" or not self.tied_head, "model.tied_head", True, "only llama has the choice")
         self._check_experts()
 
+    def _check_pretrained(self) -> None:
+        if self.name == "pretrained":
+            right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
+            _require(bool(self.checkpoint), "model.checkpoint", self.checkpoint, right)
+            number = self.outlier_channels.number
+            _require(number == 0, "model.outlier_channels.number", number, "model=pretrained has its own outliers")
+            return
+        _require(self.checkpoint is None, "model.checkpoint", self.checkpoint, "belongs to model=pretrained")
+        _require(self.adapter.rank == 0, "model.adapter.rank", self.adapter.rank, "belongs to model=pretrained")
+
     def _check_experts(self) -> None:
         number, top_k = self.experts.number, self.experts.top_k
         if self.name != "moe":
@@ -194,15 +231,24 @@ class DataConfig:
     """Corpus, tokenizer and their cache."""
 
     name: str = "stdlib"
-    """stdlib (this Python's own library sources), c4 (hub or local folder in its layout) or text (local files)."""
+    """stdlib (this Python's own library sources), c4, gsm8k, wikitext2 (hub, or local in its layout), text (local
+    files) or instructions (local files of prompts and answers)."""
     path: str | None = None
-    """File or folder for data=text; for data=c4 a local folder, or null to stream from the hub."""
+    """File or folder for data=text and data=instructions; for the others a local copy, or null to read from the hub."""
     text_column: str = "text"
     """Column that holds the text in .jsonl, .json.gz and .parquet files."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt; data=instructions."""
+    response_column: str = "response"
+    """Column that holds the answer; data=instructions."""
+    input_column: str | None = None
+    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); data=instructions."""
+    answers_only: bool = True
+    """Loss on the answers alone; false: on prompts too. Plain text has no prompts."""
     vocab_size: int = 4096
     """Largest vocabulary of the byte-level BPE; a tiny corpus may give a smaller one."""
     tokenizer: str | None = None
-    """A tokenizer.json to use instead of training one."""
+    """A tokenizer.json to use instead of training one; for fine-tuning, instead of the checkpoint's: a folder too."""
     tokenizer_bytes: int = 50_000_000
     """Text that the tokenizer is trained on at the most, bytes of UTF-8."""
     max_tokens: int | None = None
@@ -211,9 +257,12 @@ class DataConfig:
     """Where tokenizers and token files are kept."""
 
     def __post_init__(self) -> None:
-        _one_of("data.name", self.name, ("stdlib", "c4", "text"))
+        _one_of("data.name", self.name, ("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"))
         _require(
-            self.name != "text" or self.path is not None, "data.path", self.path, "data=text needs a file or folder"
+            self.name not in ("text", "instructions") or self.path is not None,
+            "data.path",
+            self.path,
+            f"data={self.name} needs a file or folder",
         )
         _require(
             257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more"
@@ -244,8 +293,13 @@ class PathsConfig:
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     backend: str = "auto"
-    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), te, or auto: scaled_mm where device,
-    recipe and widths allow it, else simulated."""
+    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto: a
+    real one where device, recipe and widths allow it, else simulated."""
+    weights: str = "online"
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/paths/int8.py): online (made in every forward pass),
+    beside or instead of the 16-bit weights; the latter two for frozen weights."""
+    outlier_threshold: float | None = None
+    """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
     probe_tokens: int = 1
     """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
 
@@ -267,6 +321,8 @@ class PathsConfig:
         _require(len(self.targets) > 0, "paths.targets", self.targets, "needs at least one pattern")
         _one_of("paths.unit", self.unit, UNITS)
         _one_of("paths.backend", self.backend, BACKENDS)
+        _one_of("paths.weights", self.weights, WEIGHTS)
+        _positive("paths.outlier_threshold", self.outlier_threshold, optional=True)
         _one_of("paths.site", self.site, ("saved", "forward"))
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
 
@@ -353,6 +409,9 @@ class ControllerConfig:
     name: str = "gnmr"
     """Name of this choice, part of the arm's name."""
     signal: SignalConfig = field(default_factory=SignalConfig)
+    observe: str = "parameters"
+    """What a unit's norm is taken of (gnmr/controller/observed.py): parameters (its operators'), adapter (everything
+    trainable below its name) or input_grad (the gradient of its output)."""
     routing: str = "thresholded"
     """thresholded (max_o is a cap) or ranked (the max_o largest risks are always taken)."""
     trigger: float = 1.0
@@ -384,6 +443,7 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             _positive(f"controller.{key}", getattr(self, key), optional=True)
+        _one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
         _one_of("controller.routing", self.routing, ("thresholded", "ranked"))
         for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
             _positive(f"controller.{key}", getattr(self, key))
@@ -499,6 +559,9 @@ class TrainingConfig:
     """Recompute each block's forward during backward."""
     compile: bool = False
     """torch.compile for each block; converted linears run outside the graphs."""
+    export_hf: bool = False
+    """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
+    gnmr[finetune])."""
 
     def __post_init__(self) -> None:
         for key in (
@@ -575,8 +638,16 @@ class Config:
     run_dir: str | None = None
     """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
     runs_dir: str = "runs"
+    plan: bool = False
+    """Print what memory the run will need, and train nothing."""
 
     def __post_init__(self) -> None:
+        _require(
+            not self.training.export_hf or self.model.name in ("llama", "pretrained"),
+            "training.export_hf",
+            True,
+            f"Hugging Face's layout is written for llama and pretrained, not for model.name={self.model.name}",
+        )
         if (
             self.training.activation_checkpointing
             and self.paths.site == "forward"
@@ -609,6 +680,7 @@ class Config:
 # stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
 # hash in the folder's name.
 _OUTSIDE_THE_HASH = (
+    "plan",
     "run_dir",
     "runs_dir",
     "data.cache_dir",
@@ -616,6 +688,7 @@ _OUTSIDE_THE_HASH = (
     "training.resume",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.export_hf",
     "records.live",
     "records.plain_every",
     "records.wandb",

@@ -111,6 +111,12 @@ def run_cell(composed: DictConfig) -> None:
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_both(settings.overrides.task)
 
+    if config.plan:
+        from gnmr.training.memory import plan_run
+
+        say(str(plan_run(config)))
+        return
+
     from gnmr.training.run import run
 
     run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))

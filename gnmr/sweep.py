@@ -115,7 +115,8 @@ def makespan(pieces: Sequence[float], jobs: int) -> float:
 def step_seconds(config: Config) -> float:
     """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
     from gnmr.bench.steps import batch
-    from gnmr.training.run import assemble, run_folder, train_step
+    from gnmr.training.parts import assemble, train_step
+    from gnmr.training.run import run_folder
 
     parts = assemble(config, run_folder(config), say)
     step, micro_batches = train_step(parts), batch(parts)
@@ -318,16 +319,16 @@ def _step_seconds_side_by_side(config: Config, options: dict[str, Any]) -> float
 
 def _prepare_data(cells: list[Cell]) -> None:
     """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
-    from gnmr.data import prepare
+    from gnmr.training.parts import open_data
 
     asked = {}
     for cell in cells:
         if cell.config is not None and not cell.done:
             tokens = cell.config.training.steps * cell.config.training.tokens_per_step
-            asked[repr((cell.config.data, tokens))] = cell.config.data, tokens
-    for data, tokens in asked.values():
+            asked[repr((cell.config.data, cell.config.model.checkpoint, tokens))] = cell.config
+    for config in asked.values():
         with suppress(UserError):  # which the cells themselves will say
-            prepare(data, tokens, say)
+            open_data(config, say)
 
 
 def _cells(number: int) -> str:

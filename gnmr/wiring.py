@@ -1,19 +1,52 @@
-"""From the config to the controller: shares of the run's steps become steps, names become signals."""
+"""From the config to paths and controller: shares of the run's steps become steps, names become signals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from gnmr.attachment import context_of
-from gnmr.config import THRESHOLDS, ControllerConfig
-from gnmr.controller import Controller, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
+from gnmr.controller import Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.errors import UserError
+from gnmr.paths import Plan, convert
+
+
+def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
+    """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
+    try:
+        return convert(
+            model,
+            paths.low,
+            paths.recovery,
+            paths.targets,
+            paths.site,
+            paths.rounding,
+            seed,
+            paths.recovers,
+            paths.unit,
+            paths.backend,
+            paths.weights,
+            paths.outlier_threshold,
+        )
+    except ValueError as error:
+        raise UserError(f"paths: {error}") from error
 
 
 def build_controller(
-    settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0, record: Sequence[str] = ()
+    settings: ControllerConfig,
+    units: list[Unit],
+    steps: int,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    norms: OutputGradients | None = None,
 ) -> Controller:
-    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options."""
+    """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options.
+
+    `norms`: where they are not those of the units' parameters (`gnmr.attachment.norms_of`).
+    """
     return Controller(
         units,
         signal_of(settings, units, steps, seed),
@@ -24,6 +57,7 @@ def build_controller(
         trigger=settings.trigger,
         record=record,
         hold=settings.hold,
+        norms=norms,
     )
 
 

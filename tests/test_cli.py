@@ -47,7 +47,7 @@ def test_python_m_gnmr_and_its_exit_codes():
     assert process("-m", "gnmr", "--version").stdout == f"gnmr {__version__}\n"
     ended = process("-m", "gnmr", "trian")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "gnmr: 'trian' is no command: use one of train, report, replay, bench (gnmr --help)\n"
+    assert ended.stderr == "gnmr: 'trian' is no command: use one of train, report, replay, eval, bench (gnmr --help)\n"
 
 
 def test_help_in_all_its_forms(gnmr):
@@ -67,6 +67,7 @@ def test_help_in_all_its_forms(gnmr):
         ),
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
+        ("eval", ["usage: gnmr eval CHECKPOINT_OR_RUN", "[gsm8k,mmlu,hellaswag,wikitext2]"]),
         ("bench", ["usage: gnmr bench", "controller"]),
     ],
 )

@@ -14,7 +14,7 @@ from gnmr import config, launch, models
 from gnmr.controller import Decision
 from gnmr.controller.signals import SIGNALS
 from gnmr.paths import convert
-from gnmr.training.run import assemble, train_step
+from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
 
@@ -37,8 +37,10 @@ compose = cache(lambda *words: launch.compose(list(words)))
 def test_every_choice_composes(group):
     for choice in choices(group):
         words = [f"{group}={choice}"]
-        if (group, choice) == ("data", "text"):
+        if (group, choice) in (("data", "text"), ("data", "instructions")):
             words.append("data.path=somewhere")
+        if choice in ("pretrained", "finetune"):
+            words += ["model.checkpoint=somewhere", "scale=finetune_cpu"]
         loaded = compose(*words)
         named = loaded.experiment_name if group == "experiment" else getattr(getattr(loaded, group), "name", choice)
         assert named == choice or (group == "controller" and choice.startswith(f"{named}_"))  # a calibration of it
@@ -48,7 +50,7 @@ def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
-    nested = {"controller/signal", "optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"}
+    nested = {"controller/signal", "optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"} | {"hierarchy/int8"}
     assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant", "recipe", "hierarchy"}
 
 
@@ -107,10 +109,11 @@ def test_the_cells_of_a_sweep(sweep):
         assert len(set(values)) == len(values)
         if key in ("variant", "stress", "paths", "optim/transform", "scale"):
             assert set(values) <= set(choices(key))
+    base = ["model.checkpoint=somewhere"] if sweep == "table7" else []
     long = max(len(axes.get(key, ())) for key in ("stress", "optim/transform"))
     assert long == 0 or len(choices("stress" if sweep == "faults" else "optim/transform")) == long
     places = range(long) if long else (0, -1)
-    cells = [compose(f"sweep={sweep}", *(f"{key}={v[i % len(v)]}" for key, v in axes.items())) for i in places]
+    cells = [compose(f"sweep={sweep}", *base, *(f"{k}={v[i % len(v)]}" for k, v in axes.items())) for i in places]
     assert len({(cell.arm_name, config.config_hash(cell)) for cell in cells}) == len(cells)
     assert len({cell.experiment_name for cell in cells}) == 1
     assert all("cpu" in cell.scale_name for cell in cells)
@@ -194,8 +197,8 @@ RECIPE_CPU = ["recipe_cpu_small", "recipe_cpu", "recipe_cpu_large"]
 
 
 def test_no_scale_is_left_out():
-    ours = {"cpu", "cpu_2bit", "moe_cpu", "pangu_cpu", *RECIPE_CPU}
-    theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b"}
+    ours = {"cpu", "cpu_2bit", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", *RECIPE_CPU}
+    theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b", "finetune_13b"}
     assert set(choices("scale")) == ours | theirs
 
 
@@ -354,6 +357,7 @@ PAPER = {
     "8/16": (1.5, 1.1, None, 0.0, "fp8_hybrid", "bf16"),
     "8/16_moe": (None, 0.9, None, 0.05, "fp8_hybrid", "bf16"),
     "4/16": (None, 0.4, None, 0.0, "sim_e2m1", "bf16"),
+    "int8/16": (1.5, 1.1, 1.5, 0.0, "llm_int8", "bf16"),
 }
 SETTINGS = {
     # unit, hierarchy, cpu size, units, the paper's size
@@ -370,7 +374,7 @@ def in_force(loaded: config.Config) -> tuple:
 
 
 def test_no_experiment_and_no_hierarchy_is_left_out():
-    assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress"}
+    assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress", "pretrain", "finetune"}
     assert set(choices("hierarchy", "**/*")) == set(PAPER)
 
 
@@ -414,6 +418,40 @@ def test_the_cells_of_the_papers_tables():
     assert config.config_hash(compose("experiment=deepseek_recipe")) in hashes["table2"]
 
 
+# ---- the fine-tuning setting ----
+
+
+def test_fine_tuning_is_the_papers():
+    """5.3 and E.3; LLaMA-2 13B has 40 decoder layers."""
+    loaded = compose("experiment=finetune", "model.checkpoint=somewhere", "scale=finetune_13b")
+    control, optim, adapter = loaded.controller, loaded.optim, loaded.model.adapter
+    assert in_force(loaded) == PAPER["int8/16"] and loaded.paths.unit == "block" and control.observe == "adapter"
+    assert (control.max_o, control.t_lock, control.delta, control.routing) == (10, 1, 5, "thresholded")
+    assert (optim.name, optim.lr, optim.weight_decay, optim.clip_norm) == ("adamw", 2e-5, 0.0, 1.0)
+    assert (adapter.rank, adapter.scaling, adapter.dropout, adapter.targets) == (8, 16, 0.05, ["*_proj"])
+
+
+def test_the_arms_of_table_7_differ_in_their_paths_alone():
+    cells = [
+        compose("sweep=table7", "model.checkpoint=somewhere", f"variant={arm}") for arm in axes_of("table7")["variant"]
+    ]
+    assert [(cell.paths.low, cell.paths.recovery) for cell in cells] == [
+        ("bf16", None),
+        ("llm_int8", None),
+        ("llm_int8", "bf16"),
+    ]
+    bare = [config.flatten(config.to_dict(cell)) for cell in cells]
+    differ = {key for key in bare[0] if len({str(tree[key]) for tree in bare}) > 1}
+    assert all(key.startswith(("paths.", "controller.")) for key in differ)
+    assert cells[2].controller.max_o == 2 == 8 // 4
+
+
+def test_what_pre_training_leaves_is_what_fine_tuning_begins_with():
+    loaded = compose("experiment=pretrain")
+    assert loaded.training.export_hf and (loaded.paths.low, loaded.paths.recovery) == ("bf16", None)
+    assert loaded.model.num_layers == 4 * compose("scale=finetune_cpu", "model=llama").controller.max_o
+
+
 def tiny_cell(text_file: Path, *words: str) -> config.Config:
     """As narrow as the tiles of deepseek_v3 allow, two blocks of 16 tokens; depth as small as it can be."""
     small = ["model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=128", "controller.max_o=1"]
@@ -424,7 +462,7 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
 
 CELLS = [
     *((f"experiment={experiment}",) for experiment in SETTINGS),
-    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16")),
+    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16", "int8/16")),
     *(("experiment=deepseek_recipe", f"recipe={recipe}") for recipe in choices("recipe")),
     *((f"sweep={sweep}", f"variant={arm}") for sweep in ("table13", "table15") for arm in axes_of(sweep)["variant"]),
     *(("sweep=recipe_stress", f"paths={paths}") for paths in axes_of("recipe_stress")["paths"]),

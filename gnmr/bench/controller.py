@@ -22,6 +22,7 @@ from gnmr.paths import Plan
 from gnmr.records.recorder import Recorder
 from gnmr.records.view import RunInfo
 from gnmr.training import run, step
+from gnmr.training.parts import Parts, assemble, train_step
 from gnmr.wiring import build_controller
 
 DECISION_UNITS = 10_000
@@ -45,11 +46,11 @@ def step_cost(setting: Setting) -> list[Figure]:
     settings = replace(setting.config.records, wandb="off", live="off")
     config = replace(setting.config, records=settings)
     with tempfile.TemporaryDirectory(prefix="gnmr-bench-") as folder:
-        parts = run.assemble(config, Path(folder), setting.say)
+        parts = assemble(config, Path(folder), setting.say)
         clock = clock_of(parts.device, setting.clock)
         watch = Stopwatch(clock)
         counters = run.Counters()
-        take_step, micro_batches = run.train_step(parts), batch(parts)
+        take_step, micro_batches = train_step(parts), batch(parts)
 
         def bare() -> None:
             losses = []
@@ -89,7 +90,7 @@ def step_cost(setting: Setting) -> list[Figure]:
     ]
 
 
-def _info(parts: run.Parts) -> RunInfo:
+def _info(parts: Parts) -> RunInfo:
     return RunInfo(
         name="bench",
         folder=parts.folder,

@@ -13,13 +13,13 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import same_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.config import Config, ExpertsConfig, SignalConfig
+from gnmr.config import ExpertsConfig, SignalConfig
 from gnmr.errors import UserError
 from gnmr.models.layers import GELUMLP
 from gnmr.models.moe import MoEMLP
 from gnmr.paths import RECIPES
 from gnmr.paths.convert import described
-from gnmr.training.run import assemble
+from gnmr.training.parts import assemble, device_of
 
 REFERENCE = "bf16"
 SIMULATED, DISPATCH, SWITCHING = 2.0, 1.3, 1.02
@@ -64,7 +64,7 @@ def _dispatch(setting: Setting) -> list[Figure]:
         )
     config = replace(config, experts=replace(config.experts, routing_seed=None))  # which would need tokens
     dense = replace(config, intermediate_size=config.intermediate_size * config.experts.top_k)
-    training, device = setting.config.training, _device(setting.config)
+    training, device = setting.config.training, device_of(setting.config.training.device)
     torch.manual_seed(training.seed)
     modules = {"mixture": MoEMLP(config, 0), "dense": GELUMLP(dense)}
     x_BTD = torch.randn(training.batch_size, training.seq_len, config.hidden_size)
@@ -126,8 +126,3 @@ def check_recipe(setting: Setting) -> None:
     """UserError where the setting has nothing to measure."""
     if setting.config.paths.site != "saved" or setting.config.paths.rounding != "nearest":
         raise UserError("bench recipe: recipes need paths.site=saved and paths.rounding=nearest")
-
-
-def _device(config: Config) -> torch.device:
-    wanted = config.training.device
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

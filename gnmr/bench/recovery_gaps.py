@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from gnmr.bench.cells import as_cell
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.data import TrainBlocks
+from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.paths import Plan
-from gnmr.training import run
+from gnmr.training.parts import assemble, train_step, training_blocks
 from gnmr.training.step import loss_of
 
 SITES = ("saved", "forward")
@@ -172,15 +172,15 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
 
 def recovery(setting: Setting) -> list[Figure]:
     """Both sites at the same weights, in some steps of a run; see `compare`."""
-    parts = run.assemble(setting.config, Path(), setting.say)
+    parts = assemble(setting.config, Path(), setting.say)
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
         raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
     training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.max_o
-    blocks, take_step = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None), run.train_step(parts)
+    blocks, take_step = training_blocks(parts.config, parts.corpus, None), train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
 
-    def batch() -> list[Tensor]:
+    def batch() -> list[Tensor | Batch]:
         return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
     found: dict[str, list[Comparison]] = {name: [] for name in SITES}
@@ -189,7 +189,7 @@ def recovery(setting: Setting) -> list[Figure]:
             take_step(batch(), parts.config.optim.lr)
         micro_batches = batch()
 
-        def backward(micro_batches: list[Tensor] = micro_batches) -> None:
+        def backward(micro_batches: list[Tensor | Batch] = micro_batches) -> None:
             for block in micro_batches:
                 (loss_of(parts.model, block) / len(micro_batches)).backward()
 

@@ -9,7 +9,7 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import same_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.training.run import Parts, assemble
+from gnmr.training.parts import Parts, assemble
 from gnmr.training.step import StepResult
 
 REFERENCE = "bf16"

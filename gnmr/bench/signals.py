@@ -11,7 +11,7 @@ from gnmr.bench.setting import Setting
 from gnmr.bench.steps import same_step
 from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import Config, SignalConfig
-from gnmr.training.run import assemble
+from gnmr.training.parts import assemble
 
 REFERENCE = "gnmr_delta"
 # Arm: (signal, its options, paths.probe_tokens). The last of them never measures again after its first step, so it

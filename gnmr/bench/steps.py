@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gnmr.data import TrainBlocks
-from gnmr.training.run import Parts, train_step
+from gnmr.data import Batch
+from gnmr.training.parts import Parts, train_step, training_blocks
 from gnmr.training.step import StepResult
 
 
-def batch(parts: Parts) -> list[Tensor]:
+def batch(parts: Parts) -> list[Tensor | Batch]:
     """The micro-batches of the run's first step, on its device."""
     training = parts.config.training
-    blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None)
+    blocks = training_blocks(parts.config, parts.corpus, None)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
 

@@ -1,12 +1,14 @@
 """The paper's controller. Imports torch and nothing else of ours, so that it runs in any training loop."""
 
 from gnmr.controller.controller import Controller, Decision, Event
+from gnmr.controller.observed import OBSERVE, OutputGradients
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals import Context, Evidence, GnmrSignal, Signal, build_signal
 from gnmr.controller.thresholds import Threshold, TwoStage
 from gnmr.controller.units import Unit
 
 __all__ = [
+    "OBSERVE",
     "Choice",
     "Context",
     "Controller",
@@ -14,6 +16,7 @@ __all__ = [
     "Event",
     "Evidence",
     "GnmrSignal",
+    "OutputGradients",
     "Signal",
     "Threshold",
     "TwoStage",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,8 @@ class Controller:
             the warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A
             unit whose risk is not finite does not wait: it joins the set at once, in the place of the least risky unit
             where the set is full.
+        norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
+            the gradients of the units' parameters. `gnmr.controller.observed` has another one.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
@@ -122,6 +124,7 @@ class Controller:
         trigger: float = 1.0,
         record: Sequence[str] = (),
         hold: int = 1,
+        norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         if not units:
             raise ValueError("no units: there is nothing to control")
@@ -141,6 +144,11 @@ class Controller:
         self.needs = tuple(dict.fromkeys([*signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         missing(self.needs, ())  # refuses unknown names
+        if norms is not None and "micro_square" in self.needs:
+            raise ValueError(
+                "micro_square is of the gradients of the units' parameters, and the norms are of others "
+                "(observe='input_grad'): use another signal"
+            )
         if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
             raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
         self.units = list(units)
@@ -154,7 +162,7 @@ class Controller:
         num_recoverable = sum(unit.recoverable for unit in units)
         if 0 < num_recoverable < max_o < NO_CAP:
             warnings.warn(f"max_o={max_o} is above the number of units, {num_recoverable}: it caps there", stacklevel=2)
-        self._norms = UnitNorms([unit.parameters for unit in units])
+        self.norms = UnitNorms([unit.parameters for unit in units]) if norms is None else norms
         self._micro = MicroNorms(self.units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
@@ -191,7 +199,7 @@ class Controller:
     @torch.no_grad()
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """The evidence that this controller can make of its units alone. Does not wait for the device."""
-        norm, observed = self._norms()
+        norm, observed = self.norms()
         return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
 
     def measure_more(self, grad_scale: float = 1.0) -> dict[str, Tensor]:

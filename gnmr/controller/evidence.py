@@ -18,11 +18,12 @@ EVIDENCE: dict[str, str] = {
     "observed": "the unit had a gradient in this step (bool); always there",
     "micro_square": "mean over the step's micro-batches of the squared norm of that micro-batch's own gradient",
     "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
-    "error of the weight gradient",
+    "error of the weight gradient; of a recipe that casts grad_output the same of that operand besides",
     "gap_recovery": "the same with the recovery path's Q",
-    "gap_exact": "squared norm of grad_output^T (Q_low(x) - Q_recovery(x)): true_gap where only the saved copy differs",
-    "underflow": "share of the x != 0 that the low-cost path turns into 0",
-    "mse": "mean of (x - Q(x))^2 on the low-cost path",
+    "gap_exact": "squared distance of the weight gradients that both paths make of this grad_output: true_gap where "
+    "the paths differ in the weight gradient alone",
+    "underflow": "share of the x != 0 that the low-cost path turns into 0; of a recipe the forward pass's cast",
+    "mse": "mean of (x - Q(x))^2 on the low-cost path; of a recipe the forward pass's cast",
     "input_std": "standard deviation of the elements of the unit's input",
     "weight_std": "standard deviation of the elements of the unit's weights",
     "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's bias-corrected second moment before the "

@@ -16,28 +16,22 @@ import torch
 from gnmr.errors import UserError
 
 
-class TrainBlocks:
-    """Training blocks in random order, each once an epoch.
+class BlockOrder:
+    """The numbers of `num_blocks` blocks in random order, each once an epoch.
 
-    tokens: (n,) unsigned integers, in memory or memory-mapped. `folder` is the run folder, where the order of each
-    epoch is saved as order/epoch-<k>.npy; None keeps it in memory. Raises `UserError` if there is not one block.
+    `folder` is the run folder, where the order of each epoch is saved as order/epoch-<k>.npy; None keeps it in memory.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, folder: Path | None) -> None:
-        self.num_blocks = _num_blocks(tokens, seq_len, "training")
-        self._tokens = tokens
-        self._seq_len = seq_len
+    def __init__(self, num_blocks: int, seed: int, folder: Path | None) -> None:
+        self.num_blocks = num_blocks
         self._seed = seed
         self._folder = None if folder is None else Path(folder) / "order"
         self._epoch = 0
         self._position = 0
         self._order: np.ndarray | None = None
 
-    def next(self, n: int) -> torch.Tensor:
-        """The next n blocks, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
-
-        Inputs are [:, :-1], targets [:, 1:].
-        """
+    def take(self, n: int) -> list[int]:
+        """The numbers of the next n blocks; crosses epoch borders."""
         chosen: list[int] = []
         while len(chosen) < n:
             if self._order is None:
@@ -47,7 +41,7 @@ class TrainBlocks:
             self._position = stop
             if stop == self.num_blocks:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
-        return _gather(self._tokens, chosen, self._seq_len)
+        return chosen
 
     def state_dict(self) -> dict[str, int]:
         """{"epoch", "position"}: the epoch of the next block and its place in that epoch's order."""
@@ -94,6 +88,26 @@ class TrainBlocks:
                 "other data; restore its data.* and training.seq_len or use another run_dir"
             )
         return order
+
+
+class TrainBlocks(BlockOrder):
+    """Training blocks in random order, each once an epoch.
+
+    tokens: (n,) unsigned integers, in memory or memory-mapped. `folder` as in `BlockOrder`. Raises `UserError` if there
+    is not one block.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, folder: Path | None) -> None:
+        super().__init__(_num_blocks(tokens, seq_len, "training"), seed, folder)
+        self._tokens = tokens
+        self._seq_len = seq_len
+
+    def next(self, n: int) -> torch.Tensor:
+        """The next n blocks, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
+
+        Inputs are [:, :-1], targets [:, 1:].
+        """
+        return _gather(self._tokens, self.take(n), self._seq_len)
 
 
 def validation_blocks(tokens: np.ndarray, seq_len: int, n: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
     <cache_dir>/<corpus>-<key>/
         tokenizer.json
         train.bin, val.bin    token ids, raw little-endian uint16, or uint32 for vocabularies above 65,536
+        ...                   what else belongs to the tokens: borders of examples (gnmr/data/packing.py)
         meta.json             vocabulary, end token, dtype, and size and checksum of each file
 
 A folder is built under a hidden name beside its place and renamed. A killed build leaves the hidden folder alone
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.data.progress import Progress
 from gnmr.errors import UserError
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
@@ -59,7 +61,7 @@ def open_folder(folder: Path) -> TokenCorpus:
         raise FileNotFoundError(folder)
     try:
         meta = json.loads((folder / META).read_text())
-        for name in (TOKENIZER, TRAIN, VAL):
+        for name in sorted({TOKENIZER, TRAIN, VAL, *meta["files"]}):
             _verify(folder / name, meta["files"][name])
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
@@ -76,6 +78,22 @@ def open_folder(folder: Path) -> TokenCorpus:
         raise Corrupt(f"{Path(error.filename).name} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Corrupt(f"{META} cannot be used: {error}") from error
+
+
+def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Callable[[str], None]) -> TokenCorpus:
+    """The verified corpus in `folder`; if it is absent or damaged, `build(new folder, progress)` makes it first.
+
+    `say` receives progress lines, some of them from another thread.
+    """
+    try:
+        return open_folder(folder)
+    except FileNotFoundError:
+        pass
+    except Corrupt as reason:
+        say(f"token cache is corrupt ({reason}); rebuilding {folder}")
+    with building(folder) as new, Progress(say) as progress:
+        build(new, progress)
+    return open_folder(folder)
 
 
 @contextmanager
@@ -110,8 +128,7 @@ def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None
         "end_token": end_token,
         "dtype": dtype.str,
         "files": {
-            name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-            for name in (TOKENIZER, TRAIN, VAL)
+            file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(folder.iterdir())
         },
     }
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")

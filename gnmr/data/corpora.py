@@ -9,6 +9,9 @@ The split never depends on the order in which anything runs:
   all other files (test, dev) are left out.
 - without such files every 20th document is for validation. Fewer than 20 documents give the last 5 % of their text;
   it is cut before tokenization, so that the tokenizer never sees it either.
+
+Files with "test" in their name belong to neither split of the corpora that are scored by their test split
+(gsm8k, wikitext2).
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from gnmr.config import DataConfig
 from gnmr.errors import UserError
 
 TRAIN, VALIDATION = "train", "validation"
-HUB_NAME, HUB_CONFIG = "allenai/c4", "en"
 HUB_TIMEOUT = 10.0  # seconds until an unreachable hub is given up
 ONE_IN = 20  # documents of which one is for validation
 
@@ -42,9 +44,29 @@ _BUILDERS = {
     ".parquet": "parquet",
 }
 _SUPPORTED = (".txt", *_BUILDERS)
+_SCORED_BY_TEST = ("gsm8k", "wikitext2")
 Rows = Iterable[dict[str, Any]]
 _IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
 _IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+_IS_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
+_IS_TITLE = re.compile(r" ?= [^=\s].* = ?")  # of an article; its sections have two and more signs
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A data set on the hub."""
+
+    name: str
+    config: str
+    """Also the folder of its files."""
+    files: str
+
+
+HUBS = {
+    "c4": Hub("allenai/c4", "en", "*.json.gz"),
+    "gsm8k": Hub("openai/gsm8k", "main", "*.parquet"),
+    "wikitext2": Hub("Salesforce/wikitext", "wikitext-2-raw-v1", "*.parquet"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,30 @@ def open_corpus(config: DataConfig) -> Corpus:
     """The corpus that `config` names; raises `UserError` if there is none."""
     if config.name == "stdlib":
         return _stdlib()
-    return _hub(config.text_column) if config.path is None else _local(config)
+    if config.name in ("gsm8k", "instructions"):
+        raise UserError(f"data={config.name}: prompts and answers fine-tune a checkpoint; use data=text for plain text")
+    return _hub(config) if config.path is None else _local(config)
+
+
+def _documents_of(config: DataConfig, texts: Iterator[str]) -> Iterator[str]:
+    """The documents among the rows or files of a corpus."""
+    return _not_blank(articles(texts) if config.name == "wikitext2" else texts)
+
+
+def articles(texts: Iterable[str]) -> Iterator[str]:
+    """The articles of WikiText, whose rows are single lines and whose files are all lines of a split.
+
+    An article begins at its title, a line ` = Title = ` after a blank one (a formula may look like a title). What comes
+    before the first title is an article too. Every line ends with a newline, a blank one is nothing but that.
+    """
+    article: list[str] = []
+    for line in chain.from_iterable(text.removesuffix("\n").split("\n") for text in texts):
+        line = "" if line.isspace() else line
+        if _IS_TITLE.fullmatch(line) and (not article or article[-1] == "\n"):
+            yield "".join(article)
+            article = []
+        article.append(line + "\n")
+    yield "".join(article)
 
 
 # ---- the standard library ----
@@ -103,65 +148,101 @@ def _library_split(name: str) -> str:
     return VALIDATION if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0 else TRAIN
 
 
-# ---- C4 from the hub ----
+# ---- the hub ----
 
 
-def _hub(column: str) -> Corpus:
+def _hub(config: DataConfig) -> Corpus:
+    hub, column = HUBS[config.name], config.text_column
+
     def documents(split: str) -> Iterator[str]:
-        def stream() -> Rows:
-            _reach_hub()
-            return _datasets().load_dataset(HUB_NAME, HUB_CONFIG, split=split, streaming=True)
+        return _documents_of(config, _column(hub_rows(config.name, split), column, f"{hub.name} on the hub"))
 
-        return _not_blank(_column(stream, column, f"{HUB_NAME} on the hub", _hub_failure))
-
-    return Corpus("data=c4", f"{HUB_NAME} {HUB_CONFIG}, streamed", f"{HUB_NAME}/{HUB_CONFIG}/{column}", documents, True)
-
-
-def _reach_hub() -> None:
-    """One request without retries: the library itself tries for half a minute, a line of noise each time."""
-    from huggingface_hub import HfApi
-
-    HfApi().dataset_info(HUB_NAME, timeout=HUB_TIMEOUT, expand=["sha"])
-
-
-def _hub_failure(reason: str) -> str:
-    return (
-        f"data=c4: {HUB_NAME} cannot be read from the hub ({reason}); check the network, HF_ENDPOINT and the proxy, "
-        f"or download its {HUB_CONFIG}/*.json.gz and pass data.path=FOLDER"
+    return Corpus(
+        f"data={config.name}",
+        f"{hub.name} {hub.config}, streamed",
+        f"{hub.name}/{hub.config}/{column}",
+        documents,
+        streamed=config.name == "c4",  # the others are small
     )
+
+
+def hub_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a split of the data set that data=`name` reads from the hub; `UserError` if that fails."""
+    hub = HUBS[name]
+
+    def stream() -> Rows:
+        # One request without retries: the library itself tries for half a minute, a line of noise each time.
+        from huggingface_hub import HfApi
+
+        HfApi().dataset_info(hub.name, timeout=HUB_TIMEOUT, expand=["sha"])
+        return _datasets().load_dataset(hub.name, hub.config, split=split, streaming=True)
+
+    def failure(reason: str) -> str:
+        return (
+            f"data={name}: {hub.name} cannot be read from the hub ({reason}); check the network, HF_ENDPOINT and the "
+            f"proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
+        )
+
+    return _guarded(stream, failure)
 
 
 # ---- local files ----
 
 
-def _local(config: DataConfig) -> Corpus:
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files below data.path."""
+
+    where: str
+    files: dict[str, Path]
+    """Relative posix path -> file, sorted."""
+    splits: dict[str, list[str]]
+    """{"train": names, "validation": names}; no validation names: what the files hold is split."""
+    summary: str
+    identity: str
+    """Changes with name, size or time of a file."""
+
+
+def local_files(config: DataConfig) -> LocalFiles:
+    """The files below data.path and what they are for; raises `UserError` if there are none to train on."""
     assert config.path is not None
     where, path = f"data.path={config.path}", Path(config.path).expanduser()
-    if config.name == "c4" and (path / HUB_CONFIG).is_dir():
-        path = path / HUB_CONFIG  # a clone of the hub's repository holds other configurations beside en
+    if config.name in HUBS and (path / HUBS[config.name].config).is_dir():
+        path = path / HUBS[config.name].config  # a clone of the hub's repository holds other configurations beside it
     files = _local_files(path, where)
-    splits = _split_files(files, where)
+    usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
+    if not usable:
+        raise UserError(f"{where}: holds the test split alone, which data={config.name} keeps for scores; add train*")
+    splits = _split_files(usable, where)
     train, validation = splits[TRAIN], splits[VALIDATION]
     left_out = sorted(name for name in files if name not in train and name not in validation)
 
-    def read(names: list[str]) -> Iterator[str]:
-        return chain.from_iterable(_file_documents(files[name], config.text_column) for name in names)
-
-    def documents(split: str) -> Iterator[str]:
-        if validation:
-            return read(splits[split])
-        return (text for place, text in every_twentieth(read(train)) if place == split)
-
-    seen = hashlib.sha256(config.text_column.encode())
-    for name, file in files.items():
-        state = file.stat()
-        seen.update(f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}".encode())
+    identity = "".join(
+        f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}" for name, file in files.items() for state in [file.stat()]
+    )
     summary = f"training files: {len(train)}, " + (
         f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
     )
     if left_out:
         summary += f"; left out beside files named train: {', '.join(left_out[:5])}{' ...' * (len(left_out) > 5)}"
-    return Corpus(where, summary, seen.hexdigest(), documents)
+    return LocalFiles(where, files, splits, summary, identity)
+
+
+def _local(config: DataConfig) -> Corpus:
+    local = local_files(config)
+
+    def read(names: list[str]) -> Iterator[str]:
+        return _documents_of(
+            config, chain.from_iterable(_file_texts(local.files[name], config.text_column) for name in names)
+        )
+
+    def documents(split: str) -> Iterator[str]:
+        if local.splits[VALIDATION]:
+            return read(local.splits[split])
+        return (text for place, text in every_twentieth(read(local.splits[TRAIN])) if place == split)
+
+    identity = hashlib.sha256(f"{config.text_column}{local.identity}".encode()).hexdigest()
+    return Corpus(local.where, local.summary, identity, documents)
 
 
 def _local_files(path: Path, where: str) -> dict[str, Path]:
@@ -214,15 +295,15 @@ def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield VALIDATION, text[cut:]
 
 
-def _file_documents(file: Path, column: str) -> Iterator[str]:
+def _file_texts(file: Path, column: str) -> Iterator[str]:
     extension = _extension(file)
     if extension == ".txt":
-        return _not_blank(iter([_read_text(file)]))
+        return iter([_read_text(file)])
     assert extension is not None
-    return _not_blank(_rows(file, _BUILDERS[extension], column))
+    return _column(_rows(file, _BUILDERS[extension]), column, str(file))
 
 
-def _rows(file: Path, builder: str, column: str) -> Iterator[str]:
+def _rows(file: Path, builder: str) -> Iterator[dict[str, Any]]:
     """One stream a file, so that a failure can name the file."""
 
     def failure(reason: str) -> str:
@@ -231,7 +312,7 @@ def _rows(file: Path, builder: str, column: str) -> Iterator[str]:
     # The library leaves a lock file in its cache for every file it opens, even a streamed one.
     with tempfile.TemporaryDirectory() as scratch:
         options = {"data_files": [escape(str(file))], "split": TRAIN, "streaming": True, "cache_dir": scratch}
-        yield from _column(lambda: _datasets().load_dataset(builder, **options), column, str(file), failure)
+        yield from _guarded(lambda: _datasets().load_dataset(builder, **options), failure)
 
 
 # ---- rows and text ----
@@ -246,24 +327,27 @@ def _datasets() -> Any:
     return datasets
 
 
-def _column(open_rows: Callable[[], Rows], column: str, where: str, failure: Callable[[str], str]) -> Iterator[str]:
-    """The text of one column, nulls left out. Any error of the library becomes one `UserError` line by `failure`."""
+def _guarded(open_rows: Callable[[], Rows], failure: Callable[[str], str]) -> Iterator[dict[str, Any]]:
+    """The rows; any error of the library becomes one `UserError` line by `failure`."""
     try:
-        for row in open_rows():
-            if column not in row:
-                raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {', '.join(row)}")
-            text = row[column]
-            if text is not None and not isinstance(text, str):
-                raise UserError(f"{where}: column {column!r} holds {type(text).__name__}; data.text_column needs text")
-            if text is not None:
-                yield text
-    except UserError:
-        raise
+        yield from open_rows()
     except StopIteration:  # the library's answer to a file without rows
         return
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(failure(f"{type(error).__name__}: {reason}")) from error
+
+
+def _column(rows: Rows, column: str, where: str) -> Iterator[str]:
+    """The text of one column, nulls left out."""
+    for row in rows:
+        if column not in row:
+            raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {', '.join(row)}")
+        text = row[column]
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{where}: column {column!r} holds {type(text).__name__}; data.text_column needs text")
+        if text is not None:
+            yield text
 
 
 def _read_text(file: Path) -> str:

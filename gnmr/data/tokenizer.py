@@ -1,8 +1,14 @@
-"""The byte-level BPE tokenizer: trained on training documents, or a tokenizer.json of the user's."""
+"""The tokenizer: a byte-level BPE trained on training documents, a tokenizer.json of the user's, or a checkpoint's.
+
+A checkpoint's tokenizer is its tokenizer.json, which says everything but the name of the end token; that stands beside
+it in tokenizer_config.json or special_tokens_map.json. transformers reads the same files and is not needed for them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gnmr.errors import UserError
@@ -12,6 +18,7 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 ACCEPTED_ENDS = (END, "<|end_of_text|>", "</s>")
+FILE = "tokenizer.json"
 
 
 def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -32,8 +39,45 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load(content: bytes, where: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors."""
+def read(path: Path, where: str) -> tuple[bytes, str | None]:
+    """(content of tokenizer.json, name of the end token if the checkpoint's folder gives it).
+
+    path: a tokenizer.json, or the folder of a checkpoint of transformers; `where` names it in errors (`UserError`).
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        if file == path:
+            raise UserError(f"{where}: no such file or folder") from error
+        raise UserError(
+            f"{where}: the folder holds no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
+            "transformers writes one"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        end = _named_end(path / name) if file != path else None
+        if end is not None:
+            return content, end
+    return content, None
+
+
+def _named_end(file: Path) -> str | None:
+    if not file.exists():
+        return None
+    try:
+        end = json.loads(file.read_bytes()).get("eos_token")
+        return end["content"] if isinstance(end, dict) else end
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"{file}: cannot be read as a tokenizer's settings ({error})") from error
+
+
+def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors.
+
+    end: the name of its end token; None: one of `ACCEPTED_ENDS`.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -42,14 +86,27 @@ def load(content: bytes, where: str) -> Tokenizer:
         raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({error})") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if not any(tokenizer.token_to_id(end) is not None for end in ACCEPTED_ENDS):
-        raise UserError(f"{where}: has no end-of-text token; one of {', '.join(ACCEPTED_ENDS)} must be in it")
+    ends = ACCEPTED_ENDS if end is None else (end,)
+    if not any(tokenizer.token_to_id(end) is not None for end in ends):
+        one_of = "one of " if len(ends) > 1 else ""
+        raise UserError(f"{where}: has no end-of-text token; {one_of}{', '.join(ends)} must be in it")
     return tokenizer
 
 
-def end_token(tokenizer: Tokenizer) -> int:
-    """Id of the token that stands after each document."""
-    return next(number for end in ACCEPTED_ENDS if (number := tokenizer.token_to_id(end)) is not None)
+def end_token(tokenizer: Tokenizer, end: str | None = None) -> int:
+    """Id of the token that stands after each document; `end` as in `load`."""
+    ends = ACCEPTED_ENDS if end is None else (end,)
+    return next(number for end in ends if (number := tokenizer.token_to_id(end)) is not None)
+
+
+def begin_token(tokenizer: Tokenizer) -> int | None:
+    """Id of the token that the tokenizer itself puts before a text, if it does.
+
+    What it puts there and not the "bos_token" that a checkpoint may name as well: GPT-2 and others name one that
+    their training and their evaluation never used.
+    """
+    encoding = tokenizer.encode("a")
+    return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

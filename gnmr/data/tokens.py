@@ -46,15 +46,9 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
         limit = needed_tokens + needed_tokens // 100 + 1  # + 1: the last block's last target
     cache_dir = Path(config.cache_dir).expanduser()
     folder = cache_dir / f"{config.name}-{_key(config, corpus, tokenizer_file, limit)}"
-    try:
-        return cache.open_folder(folder)
-    except FileNotFoundError:
-        pass
-    except cache.Corrupt as reason:
-        say(f"token cache is corrupt ({reason}); rebuilding {folder}")
-    with cache.building(folder) as new, Progress(say) as progress:
-        _build(new, config, corpus, tokenizer_file, limit, progress)
-    return cache.open_folder(folder)
+    return cache.open_or_build(
+        folder, lambda new, progress: _build(new, config, corpus, tokenizer_file, limit, progress), say
+    )
 
 
 def _key(config: DataConfig, corpus: Corpus, tokenizer_file: bytes | None, limit: int | None) -> str:
@@ -139,7 +133,7 @@ def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int) -> Iterato
     """Token ids, some documents at a time, the end token after each document."""
     batch: list[tuple[str, bool]] = []
     size = 0
-    for piece, is_last in _pieces(documents):
+    for piece, is_last in pieces(documents):
         batch.append((piece, is_last))
         size += len(piece)
         if size >= BATCH:
@@ -158,7 +152,7 @@ def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int)
     return ids
 
 
-def _pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:
+def pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:
     """(text, ends its document): a book in one file would otherwise be encoded as one string of any size."""
     for text in documents:
         start = 0

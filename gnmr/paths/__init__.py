@@ -5,6 +5,7 @@ from gnmr.paths.faults import Fault, FaultSchedule, Window
 from gnmr.paths.formats import FORMATS
 from gnmr.paths.fp8 import BACKENDS
 from gnmr.paths.groups import UNITS
+from gnmr.paths.int8 import WEIGHTS
 from gnmr.paths.probe import STATISTICS, Probe
 from gnmr.paths.recipes import RECIPES, Recipe
 from gnmr.paths.saved import PathLinear
@@ -15,6 +16,7 @@ __all__ = [
     "RECIPES",
     "STATISTICS",
     "UNITS",
+    "WEIGHTS",
     "Fault",
     "FaultSchedule",
     "PathLinear",

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
-from gnmr.paths.fp8 import check_backend, with_backend
-from gnmr.paths.groups import Group, check_unit, grouped
+from gnmr.paths.fp8 import check_backend
+from gnmr.paths.groups import Group, check_unit, grouped, operator_names
+from gnmr.paths.int8 import Int8Linear, check_settings, check_weights, with_backend, with_outliers
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Recipe
 from gnmr.paths.saved import Path, PathLinear, SharedState, exact
@@ -55,10 +56,15 @@ class Plan:
         return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
-        """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time."""
+        """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time.
+
+        Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
+        """
         for operator in self.operators:
-            if type(operator) is not PathLinear:
+            if not isinstance(operator, PathLinear):
                 continue
+            if isinstance(operator, Int8Linear):
+                operator.unstore()
             for name in ("unit_name", "index", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
                 delattr(operator, name)
             operator.__class__ = nn.Linear  # type: ignore[assignment]
@@ -66,13 +72,19 @@ class Plan:
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
 
-        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and a plan of
-        recipes: what is measured is the error of a saved input.
+        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and where every
+        weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap where both recipes
+        have the same wgrad: it is 0.
         """
-        if isinstance(self.low, Recipe):
-            raise ValueError(f"{', '.join(names)}: measured of saved formats only, and {self.low.name} is a recipe")
-        if self.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact"} & set(names))):
-            raise ValueError(f"{', '.join(gaps)}: this plan has no recovery path")
+        if not any(operator.weight.requires_grad for operator in self.operators):
+            raise ValueError(
+                f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
+            )
+        gaps = ", ".join(name for name in ("gap_recovery", "gap_exact") if name in names)
+        if gaps and self.recovery is None:
+            raise ValueError(f"{gaps}: this plan has no recovery path")
+        if gaps and _same_wgrad(self.low, self.recovery):
+            warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
         self.shared.forget()  # and what an earlier probe measured of the last tensor
         self.shared.probe = Probe(self.groups, names, tokens)
         return self.shared.probe
@@ -127,6 +139,16 @@ class Plan:
         more_bits = max(0, _kept_bits(self.recovery) - _kept_bits(self.low))
         return more_bits / 8 * operator.read[0] * operator.in_features
 
+    def weight_bytes(self) -> tuple[int, int]:
+        """(bytes of the operators' weights in their own dtype, bytes of INT8 codes and scales that are kept of them).
+
+        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights kept `beside` (2 O I, O (I + 4)); with
+        `instead` (0, O (I + 4)). What the graph holds of them between forward and backward are these very tensors.
+        A parameter of several operators counts once, and biases do not.
+        """
+        own = {id(o.weight): o.weight.nbytes for o in self.operators if o.weight.is_floating_point()}
+        return sum(own.values()), sum(o.code_bytes for o in self.operators if isinstance(o, Int8Linear))
+
     def table(self) -> list[tuple[str, str, str, str]]:
         """Rows (unit, operator, low path, recovery path); layers that differ by their number alone stand together."""
         groups: dict[tuple[str, str], list[str]] = {}
@@ -147,6 +169,12 @@ class Plan:
         if len(self.groups) < len(self.operators):
             first, last = self.groups[0].name, self.groups[-1].name
             lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
+        if isinstance(self.operators[0], Int8Linear):
+            own, codes = self.weight_bytes()
+            weights = self.operators[0].weights
+            lines.append(f"weights {weights}: {own:,} bytes in their own dtype, {codes:,} of INT8 codes and scales")
+            if weights == "instead":
+                lines.append("the recovery path and evaluation read codes times scale: W8A16, not the 16-bit weights")
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,9 +204,16 @@ class Plan:
             self.shared.ledger.history.copy_(state["largest"])
 
 
+def _same_wgrad(low: Path, recovery: Path | None) -> bool:
+    return isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad
+
+
 def described(path: Path) -> str:
-    """Its name, and of a recipe that casts something what runs it."""
-    return f"{path.name}, {path.backend}" if isinstance(path, Recipe) and path.casts else path.name
+    """Its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
+    if not isinstance(path, Recipe) or not path.casts:
+        return path.name
+    outliers = None if path.fprop.input is None else path.fprop.input.outliers
+    return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"
 
 
 def kept_as(path: Path) -> str:
@@ -196,6 +231,13 @@ def kept_bytes(operator: PathLinear, path: Path, rows: int) -> int:
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
         return rows * width + torch.float32.itemsize  # codes under one scale
     return rows * width * dtype.itemsize
+
+
+def nominal_bits(path: Path) -> int:
+    """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
+    if isinstance(path, Format):
+        return path.bits
+    return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
 
 
 def _kept_bits(path: Path) -> int:
@@ -227,10 +269,14 @@ def convert(
     recovers: Sequence[str] = GEMMS,
     unit: str = "operator",
     backend: str = "auto",
+    weights: str = "online",
+    outlier_threshold: float | None = None,
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
-    The modules, their parameters, hooks and names stay the same objects, so an optimizer made before stays valid.
+    The modules, their parameters, hooks and names stay the same objects, so an optimizer made before stays valid
+    (`weights=instead` drops frozen parameters for others). peft may wrap the modules before or after: what it adds to
+    their names is no part of the units'.
 
     Args:
         low, recovery: two formats of the saved input (`gnmr.paths.formats.FORMATS`) or two recipes
@@ -242,17 +288,22 @@ def convert(
         recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
         unit: which operators change their path together: `operator`, `expert`, `layer` or `block`
             (`gnmr.paths.groups`).
-        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm` or `te` (`gnmr.paths.fp8`).
+        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.fp8`).
+        weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
+            pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
+        outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
 
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
     that matches no linear, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of
-    `nn.Linear` (converted already, or another library's), a kind of unit that the model does not have, and a backend
-    that cannot run the recipe here. Warns of a recovery path that is coarser than the low one in any operand or result,
-    or is the low path itself, and of `recovers` where it has no effect.
+    `nn.Linear` (converted already, or another library's), a kind of unit that the model does not have, a backend that
+    cannot run the recipe here, and codes that would be kept of trainable weights. Warns of a recovery path that is
+    coarser than the low one in any operand or result, or is the low path itself, and of `recovers`, `backend`,
+    `weights` and `outlier_threshold` where they have no effect.
     """
     check_backend(backend)
+    check_settings(weights, outlier_threshold)
     low_path, recovery_path = resolve(low, recovery, recovers)
     for name, value, choices in (
         ("site", site, ("saved", "forward")),
@@ -276,13 +327,20 @@ def convert(
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
 
-    check_unit(names, unit)
+    unit_names = operator_names(names)
+    check_unit(unit_names, unit)
+    integer = any(isinstance(path, Recipe) and path.integer for path in (low_path, recovery_path))
+    if integer:
+        check_weights(weights, (low_path, recovery_path), chosen)
+    elif weights != "online" or outlier_threshold is not None:
+        unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
+        warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
     if isinstance(low_path, Recipe):
-        low_path = with_backend(low_path, backend, chosen)
+        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen)
     elif backend != "auto":
         warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
     if isinstance(recovery_path, Recipe):
-        recovery_path = with_backend(recovery_path, backend, chosen)
+        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen)
 
     device = next(iter(chosen.values())).weight.device
     generator = None
@@ -295,11 +353,13 @@ def convert(
         ledger = Ledger(len(chosen), history, device)
     shared = SharedState(site, generator, ledger)
     operators = []
-    for index, (name, module) in enumerate(chosen.items()):
-        module.__class__ = PathLinear
+    for index, (name, module) in enumerate(zip(unit_names, chosen.values(), strict=True)):
+        module.__class__ = Int8Linear if integer else PathLinear
         assert isinstance(module, PathLinear)
         module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
+        if isinstance(module, Int8Linear):
+            module.store(weights)
         operators.append(module)
     return Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
 

@@ -1,6 +1,8 @@
 """Faults in the low path of chosen units, in chosen steps: who was at risk, and when, is then known exactly.
 
-A fault changes how a row becomes its compressed copy, scale = max|row| / format.max and codes = Q(row / scale):
+A fault changes how rows (tokens) of an operator's input are quantized, scale = max|row| / format.max and codes =
+Q(row / scale). Of a format that is the compressed copy; of a recipe the casts of the input, in every GEMM that reads
+them (fprop and wgrad), and max is over whatever elements share a scale there.
 
     scale_up      scale * magnitude: small values underflow to zero
     scale_down    scale / magnitude: large values saturate at the format's largest one
@@ -8,11 +10,19 @@ A fault changes how a row becomes its compressed copy, scale = max|row| / format
                   scaling), / magnitude: saturates when activations grew
     noise         up to +-magnitude steps of the grid, uniform, added before rounding
     bit_flip      one random bit of one random code of the row
-    nan, inf      the scale that is stored is NaN, Inf: with site "saved" it shows in the unit's weight gradient
+    nan, inf      the scale that is stored is NaN, Inf: with site "saved" it shows in the unit's weight gradient, with
+                  "forward" and under a recipe that casts fprop's input in the loss already
 
 Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. What is
 kept has the shapes and types of a sound copy. A unit on its recovery path is not hit, nor is another reader of the same
 tensor; evaluation is exact as ever.
+
+**Choice**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the rows
+that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means the
+same everywhere; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. FP8 codes
+of `scaled_mm` have one scale a tensor: unless all rows are hit it stays the sound one, to which the broken rows are
+rounded once more. An operator in recovery is not hit in the GEMMs either that recovery leaves to the low recipe.
+Elements that a fault saturates, or turns into NaN or Inf, are counted as others are (`Plan.saturation`).
 
 What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device), never on a
 generator that moves on: resuming and recomputing meet the same faults, and the micro-batches of a step the same rows.
@@ -22,7 +32,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +42,9 @@ from torch import Tensor
 
 from gnmr.paths.convert import Plan, select
 from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.recipes import Recipe
+from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
+from gnmr.paths.simulated import BEYOND, Met, scale_of_each, scale_under
 
 if TYPE_CHECKING:
     from gnmr.paths.saved import SharedState
@@ -76,36 +87,88 @@ class Fault:
         `largest`: the magnitude (scalar) from which stale_scale takes its scale. Does not wait for the device.
         """
         scaled = rows.to(torch.float32, copy=True)
-        count, width = scaled.shape
-        device = scaled.device
-
-        def uniform(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator, device=device)
-
-        hit = torch.randperm(count, generator=generator, device=device)[: max(1, round(self.share * count))]
+        hit = self._order(len(rows), generator)[: self._hits(len(rows))]
         scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
-        broken = scale[hit].float()
-        if self.kind == "scale_up":
-            broken = broken * self.magnitude
-        elif self.kind == "scale_down":
-            broken = broken / self.magnitude
-        elif self.kind == "stale_scale":
-            assert largest is not None
-            broken = torch.where(broken.isnan(), broken, largest / fmt.max / self.magnitude)
-        scale[hit] = broken.clamp_(min=TINY).to(scale.dtype)
+        stale = None if largest is None else largest / fmt.max
+        scale[hit] = self._scale(scale[hit].float(), stale).to(scale.dtype)
 
         scaled.div_(scale.float())
-        if self.kind == "noise":
-            rough = scaled[hit]
-            scaled[hit] = rough + (2 * uniform(*rough.shape) - 1) * self.magnitude * fmt.step(rough)
-        codes = fmt.encode(scaled.clamp_(-fmt.max, fmt.max), uniform(count, width) if stochastic else None)
+        self._add_noise(scaled, hit, fmt, generator)
+        noise = torch.rand(scaled.shape, generator=generator, device=scaled.device) if stochastic else None
+        codes = fmt.encode(scaled.clamp_(-fmt.max, fmt.max), noise)
         if self.kind == "bit_flip":
-            column = torch.randint(width, hit.shape, generator=generator, device=device)
-            bit = torch.randint(fmt.bits, hit.shape, generator=generator, device=device)
-            codes[hit, column] = codes[hit, column] ^ (torch.ones_like(bit) << bit).to(torch.uint8)
+            codes[hit] = _flipped(codes[hit], fmt.bits, generator)
         elif self.kind in ("nan", "inf"):
             scale.index_fill_(0, hit, float(self.kind))
         return pack(codes, fmt.bits), scale
+
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Callable[[Tensor], Tensor] | None,
+        generator: torch.Generator,
+        largest: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Met]:
+        """As `simulated.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), a row, and what was met.
+
+        The row, (1,) int64, is one that is not hit, a hit one where all are. `reference`: of delayed
+        scales, see `simulated`; `largest` as above. Does not wait for the device.
+        """
+        fmt, count = cast.format, len(x)
+        order = self._order(count, generator)
+        hit = order[: self._hits(count)]
+        scale, groups = scale_of_each(x, cast, contraction_dim, reference)
+        scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
+
+        scaled = x.float() / scale
+        self._add_noise(scaled, hit, fmt, generator)
+        saturated = (scaled.abs() > fmt.max * BEYOND).sum()
+        scaled.clamp_(-fmt.max, fmt.max)
+        flipped = None
+        if self.kind == "bit_flip":
+            flipped = fmt.decode(_flipped(fmt.encode(scaled[hit]), fmt.bits, generator), torch.float32)
+        elif self.kind in ("nan", "inf"):
+            scale.index_fill_(0, hit, float(self.kind))
+        values = fmt.round(scaled)
+        if flipped is not None:
+            values[hit] = flipped
+        values.mul_(scale)
+        return values, scale, order[-1:], Met(groups, saturated, (~values.isfinite()).sum())
+
+    def _hits(self, count: int) -> int:
+        return max(1, round(self.share * count))
+
+    def _order(self, count: int, generator: torch.Generator) -> Tensor:
+        """The rows, those first that are hit."""
+        return torch.randperm(count, generator=generator, device=generator.device)
+
+    def _scale(self, sound: Tensor, stale: Tensor | None) -> Tensor:
+        """What becomes of the float32 scales of the hit rows; `stale`: the scale (scalar) of the steps before."""
+        if self.kind == "scale_up":
+            sound = sound * self.magnitude
+        elif self.kind == "scale_down":
+            sound = sound / self.magnitude
+        elif self.kind == "stale_scale":
+            assert stale is not None
+            sound = torch.where(sound.isnan(), sound, stale / self.magnitude)
+        return sound.clamp(min=TINY)
+
+    def _add_noise(self, scaled: Tensor, hit: Tensor, fmt: Format, generator: torch.Generator) -> None:
+        if self.kind == "noise":
+            rough = scaled[hit]
+            uniform = torch.rand(rough.shape, generator=generator, device=scaled.device)
+            scaled[hit] = rough + (2 * uniform - 1) * self.magnitude * fmt.step(rough)
+
+
+def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
+    """`codes` (N, D) of that many bits, one random bit of one random code of each row flipped."""
+    rows, width = codes.shape
+    column = torch.randint(width, (rows, 1), generator=generator, device=codes.device)
+    bit = torch.randint(bits, (rows, 1), generator=generator, device=codes.device)
+    flips = (torch.ones_like(bit) << bit).to(torch.uint8)
+    return codes ^ torch.zeros_like(codes).scatter_(1, column, flips)
 
 
 @dataclass(frozen=True)
@@ -140,14 +203,27 @@ class Injector:
 
     def compress(self, input: Tensor, fmt: Format, shared: SharedState) -> tuple[Tensor, Tensor]:
         """The broken copy of `input` (..., D); the same each time it is asked for in a step."""
-        assert self._seed is not None
-        largest = None
-        if self._history is not None:  # of the steps before; without any, of this one
-            before = self._history[1:].amax()
-            largest = torch.where(before > 0, before, self._history[0]).float()
-        generator = torch.Generator(input.device).manual_seed(self._seed)
         rows = input.detach().reshape(-1, input.shape[-1])
-        return self._fault.compress(rows, fmt, generator, shared.generator is not None, largest)
+        return self._fault.compress(
+            rows, fmt, self._generator(rows), shared.generator is not None, self._largest_before()
+        )
+
+    def quantize(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Met]:
+        """The broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
+        return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
+
+    def _generator(self, x: Tensor) -> torch.Generator:
+        assert self._seed is not None
+        return torch.Generator(x.device).manual_seed(self._seed)
+
+    def _largest_before(self) -> Tensor | None:
+        """Of the steps before; without any, of this one."""
+        if self._history is None:
+            return None
+        before = self._history[1:].amax()
+        return torch.where(before > 0, before, self._history[0]).float()
 
 
 class FaultSchedule:
@@ -175,13 +251,12 @@ class FaultSchedule:
                 the run); drawn for each unit by itself, those of a unit do not overlap.
             seed: of the drawn windows and of everything random within them.
 
-        ValueError: a low path of 16 bits or of a recipe, a target that matches no unit, a window beyond the run or over
-        another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
+        or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
         """
-        if isinstance(plan.low, KeepFormat):
-            raise ValueError(f"the low path is {plan.low.name}: there is no quantizer to break")
-        if isinstance(plan.low, Recipe):
-            raise ValueError(f"the low path is the recipe {plan.low.name}: only a format's quantizer can be broken")
+        low = plan.low
+        if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
+            raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
         names = [group.name for group in plan.groups]
         chosen, empty = select([operator.unit_name for operator in plan.operators], targets)
         whole, no_unit = select(names, targets)

@@ -3,8 +3,9 @@
     simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
     scaled_mm    `torch._scaled_mm` on operands of one byte: GPUs of compute capability 8.9 or newer (Ada, Hopper,
                  Blackwell). CPUs have the function too, without being faster: good for testing this file
+    int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
     te           Transformer Engine
-    auto         scaled_mm where device, recipe and widths allow it, else simulated; the printed plan says which
+    auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which
 
 scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
 casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
@@ -35,9 +36,11 @@ from gnmr.paths.scaling import largest_magnitude, scale_of
 from gnmr.paths.simulated import BEYOND, Met, Pass, simulated_linear
 
 if TYPE_CHECKING:
+    from gnmr.paths.faults import Injector
+    from gnmr.paths.probe import MeasuredCasts
     from gnmr.paths.saved import PathLinear
 
-BACKENDS = ("auto", "simulated", "scaled_mm", "te")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
 
@@ -48,6 +51,10 @@ def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) ->
         raise ValueError(_without_te())
     if backend == "simulated" or not recipe.casts:
         return recipe
+    if backend == "int_mm":
+        raise ValueError(
+            f"backend='int_mm': the recipe {recipe.name} multiplies no integers, as llm_int8 does; use backend='auto'"
+        )
     missing = _recipe_missing(recipe) or _device_missing(next(iter(linears.values())).weight.device, backend)
     missing = missing or next(filter(None, (_width_missing(*named) for named in linears.items())), None)
     if missing is None:
@@ -132,6 +139,26 @@ class _RealPass(Pass):
         codes = scaled.clamp_(-fmt.max, fmt.max).to(fmt.native)
         return Codes(codes, scale.view(())), Met(largest, saturated, (~largest.isfinite()).sum() * x.numel())
 
+    def break_(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Codes, Met]:
+        # The codes have one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
+        fmt = cast.format
+        assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
+        values, scales, sound, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        scale = scales.index_select(0, sound)[0, 0]
+        scaled = values / scale
+        # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
+        codes = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan).to(fmt.native)
+        return Codes(codes, scale), met
+
+    def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+        return product(a, b, dtype)
+
+    @staticmethod
+    def values(x: Tensor | Codes, every: int = 1) -> Tensor:
+        return x[::every].float() if isinstance(x, Tensor) else x.codes[::every].float() * x.scale
+
 
 def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
     """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
@@ -157,9 +184,10 @@ class _ScaledLinear(torch.autograd.Function):
         the_pass: _RealPass,
         x_fprop: Tensor | Codes,
         x_wgrad: Tensor | Codes | None,
+        measured: MeasuredCasts | None,
     ) -> Tensor:
         ctx.the_pass, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = the_pass, x.shape, x.dtype, weight.dtype
-        ctx.holds_copy = x_wgrad is not None
+        ctx.holds_copy, ctx.measured = x_wgrad is not None, measured
         recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
@@ -176,7 +204,8 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
         the_pass: _RealPass = ctx.the_pass
-        weights, kept = ctx.saved_tensors[: ctx.num_weights], ctx.saved_tensors[ctx.num_weights :]
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
@@ -190,17 +219,32 @@ class _ScaledLinear(torch.autograd.Function):
                 read = Codes(*weights)
             grad_x = product(grad, read, ctx.x_dtype).view(ctx.x_shape)
         if need_weight:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
-            grad_weight = product(grad.t(), kept[0] if len(kept) == 1 else Codes(*kept), ctx.weight_dtype)
+            read = kept[0] if len(kept) == 1 else Codes(*kept)
+            grad_weight = the_pass.wgrad(grad_2d, read, ctx.weight_dtype, made)
+            if ctx.measured is not None:
+                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
+                ctx.measured = None
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
         the_pass.end()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def scaled_mm_linear(
-    operator: PathLinear, recipe: Recipe, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool
+    operator: PathLinear,
+    recipe: Recipe,
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """As `simulated.simulated_linear`, really in eight bits."""
     if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
         return simulated_linear(operator, recipe, input, x, weight, bias, keeps)
-    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, _RealPass, _ScaledLinear)
+    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _RealPass, _ScaledLinear)
+
+
+def pass_kind(recipe: Recipe) -> type[Pass]:
+    """What casts and multiplies under `recipe`."""
+    return _RealPass if recipe.backend == "scaled_mm" else Pass

@@ -64,6 +64,16 @@ def unit_of(name: str, unit: str) -> str:
     return name if found is None else found[0]
 
 
+def operator_names(names: Sequence[str]) -> list[str]:
+    """The operators' names without what peft adds to them: units are called alike before and after it wraps them.
+
+    >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
+    ['model.layers.3.self_attn.q_proj', 'lm_head']
+    """
+    short = [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
+
 def check_unit(names: Sequence[str], unit: str) -> None:
     """ValueError for an unknown kind of unit, and one of which these operators' names know nothing."""
     if unit not in UNITS:

@@ -1,6 +1,7 @@
-"""What the low path does to a unit's input, measured in passing.
+"""What the low path does to a unit's operands, measured in passing.
 
-The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t changes it by
+Formats. The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t
+changes it by
 
     D = sum_t dy_t^T (Q(x_t) - x_t)        ||D||^2 = sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2 + terms of pairs of tokens
 
@@ -20,8 +21,25 @@ error's norms are taken in forward, one float32 a token, and meet the norms of g
 Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
 the shares, means and deviations those of all their elements together.
 
-x is the operand as `wgrad` reads it (under autocast: after the cast), Q(x) the compressed copy brought back to its
+x is the operand as `wgrad` is given it (under autocast: after the cast), Q(x) the compressed copy brought back to its
 dtype. The low path is described whatever path the unit ran on, a fault in it included.
+
+Recipes. `wgrad` reads Qx(x_t) and Qg(dy_t), its casts of input and grad_output: errors of two operands, to first order
+
+    gap_low, gap_recovery   sum_t ||dy_t||^2 ||x_t - Qx(x_t)||^2 + ||dy_t - Qg(dy_t)||^2 ||x_t||^2 of either recipe
+    gap_exact               ||wgrad_low - wgrad_recovery||^2: the product that the path in force makes anyway and one
+                            under the other recipe, as they would reach the parameter, so with the cast of the result;
+                            the true gap where recovery takes over wgrad alone. Until backward it holds the input as the
+                            other recipe's wgrad reads it
+    underflow, mse          of Q = the low recipe's cast of fprop's input
+
+dy is the one that came back, with all that casts elsewhere did to it, in this operator's fprop too; no sum above has
+anything else of them. So recovery that leaves wgrad to the low recipe has a gap of 0. A weight's error is not in the
+sums either (it is the same for all tokens), nor, in gap_low and gap_recovery, the rounding of wgrad's result.
+**Choice**: an operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
+
+A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
+counted and remembered; readers of a tensor share it. A stride saves casts only where each token has its own scales.
 
 **Choice**: with stochastic rounding the probe rounds to nearest, whatever the copy that backward reads: so it draws
 nothing from the run's generator, and a unit's numbers do not depend on the path that it runs on. The stochastic copy's
@@ -31,14 +49,17 @@ expected gap is larger, about twice where the remainders are uniform.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.int8 import pass_kind
+from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import compress, decompress
+from gnmr.paths.simulated import Met, Pass
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -114,7 +135,7 @@ class Probe:
         errors: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
         low, recovery = operator.low, operator.recovery
-        assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format)), "Plan.probe refuses"
+        assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
         if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
             if fault is not None:  # whole, for a sample would not have the same rows hit
                 whole = fault.compress(input, low, operator.shared) if operator.recovering else copy
@@ -129,14 +150,7 @@ class Probe:
         both: tuple[_Copy, ...] = ()
         if "gap_exact" in self.names:
             both = self._both(operator, input, rows, fault, copy)
-        if "input_std" in self.names:
-            if "input" not in read.measured:
-                norm = torch.linalg.vector_norm(sampled, dim=1, dtype=torch.float32)
-                read.measured["input"] = {
-                    "x": sampled.sum(dim=1, dtype=torch.float32).sum(dtype=torch.float64),
-                    "x_square": norm.double().square_().sum(),
-                }
-            sums |= read.measured["input"]
+        sums |= self._input(read, sampled)
         errors = {name: rows for name, rows in errors.items() if name in self.names}
         return Measured(
             self,
@@ -147,6 +161,111 @@ class Probe:
             rows.shape[0] / sampled.shape[0],
             both,
         )
+
+    def measure_casts(
+        self,
+        operator: PathLinear,
+        read: Read,
+        rows: Tensor,
+        fault: Injector | None,
+        the_pass: Pass,
+        made: dict[Any, tuple[Any, Met]],
+    ) -> MeasuredCasts | None:
+        """As `measure`, of an operator whose paths are recipes; `rows` (T, D) are its input.
+
+        `the_pass` is under way and has `made` casts of them.
+        """
+        if rows.numel() == 0:
+            return None
+
+        def looking(recipe: Recipe, fault: Injector | None) -> tuple[Pass, dict[Any, tuple[Any, Met]]]:
+            look = pass_kind(recipe)(operator, recipe, fault, looks_on=True)
+            same = fault is the_pass.fault and type(look) is type(the_pass)
+            return look, made if same else look.casts_of(read, rows.dtype)
+
+        assert isinstance(operator.low, Recipe)
+        paths = {"low": looking(operator.low, fault)}
+        if isinstance(operator.recovery, Recipe):
+            paths["recovery"] = looking(operator.recovery, None)
+        errors, looks, sums = {}, {}, self._input(read, rows[:: self.tokens])
+        for name, (look, own) in paths.items():
+            if f"gap_{name}" in self.names:
+                errors[f"gap_{name}"] = self._error_of(look, read, rows, look.recipe.wgrad.input, 0, own).rows
+                looks[f"gap_{name}"] = look
+        if "underflow" in self.names or "mse" in self.names:
+            look, own = paths["low"]
+            sums |= self._error_of(look, read, rows, look.recipe.fprop.input, 1, own).sums
+        square = other = None
+        if looks:
+            if "square" not in read.measured:
+                norm = torch.linalg.vector_norm(rows[:: self.tokens], dim=1, dtype=torch.float32)
+                read.measured["square"] = norm.double().square_()
+            square = read.measured["square"]
+        if "gap_exact" in self.names:
+            look, own = paths["low" if operator.recovering else "recovery"]
+            other = look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)
+        count, width = rows[:: self.tokens].shape
+        return MeasuredCasts(
+            self,
+            self._index[operator.unit_name],
+            errors,
+            sums,
+            count * width,
+            rows.shape[0] / count,
+            looks=looks,
+            square=square,
+            other=other,
+        )
+
+    def _error_of(
+        self,
+        look: Pass,
+        read: Read,
+        rows: Tensor,
+        cast: Cast | None,
+        contraction_dim: int,
+        made: dict[Any, tuple[Any, Met]],
+    ) -> _Error:
+        """Of a cast of the input, once for all its readers where it is not an operator's own."""
+        known: dict[Any, _Error] = {} if look.fault is not None else read.measured
+        key = None if cast is None else (type(look), look.key(cast, contraction_dim))
+        if key not in known:
+            kept = self._kept(look, "input", rows, cast, contraction_dim, made)
+            known[key] = self._between(rows[:: self.tokens], kept)
+        return known[key]
+
+    def _kept(
+        self,
+        look: Pass,
+        operand: str,
+        rows: Tensor,
+        cast: Cast | None,
+        contraction_dim: int,
+        made: dict[Any, tuple[Any, Met]],
+    ) -> Tensor:
+        """The measured rows of `rows` in `cast`, float32."""
+        if (
+            self.tokens > 1
+            and cast is not None
+            and cast.group(contraction_dim)[0] == 1  # each token has its own scales
+            and look.fault is None  # which hits a share of all rows
+            and look.key(cast, contraction_dim) not in made
+        ):
+            return look.values(look.cast(operand, rows[:: self.tokens], cast, contraction_dim))
+        return look.values(look.cast(operand, rows, cast, contraction_dim, made), self.tokens)
+
+    def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:
+        """What input_std needs, once for all readers of the tensor."""
+        if "input_std" not in self.names:
+            return {}
+        if "input" not in read.measured:
+            norm = torch.linalg.vector_norm(sampled, dim=1, dtype=torch.float32)
+            read.measured["input"] = {
+                "x": sampled.sum(dim=1, dtype=torch.float32).sum(dtype=torch.float64),
+                "x_square": norm.double().square_().sum(),
+            }
+        found: dict[str, Tensor] = read.measured["input"]
+        return found
 
     def _both(
         self, operator: PathLinear, input: Tensor, rows: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
@@ -181,6 +300,10 @@ class Probe:
 
     def _compare(self, rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> _Error:
         kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
+        return self._between(rows, kept)
+
+    def _between(self, rows: Tensor, kept: Tensor) -> _Error:
+        """Of measured rows and what became of them."""
         errors = (rows.float() - kept.float()).square_().sum(dim=1)
         sums = {}
         if "underflow" in self.names:
@@ -247,3 +370,37 @@ class Measured:
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)
         totals["elements"][self.unit].add_(self.elements)
+
+
+@dataclass(frozen=True)
+class MeasuredCasts(Measured):
+    """One forward pass of a unit whose paths are recipes."""
+
+    looks: dict[str, Pass] = field(default_factory=dict)
+    """By the gap for whose cast of grad_output each stands."""
+    square: Tensor | None = None
+    """(measured rows,) float64: ||x_t||^2."""
+    other: tuple[Pass, Any] | None = None
+    """Of the path that is not in force, for gap_exact: its pass, and the input as its wgrad reads it."""
+
+    def add_backward(
+        self, grad_2d: Tensor, grad_weight: Tensor, the_pass: Pass, made: dict[Any, tuple[Any, Met]]
+    ) -> None:
+        """As `add`; `the_pass` made `grad_weight` and has `made` casts of `grad_2d` (rows, out_features)."""
+        self.add(grad_2d)
+        totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
+        made_by = {type(the_pass): made}
+        for name, look in self.looks.items():
+            assert self.square is not None
+            if (cast := look.recipe.wgrad.grad_output) is None:
+                continue
+            own = made_by.setdefault(type(look), {})
+            kept = self.probe._kept(look, "grad_output", grad_2d, cast, 0, own)
+            errors = torch.linalg.vector_norm(sampled.float() - kept, dim=1).double().square_()
+            totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
+        if self.other is not None:
+            look, x = self.other
+            own = made_by.setdefault(type(look), {})
+            difference = grad_weight - look.wgrad(grad_2d, x, grad_weight.dtype, own)
+            norm = torch.linalg.vector_norm(difference, dtype=torch.float32)
+            totals["gap_exact"][self.unit].add_(norm.double().square_())

@@ -26,6 +26,9 @@ A scale is max|group| / format.max in float32. That of `mx` is 2^(floor(log2 max
 rule of the OCP specification, under which the largest elements of a group may saturate. A group that the tensor's edge
 cuts is smaller; along the widths of a linear `gnmr.paths.convert` refuses that.
 
+`int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
+(`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
+
 Named recipes (`RECIPES`):
 
     fp8_hybrid     E4M3 input and weight, E5M2 grad_output, scale per tensor, results kept (Transformer Engine)
@@ -38,6 +41,8 @@ Named recipes (`RECIPES`):
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
+    llm_int8       INT8 input and weight in fprop, multiplied as integers, all else kept: fine-tuning (5.3, E.3)
+    llm_int8_dgrad      the same, and dgrad reads what fprop read as the weight, codes times scale
     bf16           nothing is cast
 
 **Choice**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
@@ -65,6 +70,10 @@ class Cast:
     scale: str
     history: int = 16
     """Steps that a delayed scale looks back; the other granularities have none."""
+    codes: bool = False
+    """Whether the GEMM multiplies the codes and scales its sums: fprop's operands in int8/row (`int8.py`)."""
+    outliers: float | None = None
+    """Of codes: columns with a magnitude from here on stay in 16 bits; None: no column does."""
 
     def __post_init__(self) -> None:
         if isinstance(self.format, KeepFormat):
@@ -73,15 +82,20 @@ class Cast:
             raise ValueError(f"scale {self.scale!r} is not known: use one of {', '.join(SCALES)}")
         if self.history < 1:
             raise ValueError(f"history={self.history}: must be 1 or more")
+        if self.codes and (self.format.name, self.scale) != ("int8", "row"):
+            raise ValueError(f"{self.format.name}/{self.scale}/codes: only the codes of int8/row can be multiplied")
 
     @staticmethod
     def of(word: str) -> Cast | None:
-        """The cast that is written `e4m3/tile`, or `e5m2/delayed/1024` with its history; None for `bf16`."""
-        name, scale, history = (*word.split("/", 2), "", "")[:3]
+        """The cast that is written `e4m3/tile`, `e5m2/delayed/1024` with its history or `int8/row/codes`; None for
+        `bf16`."""
+        name, scale, more = (*word.split("/", 2), "", "")[:3]
         fmt = get_format(name)
         if isinstance(fmt, KeepFormat) and not scale:
             return None
-        return Cast(fmt, scale, int(history)) if history else Cast(fmt, scale)
+        if more == "codes":
+            return Cast(fmt, scale, codes=True)
+        return Cast(fmt, scale, int(more)) if more else Cast(fmt, scale)
 
     @property
     def directed(self) -> bool:
@@ -99,7 +113,7 @@ class Cast:
 
     def __str__(self) -> str:
         history = f"/{self.history}" if self.scale == "delayed" and self.history != 16 else ""
-        return f"{self.format.name}/{self.scale}{history}"
+        return f"{self.format.name}/{self.scale}{history}{'/codes' if self.codes else ''}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Recipe:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     backend: str = "simulated"
-    """What runs the GEMMs: simulated or scaled_mm (`gnmr.paths.fp8`)."""
+    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.paths.fp8`)."""
 
     def __post_init__(self) -> None:
         for name, operands in _OPERANDS.items():
@@ -142,6 +156,9 @@ class Recipe:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
             if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
                 raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
+            codes = [cast.codes for cast in gemm.casts]
+            if any(codes) and (name != "fprop" or codes != [True, True] or gemm.result is not None):
+                raise ValueError(f"recipe {self.name}: codes are for both operands of fprop, whose result is kept")
 
     @property
     def bits(self) -> int:
@@ -151,6 +168,11 @@ class Recipe:
     @property
     def casts(self) -> list[Cast]:
         return [cast for name in GEMMS for cast in getattr(self, name).casts]
+
+    @property
+    def integer(self) -> bool:
+        """Whether fprop multiplies integers."""
+        return self.fprop.input is not None and self.fprop.input.codes
 
     @property
     def history(self) -> int:
@@ -219,6 +241,8 @@ RECIPES: dict[str, Recipe] = {
         _same_everywhere("deepseek_v3_blocks", "e4m3/tile", "e4m3/block", weight="e4m3/block"),
         _same_everywhere("mxfp8", "e4m3/mx", "e4m3/mx"),
         *(_simulated(fmt) for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")),
+        Recipe("llm_int8", Gemm.of(input="int8/row/codes", weight="int8/row/codes")),
+        Recipe("llm_int8_dgrad", Gemm.of(input="int8/row/codes", weight="int8/row/codes"), Gemm.of(weight="int8/row")),
         Recipe("bf16"),
     )
 }

@@ -10,14 +10,15 @@ input is quantized, per token, in the format of the path in force; that is the p
 Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
-Two things may look in, both off by default: a probe that measures the low path's error (`probe.py`), and faults that
-break the low path of chosen operators (`faults.py`); a broken copy is never shared.
+Two things may look in, on formats and on recipes (`simulated.py`, `fp8.py`), both off by default: a probe that measures
+the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
+is never shared.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ class Read:
         self.reader = reader
         self.copies: dict[str, tuple[Tensor, ...]] = {}
         self.casts: dict[Any, Any] = {}
-        self.measured: dict[str, Any] = {}
+        self.measured: dict[Any, Any] = {}
 
     def is_of(self, x: Tensor) -> bool:
         return self._tensor() is x and self._version == x._version
@@ -188,28 +189,43 @@ class PathLinear(nn.Linear):
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
         if shared.exact or not (keeps or quantizes):
-            return F.linear(input, weight, bias)
+            return self.plain(input)
         x = input
-        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        if (dtype := autocast_dtype(x)) is not None:
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight.to(dtype) if weight.is_floating_point() else weight
+        fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
         if isinstance(path, Recipe):
-            run = scaled_mm_linear if path.backend == "scaled_mm" else simulated_linear
-            output, first_reader = run(self, path, input, x, weight, bias, keeps)
+            output, first_reader = self.runner(path)(self, path, input, x, weight, bias, keeps, fault)
         else:
-            output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes)
+            output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes, fault)
         self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
 
+    def plain(self, input: Tensor) -> Tensor:
+        """As `nn.Linear` (evaluation)."""
+        return F.linear(input, self.weight, self.bias)
+
+    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str]]:
+        """What runs `path`: see `simulated.simulated_linear`."""
+        return scaled_mm_linear if path.backend == "scaled_mm" else simulated_linear
+
     def _saved(
-        self, fmt: Format, input: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keeps: bool, quantizes: bool
+        self,
+        fmt: Format,
+        input: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        keeps: bool,
+        quantizes: bool,
+        fault: Injector | None,
     ) -> tuple[Tensor, str]:
         """(output, first reader of the same copy) under a format; `x`, `weight`, `bias`: after autocast's cast."""
         shared = self.shared
         copy: tuple[Tensor, ...]
-        fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
         if fault is not None and not self.recovering:
             copy, first_reader = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
         else:
@@ -231,6 +247,13 @@ class PathLinear(nn.Linear):
     def extra_repr(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has operators on `x` compute in; None where it is off."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 @contextmanager

@@ -33,6 +33,8 @@ from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, largest_magnitude, scale_of
 
 if TYPE_CHECKING:
+    from gnmr.paths.faults import Injector
+    from gnmr.paths.probe import MeasuredCasts
     from gnmr.paths.saved import PathLinear, Read
 
 _AT_ONCE = 2**17
@@ -63,9 +65,9 @@ class Met:
     saturated: Tensor | None
     """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
     nonfinite: Tensor
-    """Elements of the groups that came back as NaN, a scalar."""
-    unit: int = 0
-    """The operator that made the cast."""
+    """Elements that came back as NaN (of a broken scale, as Inf), a scalar."""
+    unit: int | None = None
+    """The operator for which it counts: the first that ran with it."""
     counted: bool = False
     """Whether it stands in the ledger: several operators may read one cast."""
 
@@ -123,7 +125,7 @@ def _quantize_piece(
     largest = saturated = None
     if scale is None:
         largest = largest_magnitude(groups, (1, 3))
-        scale = _power_of_two_scale(largest, fmt) if cast.scale == "mx" else scale_of(largest, fmt, torch.float32)
+        scale = scale_under(cast, largest)
     groups.div_(scale)
     if cast.scale in ("mx", "delayed"):
         beyond = wide.abs()  # 1.0 or 0.0: on CPUs much faster than a comparison's bool
@@ -133,6 +135,27 @@ def _quantize_piece(
     groups.mul_(scale)
     out.copy_(wide[:rows, :columns])
     return largest, saturated
+
+
+def scale_under(cast: Cast, largest: Tensor) -> Tensor:
+    """The float32 scale of groups with these largest magnitudes; NaN for NaN and Inf."""
+    if cast.scale == "mx":
+        return _power_of_two_scale(largest, cast.format)
+    return scale_of(largest, cast.format, torch.float32)
+
+
+def scale_of_each(
+    x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `_quantize`."""
+    rows, columns = x.shape
+    group = cast.group(contraction_dim)
+    height, width = group[0] or rows, group[1] or columns
+    padded = F.pad(x.float(), (0, -columns % width, 0, -rows % height))
+    groups = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    largest = largest_magnitude(groups, (1, 3))
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    return scale.expand_as(groups).reshape(padded.shape)[:rows, :columns].contiguous(), largest
 
 
 def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
@@ -182,6 +205,7 @@ class Ledger:
             if met.counted:
                 continue
             met.counted = True
+            assert met.unit is not None
             for kind, number in enumerate((met.saturated, met.nonfinite)):
                 if number is not None:
                     self.counts[met.unit, operand, kind].add_(number)
@@ -193,12 +217,19 @@ class Ledger:
 
 
 class Pass:
-    """A forward pass of an operator and the backward pass that belongs to it: what they cast, and what that met."""
+    """A forward pass of an operator and the backward pass that belongs to it: what they cast, and what that met.
 
-    def __init__(self, operator: PathLinear, recipe: Recipe) -> None:
+    `fault`: breaks the casts of the input. `looks_on`: nothing runs under this recipe, somebody wants to know its
+    casts; they are those of a run, and nothing of it enters the ledger.
+    """
+
+    def __init__(
+        self, operator: PathLinear, recipe: Recipe, fault: Injector | None = None, looks_on: bool = False
+    ) -> None:
         ledger = operator.shared.ledger
         assert ledger is not None
         self.recipe, self.shared, self.ledger, self.unit = recipe, operator.shared, ledger, operator.index
+        self.fault, self._looks_on = fault, looks_on
         self._name = operator.unit_name
         self._counted: dict[int, tuple[int, Met]] = {}
         """By identity: two GEMMs may read the same cast."""
@@ -215,7 +246,8 @@ class Pass:
         """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
         if x.numel() == 0:
             return x
-        place, observed = OPERANDS.index(operand), self.ledger.history is not None and operand != "result"
+        place = OPERANDS.index(operand)
+        observed = self.ledger.history is not None and operand != "result" and not self._looks_on
         if cast is None:
             if observed and place not in self._largest:
                 self._largest[place] = largest_magnitude(x.float(), (0, 1))
@@ -226,11 +258,17 @@ class Pass:
             reference = None
             if cast.scale == "delayed":
                 reference = partial(self.ledger.delayed, self.unit, place, cast.history)
-            found = self.quantize(x, cast, contraction_dim, reference)
-            found[1].unit = self.unit
+            if operand == "input" and self.fault is not None:
+                found = self.break_(x, cast, contraction_dim, reference)
+            else:
+                found = self.quantize(x, cast, contraction_dim, reference)
             if made is not None:
                 made[key] = found
         values, met = found
+        if self._looks_on:
+            return values
+        if met.unit is None:
+            met.unit = self.unit
         if observed and place not in self._largest:
             self._largest[place] = met.largest
         self._counted[id(met)] = place, met
@@ -242,10 +280,41 @@ class Pass:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
         return _quantize(x, cast, contraction_dim, reference)
 
+    def break_(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Met]:
+        """As `quantize`, of an input under the fault."""
+        assert self.fault is not None
+        values, _, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        return values.to(x.dtype), met
+
+    def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """a (M, K) times b (K, N), as `cast` gives them."""
+        result: Tensor = a @ b
+        return result
+
+    def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: dict[Any, tuple[Any, Met]]) -> Tensor:
+        """grad_weight (O, I) of grad_output (T, O) and the input (T, I) that was cast already."""
+        grad = self.cast("grad_output", grad_2d, self.recipe.wgrad.grad_output, 0, made)
+        result: Tensor = self.cast("result", self.product(grad.t(), x, dtype), self.recipe.wgrad.result)
+        return result
+
+    @staticmethod
+    def values(x: Any, every: int = 1) -> Tensor:
+        """The rows 0, every, 2 every, ... of what `cast` gave, as float32."""
+        rows: Tensor = x[::every]
+        return rows.float()
+
+    def casts_of(self, read: Read, dtype: torch.dtype) -> dict[Any, tuple[Any, Met]]:
+        """Where the casts of the tensor that was `read` stand, for its other readers; broken ones are nobody else's."""
+        return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
+
     def first_reader(self, read: Read) -> str:
         """The first operator that keeps what this one keeps of the tensor that was `read`."""
-        own = self.recipe.wgrad.input is not None and self.recipe.wgrad.input.scale == "delayed"
-        return self._name if own else read.reader
+        cast = self.recipe.wgrad.input
+        if cast is not None and self.fault is not None:
+            return f"{self._name} (broken)"
+        return self._name if cast is not None and cast.scale == "delayed" else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
@@ -271,8 +340,9 @@ class _SimulatedLinear(torch.autograd.Function):
         the_pass: Pass,
         x_fprop: Tensor,
         x_wgrad: Tensor | None,
+        measured: MeasuredCasts | None,
     ) -> Tensor:
-        ctx.the_pass, ctx.x_shape = the_pass, x.shape
+        ctx.the_pass, ctx.x_shape, ctx.measured = the_pass, x.shape, measured
         ctx.holds_copy = x_wgrad is not None
         recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
@@ -302,11 +372,13 @@ class _SimulatedLinear(torch.autograd.Function):
                 weight = the_pass.cast("weight", weight, recipe.dgrad.weight, 0)
             grad_x = the_pass.cast("result", grad @ weight, recipe.dgrad.result).view(ctx.x_shape)
         if need_weight:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.wgrad.grad_output, 0, made)
-            grad_weight = the_pass.cast("result", grad.t() @ kept[0], recipe.wgrad.result)
+            grad_weight = the_pass.wgrad(grad_2d, kept[0], grad_2d.dtype, made)
+            if ctx.measured is not None:
+                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
+                ctx.measured = None
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
         the_pass.end()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def simulated_linear(
@@ -317,18 +389,23 @@ def simulated_linear(
     weight: Tensor,
     bias: Tensor | None,
     keeps: bool,
+    fault: Injector | None = None,
     kind: type[Pass] = Pass,
     function: type[torch.autograd.Function] = _SimulatedLinear,
 ) -> tuple[Tensor, str]:
     """(output, first operator that keeps what this one keeps): `operator` on `input`, under `recipe`.
 
-    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run. `kind` and
-    `function`: what casts and multiplies, for backends that do it otherwise.
+    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run. `fault`: one
+    of the low path that is in force, whatever the operator's path. `kind` and `function`: what casts and multiplies,
+    for backends that do it otherwise.
     """
-    read = operator.shared.read_of(input, operator.unit_name)
-    the_pass, rows = kind(operator, recipe), x.detach().reshape(-1, x.shape[-1])
-    made = read.casts.setdefault((x.dtype, kind), {})
+    read, probe = operator.shared.read_of(input, operator.unit_name), operator.shared.probe
+    the_pass, rows = kind(operator, recipe, None if operator.recovering else fault), x.detach().reshape(-1, x.shape[-1])
+    made = the_pass.casts_of(read, x.dtype)
     x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-    output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad)
+    measured = None
+    if keeps and probe is not None and probe.enabled:
+        measured = probe.measure_casts(operator, read, rows, fault, the_pass, made)
+    output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, measured)
     return output, the_pass.first_reader(read)

@@ -117,6 +117,9 @@ SUMMARY_FIELDS: dict[str, str] = {
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
     "that is not done",
+    "saturation_total": "elements that casts saturated, and that came back as NaN, in the whole run: {operand: [n, n]}",
+    "monitored": "of each module of records.monitor {mean: of its gradient norms, largest_gnmr: its largest norm over "
+    "the mean of those before}; norms that are not finite are left out",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
 }

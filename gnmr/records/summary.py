@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gnmr.records.reader import iter_jsonl, read_jsonl
 from gnmr.records.schema import SUMMARY_FIELDS
+
+
+@dataclass
+class Watched:
+    """A monitored module's norms so far: their mean, and the largest GNMR (Eq. 2) among them."""
+
+    number: int = 0
+    mean: float = 0.0
+    largest: float = 1.0
+
+    def add(self, norm: float) -> None:
+        """The next step's norm; one that is not finite is passed over, as in a unit's history."""
+        if not math.isfinite(norm):
+            return
+        if self.mean > 0:
+            self.largest = max(self.largest, norm / self.mean)
+        self.number += 1
+        self.mean += (norm - self.mean) / self.number
 
 
 def summarize(
@@ -25,6 +45,8 @@ def summarize(
     """
     steps = promoted = at_max_o = saved_bytes = measured = 0
     over: Counter[str] = Counter()
+    saturation: dict[str, list[int]] = {}
+    monitored: dict[str, Watched] = {}
     wall_time_s = 0.0
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
     for last, _ in iter_jsonl(folder / "steps.jsonl"):
@@ -32,6 +54,11 @@ def summarize(
         promoted += last["num_active"]
         at_max_o += last["num_active"] >= max_o
         over.update(last["over"])
+        for operand, counts in last["saturation"].items():
+            before = saturation.setdefault(operand, [0, 0])
+            saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
+        for name, norm in last["monitored"].items():
+            monitored.setdefault(name, Watched()).add(norm)
         if last["saved_bytes"] is not None:  # null under activation checkpointing
             saved_bytes += last["saved_bytes"]
             measured += 1
@@ -54,6 +81,8 @@ def summarize(
         "over_frac": over_frac,
         "saved_bytes_mean": _share(saved_bytes, measured),
         "peak_memory_bytes": peak_memory_bytes,
+        "saturation_total": saturation,
+        "monitored": {name: {"mean": seen.mean, "largest_gnmr": seen.largest} for name, seen in monitored.items()},
         "nonfinite_total": last["nonfinite_total"],
         "wall_time_s": wall_time_s,
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gnmr.report.arms import Arm, paired_difference
+from gnmr.report.casts import casts, watched
 from gnmr.report.cells import cell_lines
 from gnmr.report.comparisons import Comparison, short
 from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, relative, size
@@ -37,9 +38,11 @@ def paper_tables_of(comparisons: list[Comparison]) -> list[Table]:
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
-    """Quality, the tested comparisons, quality against promotion, cost, and experts' routing; those that have rows."""
+    """Quality, the tested comparisons, quality against promotion, cost, experts' routing, casts and what is watched;
+    those that have rows."""
     found = [quality(comparison), *against_baseline(comparison), against_random(comparison), lost(comparison)]
-    return [table for table in [*found, tradeoff(comparison), control(comparison), routing(comparison)] if table.rows]
+    found += [tradeoff(comparison), control(comparison), routing(comparison), casts(comparison), watched(comparison)]
+    return [table for table in found if table.rows]
 
 
 def quality(comparison: Comparison) -> Table:

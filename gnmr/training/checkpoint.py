@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -59,11 +60,12 @@ class Checkpointer:
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
         self._extras = dict(extras or {})
+        self._options = _trained(model)
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
         state: dict[str, Any] = {
-            "model": get_model_state_dict(self._model),
+            "model": get_model_state_dict(self._model, options=self._options),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             # Names and the step count are the host's; they go to meta.json.
             "controller": {k: v for k, v in controller.items() if k not in ("units", "t")},
@@ -116,8 +118,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, ascending."""
-        names = (re.fullmatch(r"step-(\d{8})", p.name) for p in self.folder.glob("step-*"))
-        return sorted(int(name[1]) for name in names if name)
+        return _steps(self.folder)
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint; what a killed run left half-written is removed."""
@@ -138,16 +139,11 @@ class Checkpointer:
         """
         path = self.folder / f"step-{step:08d}"
         remedy = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
-        try:
-            meta = json.loads((path / _META).read_text())
-            owner, units, host, files = meta["owner"], meta["units"], meta["host"], dict(meta["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
+        meta = _meta(path, remedy)
+        owner, units, host = meta["owner"], meta["units"], meta["host"]
         if owner != self.owner or units != self._controller.names:
             raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {remedy}")
-        for name, digest in files.items():
-            if not (path / name).exists() or _sha256(path / name) != digest:
-                raise UserError(f"checkpoint {path} is corrupt ({name} is missing or changed): {remedy}")
+        _verify(path, meta, remedy)
         state = self._state()
         try:
             with _quiet():
@@ -155,7 +151,7 @@ class Checkpointer:
         except (CheckpointException, OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"checkpoint {path} does not fit this run ({reason}): {remedy}") from error
-        set_model_state_dict(self._model, state["model"])
+        set_model_state_dict(self._model, state["model"], options=self._options)
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
         self._plan.load_state_dict(state["plan"])
@@ -165,6 +161,60 @@ class Checkpointer:
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         return host
+
+
+def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
+    """Reads the weights of the newest whole checkpoint in `folder`, and the state of `plan`, and returns its step.
+
+    The folder stays as it is. UserError where there is no checkpoint, for a corrupt one, and for one of other weights
+    or paths. As with `Checkpointer.load`: load only your own.
+    """
+    steps = _steps(folder)
+    if not steps:
+        raise UserError(f"{folder}: holds no checkpoint")
+    path, remedy = folder / f"step-{steps[-1]:08d}", "delete that folder to use an earlier checkpoint"
+    _verify(path, _meta(path, remedy), remedy)
+    options = _trained(model)
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if plan is not None:
+        state["plan"] = plan.state_dict()
+    try:
+        with _quiet():
+            dcp.load(state, checkpoint_id=path)
+        if plan is not None:
+            plan.load_state_dict(state["plan"])
+    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"checkpoint {path} does not fit this model ({reason}): {remedy}") from error
+    set_model_state_dict(model, state["model"], options=options)
+    return steps[-1]
+
+
+def _trained(model: nn.Module) -> StateDictOptions:
+    """Frozen weights are no part of a checkpoint: they are those of the checkpoint that the run began from."""
+    return StateDictOptions(
+        ignore_frozen_params=True, strict=all(parameter.requires_grad for parameter in model.parameters())
+    )
+
+
+def _steps(folder: Path) -> list[int]:
+    names = (re.fullmatch(r"step-(\d{8})", p.name) for p in folder.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _meta(path: Path, remedy: str) -> dict[str, Any]:
+    """meta.json of a checkpoint, with all its keys."""
+    try:
+        meta = json.loads((path / _META).read_text())
+        return {"owner": meta["owner"], "units": meta["units"], "host": meta["host"], "files": dict(meta["files"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
+
+
+def _verify(path: Path, meta: dict[str, Any], remedy: str) -> None:
+    for name, digest in meta["files"].items():
+        if not (path / name).exists() or _sha256(path / name) != digest:
+            raise UserError(f"checkpoint {path} is corrupt ({name} is missing or changed): {remedy}")
 
 
 class _quiet(warnings.catch_warnings):

@@ -15,34 +15,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor
 
 import gnmr
 from gnmr import models
-from gnmr.attachment import units_of
 from gnmr.config import Config, config_hash, identity, read, to_dict
-from gnmr.controller import Controller, Decision
-from gnmr.controller.evidence import PATH_EVIDENCE
-from gnmr.data import TokenCorpus, TrainBlocks, prepare, validation_blocks
+from gnmr.controller import Decision
+from gnmr.data import Batch, PackedBlocks
 from gnmr.errors import RunFailed, UserError
-from gnmr.paths import Fault, FaultSchedule, Plan, Recipe, Window, convert
+from gnmr.models import pretrained
+from gnmr.paths import Plan, Recipe, Window
 from gnmr.paths.convert import described
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer, Stateful
-from gnmr.training.optim import build_optimizer, learning_rate
+from gnmr.training.optim import learning_rate
+from gnmr.training.parts import Blocks, Parts, assemble, device_of, tokens_of, train_step, training_blocks, validation
 from gnmr.training.provenance import commit, machine
-from gnmr.training.step import StepResult, TrainStep, evaluate, monitored
-from gnmr.training.transforms import Transform, build_transform
-from gnmr.wiring import build_controller
+from gnmr.training.step import StepResult, evaluate
 
 
 @dataclass
@@ -55,30 +53,6 @@ class Counters:
     nonfinite_streak: int = 0
 
 
-@dataclass
-class Parts:
-    """A run, assembled; nothing of it has touched the run folder yet."""
-
-    config: Config
-    folder: Path
-    corpus: TokenCorpus
-    device: torch.device
-    model: nn.Module
-    plan: Plan
-    controller: Controller
-    optimizer: torch.optim.Optimizer
-    transform: Transform | None = None
-    stress: list[Stress] = field(default_factory=list)
-    """What a window of outlier channels and injected faults do to the model before a step, in this order."""
-    faults: FaultSchedule | None = None
-
-
-class Stress(Stateful, Protocol):
-    """A disturbance of known place and time."""
-
-    def begin_step(self, step: int) -> None: ...
-
-
 def run(config: Config, say: Callable[[str], None], command: str | None = None) -> Path:
     """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
 
@@ -89,7 +63,7 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
     """
     folder = run_folder(config)
     _check_folder(folder, config)
-    reset_peak_memory(_device(config.training.device))
+    reset_peak_memory(device_of(config.training.device))
     if (folder / "DONE").exists():
         say(f"{folder} is done: skipped")
         return folder
@@ -116,96 +90,13 @@ def run_folder(config: Config) -> Path:
     return Path(config.runs_dir).expanduser() / config.experiment_name / name
 
 
-def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
-    """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
-    training = config.training
-    if training.threads is not None:
-        torch.set_num_threads(training.threads)
-    device = _device(training.device)
-    corpus = prepare(config.data, training.steps * training.tokens_per_step, say)
-    TrainBlocks(corpus.train, training.seq_len, training.seed, None)  # refuses a corpus shorter than a block
-    validation_blocks(corpus.val, training.seq_len, 1)
-
-    # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
-    generator = torch.Generator().manual_seed(training.seed)
-    model = models.build(config.model, corpus.vocab_size, training.seq_len)
-    model.init_weights(generator)
-    outliers, stress = config.model.outlier_channels, list[Stress]()
-    if outliers.number > 0 and outliers.window:
-        start, stop = outliers.window
-        if stop > training.steps:
-            raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
-        if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
-            raise UserError(
-                f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
-                "weights can be multiplied and divided by exactly"
-            )
-        stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
-    elif outliers.number > 0:
-        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
-    model.to(device=device, dtype=getattr(torch, training.dtype))
-    model.activation_checkpointing = training.activation_checkpointing
-    torch.manual_seed(training.seed)
-
-    paths = config.paths
-    try:
-        plan = convert(
-            model,
-            paths.low,
-            paths.recovery,
-            paths.targets,
-            paths.site,
-            paths.rounding,
-            training.seed,
-            paths.recovers,
-            paths.unit,
-            paths.backend,
-        )
-    except ValueError as error:
-        raise UserError(f"paths: {error}") from error
-    if training.compile:
-        for layer in model.layers:
-            layer.compile()
-    try:
-        record = config.records.evidence
-        controller = build_controller(config.controller, units_of(plan), training.steps, training.seed, record)
-    except ValueError as error:
-        raise UserError(f"controller: {error}") from error
-    _check_evidence(config, controller.needs, plan, model)
-    try:
-        monitored(model, controller, config.records.monitor)
-    except ValueError as error:
-        raise UserError(f"records.monitor: {error}") from error
-    try:
-        optimizer = build_optimizer(model, config.optim)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        transform = build_transform(config.optim.transform.name, config.optim.transform.options, named)
-    except ValueError as error:
-        raise UserError(f"optim: {error}") from error
-    faults = build_faults(config, plan)
-    if faults is not None:
-        stress.append(faults)
-    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults)
-
-
-def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
-    """The schedule of conf/stress, None without one. UserError for units and windows that the run does not have."""
-    stress, training = config.stress, config.training
-    if stress.kind == "none":
-        return None
-    try:
-        return FaultSchedule(
-            plan,
-            Fault(stress.kind, stress.magnitude, stress.share, stress.history),
-            stress.targets,
-            training.steps,
-            windows=stress.windows,
-            rate=stress.rate,
-            duration=stress.duration,
-            seed=training.seed if stress.seed is None else stress.seed,
-        )
-    except ValueError as error:
-        raise UserError(f"stress: {error}") from error
+def _owner(parts: Parts) -> str:
+    """Whose a checkpoint is: this config, seed, data, base and backend."""
+    config = parts.config
+    of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
+    # Frozen weights are in no checkpoint of ours.
+    base = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
+    return f"{of_run}{base}{_backends(parts.plan)}"
 
 
 def _backends(plan: Plan) -> str:
@@ -216,11 +107,13 @@ def _backends(plan: Plan) -> str:
 
 def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
-    blocks = TrainBlocks(parts.corpus.train, training.seq_len, training.seed, folder)
-    validation = validation_blocks(parts.corpus.val, training.seq_len, training.eval_blocks).to(parts.device)
+    blocks = training_blocks(config, parts.corpus, folder)
+    held_out = validation(config, parts.corpus, training.eval_blocks)
+    if isinstance(blocks, PackedBlocks):
+        say(blocks.packing.summary)
     checkpointer = Checkpointer(
         folder / "checkpoints",
-        f"{config_hash(config)}-s{training.seed} on data {parts.corpus.fingerprint[:12]}{_backends(parts.plan)}",
+        _owner(parts),
         training.keep_checkpoints,
         parts.model,
         parts.optimizer,
@@ -260,7 +153,9 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             if parts.stress:
                 recorder.faults(fault_rows(parts))
             with _signals() as stop:
-                status, reason = loop(parts, blocks, validation, counters, checkpointer, recorder, stop)
+                status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
+            if status == "done":
+                export(parts)
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
         except KeyboardInterrupt:
             recorder.finish("interrupted", "stopped by a second Ctrl-C, without a checkpoint")
@@ -276,26 +171,19 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         raise SystemExit(128 + stop[0])
 
 
-def train_step(parts: Parts) -> TrainStep:
-    """The step of a run; benchmarks take it too."""
-    config = parts.config
-    return TrainStep(
-        parts.model,
-        parts.plan,
-        parts.controller,
-        parts.optimizer,
-        config.optim.clip_norm,
-        measure_saved=not config.training.activation_checkpointing,
-        transform=parts.transform,
-        probe_tokens=config.paths.probe_tokens,
-        monitor=config.records.monitor,
-    )
+def export(parts: Parts) -> None:
+    """What others load of a trained model: adapter/ as peft has it, hf/ in Hugging Face's layout where asked for."""
+    config, model = parts.config, parts.model
+    if config.model.adapter.rank:
+        pretrained.save(model, parts.folder / "adapter")
+    if config.training.export_hf:
+        pretrained.save(model, parts.folder / "hf", config.model.checkpoint or parts.corpus.tokenizer_path)
 
 
 def loop(
     parts: Parts,
-    blocks: TrainBlocks,
-    validation: torch.Tensor,
+    blocks: Blocks,
+    held_out: Tensor | Batch,
     counters: Counters,
     checkpointer: Checkpointer,
     recorder: Recorder,
@@ -337,7 +225,7 @@ def loop(
             )
         last = step == training.steps
         if last or step % training.eval_every == 0:
-            val_loss = evaluate(parts.model, parts.plan, validation, training.batch_size)
+            val_loss = evaluate(parts.model, parts.plan, held_out, training.batch_size)
             row = {"step": step, "tokens": counters.tokens, "val_loss": val_loss}
             if not math.isfinite(val_loss):
                 raise RunFailed(f"the validation loss after step {step} is {val_loss}")
@@ -436,55 +324,22 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
-            "train_tokens": len(corpus.train),
-            "val_tokens": len(corpus.val),
+            "train_tokens": len(tokens_of(corpus.train)),
+            "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,
         },
         "units": parts.controller.names,
         "cost": [unit.cost for unit in parts.controller.units],
         "recoverable": parts.plan.recovery is not None,
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
+        "checkpoint": parts.checkpoint,
         "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
         "arm": config.arm_name,
         "experiment": config.experiment_name,
         "scale": config.scale_name,
         "seed": config.training.seed,
     }
-
-
-_ORACLE_PARAMETERS = 200_000_000
-
-
-def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
-    """UserError for evidence that this run cannot give."""
-    accumulation = config.training.accumulation
-
-    def key(*names: str) -> str:
-        asked = set(names) <= set(config.records.evidence)
-        return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
-
-    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
-        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
-    if isinstance(plan.low, Recipe) and (measured := [name for name in needs if name in PATH_EVIDENCE]):
-        raise UserError(
-            f"{key(*measured)}: {', '.join(measured)} is measured of saved formats, and paths.low={plan.low.name} is a "
-            "recipe"
-        )
-    if "spike_share" in needs and config.optim.name != "adamw":
-        raise UserError(
-            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
-        )
-    if "micro_square" in needs and accumulation < 2:
-        raise UserError(
-            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
-        )
-    if "true_gap" in needs:
-        number = sum(p.numel() for p in model.parameters())
-        if number > _ORACLE_PARAMETERS:
-            raise UserError(
-                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
-                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
-            )
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
@@ -538,12 +393,6 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.controller import Controller, Decision
+from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
+from gnmr.data.batch import Batch, model_inputs
 from gnmr.models import Decoder
 from gnmr.paths import Plan
 from gnmr.paths.convert import select
@@ -54,10 +55,23 @@ class StepResult:
     """Saturated elements and NaN by operand, of all operators (`Plan.saturation`); empty under formats."""
 
 
-def loss_of(model: nn.Module, block: Tensor) -> Tensor:
-    """Mean next-token cross-entropy of `block` (B, T + 1) in FP32, a scalar on the device."""
-    logits = model(block[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), block[:, 1:].flatten())
+def loss_of(model: nn.Module, batch: Tensor | Batch) -> Tensor:
+    """Mean next-token cross-entropy over the targets of `batch`, a block (B, T + 1) or packed documents, in FP32.
+
+    A scalar on the device. Documents that share a block do not see each other.
+    """
+    block = batch if isinstance(batch, Batch) else Batch.of_block(batch)
+    if isinstance(model, Decoder):
+        assert block.positions is None, "models of ours read one document a block"
+        logits = model(block.tokens)
+    else:
+        logits = model(**model_inputs(block)).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), block.targets.flatten())
+
+
+def num_targets(batch: Tensor | Batch) -> int:
+    """Tokens over which `loss_of` takes the mean."""
+    return batch.num_targets if isinstance(batch, Batch) else batch[:, 1:].numel()
 
 
 def objective_of(model: nn.Module, loss: Tensor) -> Tensor:
@@ -111,23 +125,28 @@ class TrainStep:
         self._probe = plan.probe(measured, probe_tokens) if measured else None
         self._updates = UpdateNorms(controller.units) if "update_norm" in needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._devices = [p.device for p in self.parameters[:1] if p.is_cuda]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
         # The units first, then every other parameter by itself: all norms of a step in one batched call.
         groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
         names = controller.names + [name.removesuffix(".weight") for name, _ in others]
         self._norms = UnitNorms(groups)
+        self._outputs = controller.norms if isinstance(controller.norms, OutputGradients) else None
         place = {id(p): len(controller.units) + i for i, (_, p) in enumerate(others)}
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
         }
-        position = {id(p): i for i, p in enumerate(self.parameters)}
+        position = {id(p): i for i, p in enumerate(model.parameters())}
         places = [max(position[id(p)] for p in group) for group in groups]
         # The backward pass runs from the last module to the first.
         self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
 
-    def __call__(self, micro_batches: Sequence[Tensor], lr: float) -> StepResult:
-        """Takes one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 on the device. Waits for it once."""
+    def __call__(self, micro_batches: Sequence[Tensor | Batch], lr: float) -> StepResult:
+        """Takes one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
+
+        The gradient is that of the mean over all targets of the step. Waits for the device once.
+        """
         controller, step = self.controller, self.controller.t + 1
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
@@ -136,9 +155,10 @@ class TrainStep:
         saturation = {operand: counts.sum(dim=0) for operand, counts in self.plan.saturation().items()}
         self.plan.end_step()
 
-        norms, observed = self._norms()
+        norms, present = self._norms()
         num_units = len(controller.units)
-        evidence |= {"norm": norms[:num_units], "observed": observed[:num_units]} | controller.measure_more()
+        norm, observed = (norms[:num_units], present[:num_units]) if self._outputs is None else self._outputs()
+        evidence |= {"norm": norm, "observed": observed} | controller.measure_more()
         evidence |= self._measured()
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
@@ -188,7 +208,9 @@ class TrainStep:
             saturation=dict(zip(saturation, host[len(told) : start].long().view(-1, 2).tolist(), strict=True)),
         )
 
-    def _backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor], int | None, int | None]:
+    def _backward(
+        self, micro_batches: Sequence[Tensor | Batch]
+    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None]:
         """(mean loss, mean statistics of the model in float64, saved bytes, predicted bytes); leaves the gradients."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
@@ -196,7 +218,7 @@ class TrainStep:
         if self._probe is not None:
             self._probe.reset()
             self._probe.enabled = self.controller.reads_next()
-        for block in micro_batches:
+        for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
             loss = loss_of(self.model, block)
             if self.measure_saved:
                 saved = max(saved or 0, self.plan.saved_bytes())
@@ -204,9 +226,10 @@ class TrainStep:
             for name, value in statistics_of(self.model).items():
                 share = value.double() / len(micro_batches)
                 statistics[name] = statistics[name] + share if name in statistics else share
-            (objective_of(self.model, loss) / len(micro_batches)).backward()
+            (objective_of(self.model, loss) / divisor).backward()
             self.controller.micro_step()
-            total = loss.detach() if total is None else total + loss.detach()
+            part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
+            total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"
         return total / len(micro_batches), statistics, saved, predicted
 
@@ -217,7 +240,7 @@ class TrainStep:
             found["spike_share"] = spike_share(self.controller.units, self.optimizer)
         return found
 
-    def _true_gap(self, micro_batches: Sequence[Tensor]) -> Tensor:
+    def _true_gap(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """Both paths on this step's batch (corollary 1's gaps), (U,). Two more forward and backward passes.
 
         The paths in force and the generator of stochastic rounding are afterwards as they were.
@@ -228,12 +251,15 @@ class TrainStep:
             self._probe.enabled = False  # until `_backward` decides anew
         gradients: list[list[list[Tensor]]] = []
         plan.shared.rehearsing = True
+        if self._outputs is not None:
+            self._outputs.enabled = False
         for recovering in (False, True):
             plan.load_state_dict(generator)
             for operator in plan.operators:
                 operator.switch(recovering)
-            for block in micro_batches:
-                (objective_of(self.model, loss_of(self.model, block)) / len(micro_batches)).backward()
+            with torch.random.fork_rng(self._devices):  # dropout draws in each of them what the step will draw
+                for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
+                    (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
             plan.shared.forget()
             # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
             gradients.append(
@@ -244,6 +270,8 @@ class TrainStep:
             )
             self.optimizer.zero_grad(set_to_none=True)
         plan.shared.rehearsing = False
+        if self._outputs is not None:
+            self._outputs.enabled = True
         plan.load_state_dict(generator)
         for operator, recovering in zip(plan.operators, in_force, strict=True):
             operator.switch(recovering)
@@ -255,7 +283,7 @@ class TrainStep:
             ]
         )
 
-    def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor]) -> str:
+    def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""
         if not torch.tensor(loss).isfinite():
             found = first_nonfinite_forward(self.model, micro_batches)
@@ -266,8 +294,14 @@ class TrainStep:
         return "gradient norm"  # every norm is finite, their sum of squares is not
 
 
+def _divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
+    """What each micro-batch's mean loss is divided by: their number where all have as many targets."""
+    counts = [num_targets(batch) for batch in micro_batches]
+    return [sum(counts) / count for count in counts]
+
+
 @torch.no_grad()
-def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor]) -> str | None:
+def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
     """The first parameter that is not finite, else the first module whose output is not, in a new forward pass.
 
     Only called after a step with a non-finite loss, which left the weights as they were. Waits for the device.
@@ -296,13 +330,13 @@ def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor]) -
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, blocks: Tensor, batch_size: int) -> float:
-    """Mean cross-entropy over `blocks` (N, T + 1) on the 16-bit path, nats. Waits for the device."""
+def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int) -> float:
+    """Mean cross-entropy over the targets of `blocks` on the 16-bit path, nats. Waits for the device."""
     was_training = model.training
     model.eval()
     with plan.exact():
-        total = torch.zeros((), dtype=torch.float64, device=blocks.device)
+        total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for batch in blocks.split(batch_size):
-            total += loss_of(model, batch).double() * len(batch)
+            total += loss_of(model, batch.to(total.device)).double() * num_targets(batch)
     model.train(was_training)
-    return float(total) / len(blocks)
+    return float(total) / num_targets(blocks)

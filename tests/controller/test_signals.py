@@ -200,6 +200,12 @@ def test_jacobian_takes_half_a_group_for_no_group() -> None:
     assert signal.history.mean.tolist() == pytest.approx([0.5, 3])
 
 
+def test_jacobian_of_units_of_several_operators_is_that_of_all_their_elements() -> None:
+    signal = make("jacobian", names=("layers.0", "layers.1.mlp", "layers.1.mlp.experts.3"), eps=1e-12)
+    feed(signal, (1.0,) * 3, weight_std=(2.0, 3.0, 1.0), input_std=(4.0, 1.0, 2.0))
+    assert signal.history.mean.tolist() == pytest.approx([0.5, 3, 0.5])
+
+
 def test_grad_to_noise_by_hand() -> None:
     risk, column = feed(make("grad_to_noise", 3), (3.0, 6.0, 0.0), gap_low=(12.0, 12.0, 0.0))
     assert column == pytest.approx([2, 1, 0])  # sqrt(3 * 12) = 6

@@ -58,3 +58,28 @@ def shared_data(name: str) -> Path:
     if not (root / name).is_dir():
         pytest.skip(f"needs {name} in ../shared/data or GNMR_SHARED_DATA")
     return root / name
+
+
+def word_checkpoint(folder: Path, begin: bool = True) -> Path:
+    """A checkpoint's tokenizer: <s> is 0, </s> 1, anything unknown 2, the letters a to j are 10 to 19."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<s>": 0, "</s>": 1, "?": 2} | {letter: 10 + place for place, letter in enumerate("abcdefghij")}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begin:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "</s>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_examples(file: Path, pairs: list[tuple[str, str]]) -> Path:
+    """Rows of data=instructions."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"prompt": prompt, "response": answer}) + "\n" for prompt, answer in pairs))
+    return file

@@ -1,4 +1,4 @@
-"""C4 from the hub: the real client libraries against no hub and against one on localhost."""
+"""Data from the hub: the real client libraries against no hub and against one on localhost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_corpora import DOCUMENTS, build, write_rows
 
 from gnmr.config import DataConfig
 from gnmr.data.cache import open_folder
+from gnmr.data.examples import open_examples
 
 COMMIT = "0" * 39 + "1"
 CLIENT = """
@@ -35,11 +39,13 @@ except UserError as error:
 """
 
 
-def run_client(cache_dir: Path, needed_tokens: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_client(
+    cache_dir: Path, needed_tokens: int, client: str = CLIENT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     inherited.pop("HF_HUB_OFFLINE", None)
     return subprocess.run(
-        [sys.executable, "-c", CLIENT, str(cache_dir), str(needed_tokens)],
+        [sys.executable, "-c", client, str(cache_dir), str(needed_tokens)],
         env=inherited | environment,
         capture_output=True,
         text=True,
@@ -65,15 +71,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the hub as streaming one dataset asks for."""
 
     root: Path
+    name = "allenai/c4"
 
     def do_GET(self) -> None:
         path = unquote(urlparse(self.path).path)
-        if (match := re.fullmatch(r"/datasets/allenai/c4/resolve/\w+/(.*)", path)) and (self.root / match[1]).is_file():
+        if (match := re.fullmatch(rf"/datasets/{self.name}/resolve/\w+/(.*)", path)) and (
+            self.root / match[1]
+        ).is_file():
             self.send_file(self.root / match[1])
-        elif match := re.fullmatch(rf"/api/datasets/allenai/c4/tree/{COMMIT}/?(.*)", path):
+        elif match := re.fullmatch(rf"/api/datasets/{self.name}/tree/{COMMIT}/?(.*)", path):
             self.send_json([self.entry(item) for item in sorted((self.root / match[1]).iterdir())])
-        elif re.fullmatch(r"/api/datasets/allenai/c4(/revision/\w+)?", path):
-            self.send_json({"id": "allenai/c4", "sha": COMMIT, "tags": [], "siblings": []})
+        elif re.fullmatch(rf"/api/datasets/{self.name}(/revision/\w+)?", path):
+            self.send_json({"id": self.name, "sha": COMMIT, "tags": [], "siblings": []})
         else:
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
 
@@ -116,10 +125,17 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     write_rows(root / "en" / "c4-validation.00000-of-00001.json.gz", DOCUMENTS[35:])
     splits = "".join(f"  - split: {s}\n    path: en/c4-{s}.*.json.gz\n" for s in ("train", "validation"))
     (root / "README.md").write_text(f"---\nconfigs:\n- config_name: en\n  data_files:\n{splits}---\n")
-    handler = type("OurHub", (Hub,), {"root": root})
+    with serving(root, "allenai/c4") as address:
+        yield address, root
+
+
+@contextmanager
+def serving(root: Path, name: str) -> Iterator[str]:
+    """The address of a hub that holds the repository `name`, whose files are in `root`."""
+    handler = type("OurHub", (Hub,), {"root": root, "name": name})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", root
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
@@ -134,3 +150,28 @@ def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[...
     assert needed < len(streamed.train) < needed * 1.1, "more was streamed than the run needs"
     assert np.array_equal(streamed.train, local.train[: len(streamed.train)])
     assert np.array_equal(streamed.val, local.val)
+
+
+READER = """
+from gnmr.config import DataConfig
+from gnmr.data.examples import open_examples
+examples = open_examples(DataConfig(name="gsm8k"))
+print([[(each.prompt, each.answer) for each in examples.read(split)] for split in ("train", "validation")])
+"""
+
+
+def test_examples_from_the_hub_equal_a_local_copy(config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    """The test split, the hub's only other one, is not asked for."""
+    folder = tmp_path / "hub" / "main"
+    folder.mkdir(parents=True)
+    rows = [{"question": f"{number}?", "answer": f"#### {number}"} for number in range(41)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:3]), folder / "test-00000-of-00001.parquet")
+    splits = "".join(f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test"))
+    (folder.parent / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
+    local = open_examples(config(name="gsm8k", path=str(folder.parent)))
+    expected = [[(each.prompt, each.answer) for each in local.read(split)] for split in ("train", "validation")]
+    assert [len(examples) for examples in expected] == [39, 2]
+    with serving(folder.parent, "openai/gsm8k") as address:
+        result = run_client(tmp_path, 0, READER, HF_ENDPOINT=address)
+    assert (result.stdout, result.stderr) == (f"{expected}\n", "")

@@ -58,3 +58,21 @@ def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = Non
             scale = np.float32(own) / np.float32(MAX[name]) if own > 0 else np.float32(1)
         result[place] = nearest(group / scale, name).astype(np.float32) * scale
     return torch.from_numpy(result).to(x.dtype)
+
+
+def slow_integers(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(codes (N, D) int64, scale (N, 1) float32) of the finite `x` (N, D)."""
+    source = x.detach().float().numpy()
+    largest = np.abs(source).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+    return nearest(source / scale, "int8").astype(np.int64), scale
+
+
+def slow_integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of x (T, I) by codes, whose sums are Python's own integers."""
+    (a, token), (b, channel) = slow_integers(x), slow_integers(weight)
+    sums = np.array(
+        [[sum(p * q for p, q in zip(row, column, strict=True)) for column in b.tolist()] for row in a.tolist()]
+    )
+    output = torch.from_numpy(sums.astype(np.float32) * (token * channel.T))
+    return (output if bias is None else output + bias.detach().float()).to(x.dtype)

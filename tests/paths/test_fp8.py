@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gnmr import config
 from gnmr.paths import BACKENDS, Plan, convert, fp8
@@ -142,6 +143,18 @@ def test_delayed_scales_saturate_and_are_counted_alike() -> None:
     assert counts[0] == counts[1] and counts[0][0][0] > 1000
 
 
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    found = []
+    for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 48))
+        convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+        leaf = X.clone().requires_grad_()
+        run(net, leaf).sum().backward()
+        found.append((leaf.grad, net[0].weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_no_rows_at_all() -> None:
     net = nn.Sequential(nn.Linear(32, 48))
     plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
@@ -210,7 +223,7 @@ def test_transformer_engine_and_nonsense(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fp8, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="there is no operator for Transformer Engine yet"):
         convert(net, "fp8_hybrid", None, ["0"], backend="te")
-    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, te"):
+    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, int_mm, te"):
         convert(net, "fp8_hybrid", None, ["0"], backend="cublas")
     with pytest.warns(UserWarning, match="backend='simulated': has no effect on formats"):
         convert(net, "int4", None, ["0"], backend="simulated")

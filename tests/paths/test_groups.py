@@ -12,6 +12,7 @@ import gnmr
 from gnmr import config
 from gnmr.attachment import units_of
 from gnmr.controller.norms import UnitNorms
+from gnmr.controller.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
 from gnmr.paths import UNITS, Fault, FaultSchedule, PathLinear, Plan, convert
 from gnmr.paths.groups import unit_of
 
@@ -121,6 +122,22 @@ def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_
     assert len(seen) > 2
 
 
+@pytest.mark.parametrize("unit", ["operator", "block"])
+def test_every_signal_of_the_paths_errors_routes_recipes(unit: str) -> None:
+    """As attached; with a stride too."""
+    for signal in (Gap, GapExact, Underflow, Mse, GradToNoise, Jacobian):
+        model = Net()
+        controller = gnmr.attach(
+            model, "sim_e2m1", "fp8_hybrid", max_o=2, unit=unit, signal=signal, ranked=True, probe_tokens=3
+        )
+        for step in range(3):
+            backward(model, step)
+            decision = controller.step()
+            assert (decision.risk > 0).all() and len(controller.active) == 2, signal
+            model.zero_grad()
+        controller.detach()
+
+
 def test_a_units_norm_is_that_of_all_its_operators() -> None:
     model, plan = made("block")
     units = units_of(plan)
@@ -144,10 +161,29 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
     assert all(unit.switch is None for unit in units_of(made("block", recovery=None)[1]))
 
 
-def test_evidence_of_a_unit_is_that_of_its_operators_together() -> None:
+@pytest.mark.parametrize(
+    ("paths", "recovers", "bits"),
+    [
+        (("sim_e2m1", "bf16"), ["fprop", "dgrad", "wgrad"], 12),
+        (("sim_e2m1", "bf16"), ["wgrad"], 12),
+        (("sim_e2m1", "fp8_hybrid"), ["wgrad", "dgrad"], 4),
+        (("sim_e2m1", "bf16"), ["fprop", "dgrad"], None),  # the input that wgrad reads stays as it is
+        (("bf16", "sim_int8"), ["wgrad"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_a_recipe_costs_the_bits_of_the_input_that_wgrad_reads(paths, recovers, bits) -> None:
+    plan = convert(Net(), *paths, unit="block", recovers=recovers)
+    expected = [1.0] * 5 if bits is None else [3 * 16 * bits / 8] * 4 + [16 * bits / 8]
+    assert [unit.cost for unit in units_of(plan)] == expected
+
+
+@pytest.mark.parametrize("paths", [("int4", "int8"), ("sim_e2m1", "fp8_hybrid")], ids=str)
+def test_evidence_of_a_unit_is_that_of_its_operators_together(paths: tuple[str, str]) -> None:
     read = {}
     for unit in ("operator", "block"):
-        model, plan = made(unit)
+        model, plan = made(unit, *paths)
         probe = plan.probe(("gap_low", "gap_recovery", "gap_exact", "mse", "underflow", "input_std"))
         backward(model)
         read[unit] = probe.read()

@@ -41,6 +41,10 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
     }
     assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
     assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
+    codes = {"input": "int8/row/codes", "weight": "int8/row/codes"}
+    assert words("llm_int8") == {"fprop": codes, "dgrad": {}, "wgrad": {}}
+    assert words("llm_int8_dgrad") == {"fprop": codes, "dgrad": {"weight": "int8/row"}, "wgrad": {}}
+    assert RECIPES["llm_int8"].integer and not RECIPES["sim_int8"].integer
     for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8"):
         cast = f"{fmt}/row"
         assert words(f"sim_{fmt}") == {
@@ -75,6 +79,18 @@ def test_what_a_recipe_cannot_be() -> None:
     for word, said in (("e4m3/tiles", "tile, block"), ("e4m4/tile", "e4m3"), ("bf16/row", "None"), ("e4m3", "tensor")):
         with pytest.raises(ValueError, match=said):
             Cast.of(word)
+    for word in ("int4/row/codes", "int8/tensor/codes"):
+        with pytest.raises(ValueError, match=f"{word}: only the codes of int8/row can be multiplied"):
+            Cast.of(word)
+    codes = Cast.of("int8/row/codes")
+    for gemms in (
+        {"fprop": Gemm(input=codes)},
+        {"fprop": Gemm(codes, Cast.of("int8/row"))},
+        {"fprop": Gemm(codes, codes, result=Cast.of("int8/row"))},
+        {"dgrad": Gemm(grad_output=codes, weight=codes)},
+    ):
+        with pytest.raises(ValueError, match="recipe odd: codes are for both operands of fprop, whose result is kept"):
+            Recipe("odd", **gemms)
     with pytest.raises(ValueError, match="history=0"):
         Cast(FORMATS["e4m3"], "delayed", 0)
     with pytest.raises(ValueError, match="dgrad reads grad_output and weight, not input"):

@@ -23,6 +23,8 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
                 num_active=active[i],
                 over={"gnmr": gnmr_over[i], "delta_gnmr": delta_over[i]},
                 saved_bytes=saved[i],
+                saturation={"input": [i, 0], "weight": [0, 1]} if i else {},
+                monitored={"norm": (2.0, 4.0, float("inf"), 1.5)[i]},
                 nonfinite_total=i // 2,
             )
         )
@@ -43,6 +45,8 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "peak_memory_bytes": None,
         "over_frac": {"gnmr": 7 / 20, "delta_gnmr": 2 / 20},
         "saved_bytes_mean": 275.0,
+        "saturation_total": {"input": [6, 0], "weight": [0, 3]},
+        "monitored": {"norm": {"mean": 2.5, "largest_gnmr": 2.0}},
         "nonfinite_total": 1,
         "wall_time_s": 1.0,
     }

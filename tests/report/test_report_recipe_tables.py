@@ -14,6 +14,7 @@ from report_reading import notes, row
 from report_recorded import Recorded
 
 from gnmr.report import published
+from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import Comparison
 from gnmr.report.paper_tables import paper_tables, table_2, table_4, table_9, table_13, table_15
 from gnmr.report.paper_tables.training_loss import loss_at
@@ -210,3 +211,22 @@ def test_routing_is_that_of_the_most_uneven_layer(
     table = routing(comparison)
     assert table.rows == [["bf16", "0.450", "0.500", "0.050", "0.000", "0.375", "0.250"]]
     assert "Even is 0.250" in notes(table)
+
+
+def test_casts_and_watched_modules_are_means_over_the_seeds() -> None:
+    recorded = Recorded("deepseek_recipe")
+    seen = [
+        {
+            "steps": 10,
+            "saturation_total": {"input": [20 * seed, 0], "grad_output": [0, 5]},
+            "monitored": {"norm": {"mean": 0.5 * seed, "largest_gnmr": 2.0}},
+        }
+        for seed in (1, 2)
+    ]
+    recorded.add("fp8_hybrid_bf16", 3.0, 3.1)
+    recorded.add("sim_e3m2_fp8_hybrid", 3.0, 3.1)
+    for run, told in zip(recorded.runs[:2], seen, strict=True):
+        run.__dict__["summary"] |= told
+    (comparison,) = recorded.comparisons()
+    assert [row[1:] for row in casts(comparison).rows] == [["3", "0", "-", "-", "0", "0.5", "-", "-"]]
+    assert [row[1:] for row in watched(comparison).rows] == [["0.7500", "2.00"]]

@@ -159,6 +159,12 @@ def test_saturation_is_recorded(train, tmp_path):
         ["model.num_layers=2", "paths.unit=layer", "records.evidence=[gap_low,mse,true_gap,spike_share,update_norm]"],
         ["model.num_layers=4", "paths.unit=block", "paths.low=sim_e2m1", "paths.recovery=bf16", "controller.hold=2"],
         ["model.num_layers=2", "paths.unit=block", "stress.kind=noise", "stress.windows=[[2,3]]", "controller.max_o=1"],
+        ["model.num_layers=2", "paths.unit=block", "paths.low=fp8_hybrid", "paths.recovery=bf16", "controller.max_o=1",
+         "stress.kind=scale_down", "stress.magnitude=8", "stress.windows=[[2,3]]"],
+        ["model.num_layers=2", "paths.unit=block", "paths.low=sim_e2m1", "paths.recovery=fp8_hybrid",
+         "controller.max_o=1", "controller.signal.name=gap", "controller.routing=ranked", "paths.probe_tokens=3",
+         "training.accumulation=2",
+         "records.evidence=[gap_low,gap_recovery,gap_exact,underflow,mse,input_std]"],
         ["model.name=moe", "model.experts.number=4", "paths.unit=expert", "paths.targets=[experts.*]"],
         ["model.num_layers=4", "paths.unit=block", "model.outlier_channels.number=2", "model.outlier_channels.gain=16",
          "model.outlier_channels.window=[3,4]"],
@@ -179,3 +185,37 @@ def test_units_of_several_operators_in_a_run(words, train, gnmr, tmp_path):
     assert ended.code == 0, ended.err
     decided = read_jsonl(tmp_path / "decisions.jsonl")
     assert [len(row["active"]) for row in decided][:-1] == [row["num_active"] for row in steps][1:]
+
+
+HYBRID = ["model.num_layers=3", "paths.unit=block", "paths.low=fp8_hybrid", "paths.recovery=bf16", "optim.lr=1e-9"]
+
+
+def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, tmp_path):
+    """And nowhere else; recovered, the block is not hit."""
+    words = [*HYBRID, "controller.signal.name=always_low", "records.evidence=[mse,gap_low,gap_recovery]"]
+    stress = ["stress.kind=scale_down", "stress.magnitude=64", "stress.targets=[layers.1]", "stress.windows=[[3,2]]"]
+    plain, struck = train(tmp_path / "plain", *words), train(tmp_path / "struck", *words, *stress)
+    assert [row["unit"] for row in read_jsonl(struck / "faults.jsonl")] == ["layers.1"]
+    far = set()
+    for ours, sound in zip(read_ratios(struck).to_pylist(), read_ratios(plain).to_pylist(), strict=True):
+        assert ours["gap_recovery"] == 0 and ours["gap_low"] > 0
+        if ours["mse"] > 3 * sound["mse"]:
+            far.add((ours["unit"], ours["step"]))
+    assert far == {("layers.1", 3), ("layers.1", 4)}
+    rows = read_jsonl(struck / "steps.jsonl")
+    assert [row["saturation"]["input"][0] > 0 for row in rows] == [step in (3, 4) for step in range(1, 9)]
+
+    high = ["controller.signal.name=always_high", "controller.max_o=3"]
+    losses = [
+        [row["loss"] for row in read_jsonl(train(tmp_path / f"high{i}", *HYBRID, *high, *more) / "steps.jsonl")]
+        for i, more in enumerate(([], stress))
+    ]
+    assert losses[0] == losses[1] != [row["loss"] for row in rows]
+
+
+def test_the_gap_finds_the_block_that_fails(train, tmp_path):
+    words = ["controller.signal.name=gap", "controller.routing=ranked", "controller.max_o=1"]
+    stress = ["stress.kind=scale_down", "stress.magnitude=64", "stress.targets=[layers.1]", "stress.windows=[[3,3]]"]
+    ratios = read_ratios(train(tmp_path / "run", *HYBRID, *words, *stress)).to_pylist()
+    active = {row["step"]: row["unit"] for row in ratios if row["active"]}
+    assert [active[step] for step in (4, 5, 6)] == ["layers.1"] * 3 and active[3] != "layers.1", "a step after it"

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnmr.records.reader import read_jsonl, read_ratios
 from gnmr.training.optim import learning_rate
-from gnmr.training.run import train_step
+from gnmr.training.parts import train_step
 from gnmr.training.step import TrainStep, evaluate, loss_of
 
 LR = 1e-3

@@ -16,6 +16,8 @@ and the gap is what the recovery path takes off it:
 Only `relative` has a scale of its own (1: the error is as large as the gradient). The others are meant to be ranked, or
 need a threshold calibrated to the run.
 
+Of recipes, whose wgrad reads a cast of dy_t too, the sum has that operand's error besides (docs/signals.md).
+
 Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md derives it and says what it drops.
 Needs gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two ways to
 make it cheap: measure a sample of the tokens (paths.probe_tokens), or only every k-th step (`every`), with the last

@@ -5,7 +5,8 @@ Where only the saved copy differs between the paths (site=saved), dy is the same
     g_low - g_recovery = sum_t dy_t (Q_low(x_t) - Q_recovery(x_t))^T        R = ||g_low - g_recovery||^2 / threshold
 
 is one product more of wgrad's size a unit, where the oracle runs the model twice more. The estimate of `gap.py` leaves
-the pairs of tokens in this sum out. With site=forward dy differs too, and this is the saved copy's part of the gap.
+the pairs of tokens in this sum out. With site=forward dy differs too, and this is the saved copy's part of the gap; of
+recipes it is the part of both operands of wgrad and of its result's cast.
 
 The default threshold means nothing: it is made to be ranked, or calibrated to a run. Needs gap_exact.
 """

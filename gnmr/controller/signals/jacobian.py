@@ -11,7 +11,8 @@ cancel: they are left out.
     ratio[t] = value[t] / (H[t-1] + eps)          R = ratio / threshold          H: moving mean of the value
 
 Units are grouped by what their names have in front of the last dot: with a q_proj and an o_proj it is an attention,
-with an up_proj and a down_proj an MLP. A unit of neither kind stands for itself, std(W) / std(x).
+with an up_proj and a down_proj an MLP. A unit of neither kind stands for itself, std(W) / std(x): a unit of several
+operators too (a block, a layer, an expert), with the deviations of all their weights and of all their inputs.
 
 Source: the bounds are of arXiv 2312.16903; the stand-in and the decay are ours, and arXiv 2606.00539 ranks such a proxy
 without a threshold (table 11). Needs weight_std (a pass over the weights) and input_std (a pass over the inputs).

@@ -1,0 +1,24 @@
+"""Scores on language tasks: `gnmr eval`, and `score` for a training loop.
+
+subject = load_subject("runs/.../RUN")                        # or a Hugging Face checkpoint
+scores = score(subject, ["hellaswag"], limit=100, data=Path("my_tasks"))
+
+Needs the packages of gnmr[finetune]; importing this package costs none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gnmr.evaluation.scoring import score
+    from gnmr.evaluation.subjects import Subject, load_subject, of_run
+
+__all__ = ["Subject", "load_subject", "of_run", "score"]
+
+_HOME = {"Subject": "subjects", "load_subject": "subjects", "of_run": "subjects", "score": "scoring"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,373 @@
+"""What can be scored, behind one small interface: a run of ours, or a Hugging Face checkpoint of a LLaMA-like model.
+
+A kind of subject is one branch of `load_subject`. The path in force is part of the subject: `16bit` (plain linears), or
+`low`, the low-cost path that a run was trained on, for every operator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gnmr import models
+from gnmr.config import Config, config_hash, read
+from gnmr.data import cache
+from gnmr.errors import UserError
+from gnmr.models import pretrained
+from gnmr.paths import Plan, Recipe
+from gnmr.paths.convert import described
+from gnmr.paths.formats import KeepFormat
+from gnmr.training.checkpoint import load_model
+from gnmr.training.parts import pretrained_model
+from gnmr.wiring import build_plan
+
+PATHS = ("16bit", "low")
+Generate = Callable[[list[list[int]], int, Callable[[list[int]], bool]], list[list[int]]]
+
+
+class Text(Protocol):
+    """A tokenizer. `bos` is the token that begins every text, None where there is none; `eos` ends one."""
+
+    bos: int | None
+    eos: int
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids; `special`: with what the tokenizer puts around a text by itself."""
+        ...
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        """Text; special tokens are left out unless `special`."""
+        ...
+
+
+@dataclass
+class Subject:
+    """A model that can be scored; use it inside `serving`."""
+
+    name: str
+    model: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    """tokens_BT (int64, on `device`) -> logits_BTV."""
+    text: Text
+    max_length: int
+    """Tokens that one pass can read."""
+    vocab_size: int
+    device: torch.device
+    path: str = "16bit"
+    """The path in force: one of `PATHS`."""
+    plan: Plan | None = None
+    """The converted operators of the model, where there are any."""
+    generate: Generate | None = None
+    """(prompts, most new tokens, whether an answer is ended) -> greedy answers; None: by recomputation of `logits`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What scores.json says of it."""
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Inside, the model is in evaluation mode, on the subject's path, without gradients; afterwards as it was.
+
+        Which path each operator is on, the generator of stochastic rounding and delayed scales are restored too.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), _in_force(self.plan, self.path):
+                yield
+        finally:
+            self.model.train(was_training)
+
+
+@contextmanager
+def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
+    if plan is None:
+        yield
+        return
+    if path == "16bit":
+        with plan.exact():
+            yield
+        return
+    before, state = [operator.recovering for operator in plan.operators], plan.state_dict()
+    rehearsing, plan.shared.rehearsing = plan.shared.rehearsing, True
+    try:
+        for operator in plan.operators:
+            operator.switch(False)
+        yield
+    finally:
+        plan.shared.rehearsing = rehearsing
+        plan.shared.forget()
+        plan.load_state_dict(state)
+        for operator, recovering in zip(plan.operators, before, strict=True):
+            operator.switch(recovering)
+
+
+def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None, device: str = "auto") -> Subject:
+    """The model at `path`: a run folder of ours, or a checkpoint folder or hub name of Hugging Face's.
+
+    Args:
+        in_force: `16bit`, or `low`: the run's own low path.
+        adapter: a folder of peft's, for a Hugging Face checkpoint.
+        device: auto, cpu or cuda.
+
+    UserError in one line for everything that cannot be scored. PyTorch reads parts of a run's checkpoint with pickle:
+    load only your own; of Hugging Face's checkpoints nothing but safetensors is read.
+    """
+    if in_force not in PATHS:
+        raise UserError(f"path={in_force}: must be one of {', '.join(PATHS)}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device}: must be auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
+    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    folder = Path(path).expanduser()
+    if (folder / "config.yaml").is_file():
+        if adapter is not None:
+            raise UserError(f"adapter={adapter}: belongs to a Hugging Face checkpoint, and {path} is a run")
+        return _run(folder, in_force, where)
+    if in_force == "low":
+        raise UserError(f"path=low: {path} is no run and has no low path; use path=16bit")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise UserError(f"{path}: is an adapter: give its base checkpoint, and adapter={path}")
+            raise UserError(f"{path}: neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)")
+    elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise UserError(f"{path}: there is no such run, checkpoint folder or hub name")
+    return _checkpoint(path, adapter, where)
+
+
+# ---- runs of ours ----
+
+
+def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
+    config = read(folder / "config.yaml")
+    if config.model.checkpoint is not None:
+        return _fine_tuned(folder, config, in_force, device)
+    corpus = _corpus(folder, config)
+    with torch.device("meta"):
+        model = models.build(config.model, corpus.vocab_size, config.training.seq_len)
+    model.to(getattr(torch, config.training.dtype)).to_empty(device=device)
+    plan = None
+    if in_force == "low":
+        plan = build_plan(model, config.paths, config.training.seed)
+        _check_low(plan, config)
+    facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
+    return of_run(str(folder), model, corpus.tokenizer_path, config.training.seq_len, device, in_force, plan, facts)
+
+
+def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.device) -> Subject:
+    """A run that began from a checkpoint: that, and what was trained of it."""
+    checkpoint = config.model.checkpoint
+    assert checkpoint is not None
+    base, now = _header(folder).get("checkpoint"), pretrained.fingerprint(checkpoint)
+    if base != now:
+        raise UserError(f"{folder}: began from other weights than model.checkpoint={checkpoint} holds now")
+    model, plan = pretrained_model(config, device)
+    if in_force == "low":
+        _check_low(plan, config)
+    facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
+    return of_checkpoint(str(folder), model, checkpoint, device, in_force, plan, facts)
+
+
+def _facts(config: Config, model: nn.Module, plan: Plan | None) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "model": config.model.name,
+        "checkpoint": config.model.checkpoint,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": config.training.dtype,
+        "arm": config.arm_name,
+        "config": config_hash(config),
+        "seed": config.training.seed,
+        "low_path": None if plan is None else described(plan.low),
+    }
+
+
+def _header(folder: Path) -> dict[str, Any]:
+    return pretrained.read_object(folder / "header.json")
+
+
+def of_run(
+    name: str,
+    model: nn.Module,
+    tokenizer: Path,
+    max_length: int,
+    device: torch.device,
+    path: str = "16bit",
+    plan: Plan | None = None,
+    facts: dict[str, Any] | None = None,
+) -> Subject:
+    """A model of ours, loaded or in training, with the tokenizer.json of its data (`TokenCorpus.tokenizer_path`)."""
+    text = _OwnText(tokenizer)
+    vocab_size: int = model.embed_tokens.num_embeddings  # type: ignore[union-attr,assignment]
+    return Subject(name, model, model, text, max_length, vocab_size, device, path, plan, None, facts or {})
+
+
+class _OwnText:
+    """A tokenizer of gnmr.data: nothing is put around a text, documents are separated by the end token."""
+
+    bos: int | None = None
+
+    def __init__(self, file: Path) -> None:
+        from gnmr.data import tokenizer as bpe
+
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file}: the tokenizer cannot be read ({error.strerror})") from error
+        self._tokenizer = bpe.load(content, str(file))
+        self.eos = bpe.end_token(self._tokenizer)
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
+    """The token folder that the run was trained on, found by the fingerprint in its header."""
+    try:
+        fingerprint = _header(folder)["data"]["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder}: header.json does not say which data the run was trained on ({error})") from error
+    places = dict.fromkeys([config.data.cache_dir, os.environ.get("GNMR_CACHE") or "~/.cache/gnmr"])
+    for place in places:
+        for meta in Path(place).expanduser().glob(f"{config.data.name}-*/{cache.META}"):
+            try:
+                if json.loads(meta.read_text())["fingerprint"] == fingerprint:
+                    return cache.open_folder(meta.parent)
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            except cache.Corrupt as error:
+                raise UserError(f"{meta.parent}: the run's tokenizer and tokens are damaged ({error})") from error
+    raise UserError(
+        f"{folder}: its tokenizer is missing: no token folder in {' or '.join(places)} is of data {fingerprint[:12]}; "
+        "set GNMR_CACHE, or repeat the run's command, which prepares the data again"
+    )
+
+
+def _check_low(plan: Plan, config: Config) -> None:
+    """UserError where the low path's forward pass is that of the 16-bit path."""
+    low = plan.low
+    if isinstance(low, Recipe):
+        differs = bool(low.fprop.casts)
+        why = f"the recipe {low.name} casts nothing in fprop"
+    else:
+        differs = plan.shared.quantize_forward and not isinstance(low, KeepFormat)
+        why = f"paths.low={low.name} with paths.site={config.paths.site} touches nothing but what backward keeps"
+    if not differs:
+        raise UserError(f"path=low: {why}: its forward pass is the 16-bit one; use path=16bit")
+
+
+# ---- Hugging Face's checkpoints ----
+
+
+def _checkpoint(name: str, adapter: str | None, device: torch.device) -> Subject:
+    pretrained.open_tokenizer(name)  # missing more often than the weights, which take minutes to read
+    model = pretrained.load(name, "auto", device, where=name)
+    facts = {"kind": "checkpoint", "model": model.config.model_type, "adapter": adapter}  # type: ignore[union-attr]
+    facts |= {"parameters": sum(p.numel() for p in model.parameters())}
+    facts |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    if adapter is not None:
+        with pretrained.quiet():
+            model = _adapted(model, Path(adapter).expanduser())
+    return of_checkpoint(name, model, name, device, facts=facts)
+
+
+def of_checkpoint(
+    name: str,
+    model: Any,
+    checkpoint: str,
+    device: torch.device,
+    path: str = "16bit",
+    plan: Plan | None = None,
+    facts: dict[str, Any] | None = None,
+) -> Subject:
+    """A model of Hugging Face's, loaded or in training, with the tokenizer of `checkpoint`. UserError without one."""
+    tokenizer = pretrained.open_tokenizer(checkpoint)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token")
+
+    def logits(tokens_BT: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=tokens_BT, use_cache=False).logits
+        return found
+
+    text = _TheirText(tokenizer)
+    longest, vocab_size = int(model.config.max_position_embeddings), model.get_input_embeddings().num_embeddings
+    generate = _generator(model, text.pad, device)
+    return Subject(name, model, logits, text, longest, vocab_size, device, path, plan, generate, facts or {})
+
+
+def _adapted(model: Any, folder: Path) -> nn.Module:
+    """`model` under the adapter in `folder`."""
+    from peft import PeftModel
+
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"adapter={folder}: holds no adapter of peft's (adapter_config.json)")
+    pretrained.read_object(folder / "adapter_config.json")
+    pretrained.check_safetensors(folder / "adapter_model.safetensors")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, UserWarning) as error:
+        raise UserError(f"adapter={folder}: does not fit this checkpoint ({pretrained.first_line(error)})") from error
+    return adapted
+
+
+class _TheirText:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.bos: int | None = tokenizer.bos_token_id
+        self.eos: int = tokenizer.eos_token_id
+        known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id)
+        self.pad: int = next(token for token in known if token is not None)
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+def _generator(model: Any, pad: int, device: torch.device) -> Generate:
+    """Greedy answers by the model's own `generate`, with its cache of keys and values; prompts padded on the left."""
+    from transformers import StoppingCriteria
+
+    def generate(prompts: list[list[int]], most: int, ended: Callable[[list[int]], bool]) -> list[list[int]]:
+        width = max(map(len, prompts))
+        tokens_BT = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+
+        class Ended(StoppingCriteria):
+            def __call__(self, tokens: Tensor, scores: Tensor, **_: Any) -> Tensor:
+                return torch.tensor([ended(row) for row in tokens[:, width:].tolist()], device=tokens.device)
+
+        answers = model.generate(
+            input_ids=tokens_BT,
+            attention_mask=mask_BT,
+            max_new_tokens=most,
+            do_sample=False,
+            use_cache=True,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=pad,
+            stopping_criteria=[Ended()],
+        )
+        return [row[width:] for row in answers.tolist()]
+
+    return generate

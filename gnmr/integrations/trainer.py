@@ -1,0 +1,246 @@
+"""The controller in a Hugging Face `Trainer`.
+
+    trainer = Trainer(model, args, train_dataset=blocks)
+    trainer.add_callback(GnmrCallback(trainer, low="sim_int8", recovery="bf16", unit="block", observe="adapter"))
+    trainer.train()
+
+A Trainer has no event between the last backward pass of a step and clipping: `on_pre_optimizer_step` comes after both.
+So the callback goes around the Trainer's own methods instead, those that its documentation offers for overriding, of
+this one object: `training_step` (forward and backward of a micro-batch; norms are read when the step's last returns),
+`prediction_step` (evaluation is on the 16-bit path), `log` (its numbers stand in the Trainer's own entries, wherever
+they go) and `train` (to know which checkpoint is resumed). Subclasses that override these work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gnmr.attachment import AttachedController, attach
+from gnmr.controller import Decision
+from gnmr.errors import UserError
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ImportError as error:
+    raise ImportError("gnmr.integrations.trainer needs transformers and accelerate: install gnmr[finetune]") from error
+
+STATE_FILE = "gnmr.pt"
+"""The controller's state in a checkpoint of the Trainer."""
+
+
+class GnmrCallback(TrainerCallback):
+    """Routes the units of the Trainer's model while it trains; one callback for one Trainer.
+
+    - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. Once an optimizer step it waits for
+      the device, under FP16's loss scale twice.
+    - Every entry of the Trainer's log that has a loss gets, over the steps since the last one, `gnmr/promotions` (units
+      put on the recovery path), `gnmr/promotion_frac` (share of the unit-steps on it), `gnmr/hit_max_o_frac` (share of
+      the steps in which max_o units were on it) and `gnmr/max_risk` (largest finite risk).
+    - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it. Where
+      a checkpoint has none, or one that does not fit, that is a `UserError`.
+
+    What it cannot do is refused with a `UserError`: several processes or devices, FSDP, DeepSpeed, tensor parallelism,
+    `auto_find_batch_size` and hyperparameter search.
+    """
+
+    def __init__(self, trainer: Trainer, controller: AttachedController | None = None, **options: Any) -> None:
+        """`controller`: attached to the Trainer's model by the caller, who detaches it; or else `options` of
+        `gnmr.attach`: the model is then attached when training begins and detached when it ends (after an error
+        midway it is not: `callback.controller.detach()`).
+
+        Add it to the Trainer afterwards. TypeError for an unknown option, UserError for a Trainer that is not
+        supported.
+        """
+        if controller is not None and options:
+            raise UserError(
+                f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
+            )
+        inspect.signature(attach).bind(trainer.model, **options)
+        _check(trainer, attached=controller is not None)
+        self.trainer = trainer
+        self.controller = controller
+        """None before training begins, if the callback attaches it itself."""
+        self.decision: Decision | None = None
+        """Of the last step, for callbacks that come after this one."""
+        self._options = None if controller is not None else options
+        self._running = False
+        self._resume_from: str | None = None
+        self._tally = _Tally()
+        for name in ("train", "training_step", "prediction_step", "log"):
+            setattr(trainer, name, partial(getattr(self, f"_{name}"), getattr(trainer, name)))
+
+    # ---- around the Trainer's methods ----
+
+    def _train(self, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self not in self.trainer.callback_handler.callbacks:
+            warnings.warn("GnmrCallback was not added to its Trainer: use trainer.add_callback(callback)", stacklevel=2)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.trainer.args.output_dir) or True  # the Trainer refuses it
+        self._resume_from = resume_from_checkpoint or None
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    def _training_step(self, training_step: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = training_step(*args, **kwargs)
+        if self._running and self.controller is not None:
+            accelerator = self.trainer.accelerator
+            self.controller.micro_step()
+            if accelerator.sync_gradients:
+                scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+                self.decision = self.controller.step(grad_scale=scale)
+                self._tally.add(self.decision, self.controller.max_o)
+        return loss
+
+    def _prediction_step(self, prediction_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.controller is None:
+            return prediction_step(*args, **kwargs)
+        with self.controller.plan.exact():
+            return prediction_step(*args, **kwargs)
+
+    def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._tally.steps > 0 and self.controller is not None:
+            logs |= self._tally.figures(len(self.controller.units))
+            self._tally = _Tally()
+        log(logs, *args, **kwargs)
+
+    # ---- events ----
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attaches, where that is the callback's to do, and takes over the state of a resumed checkpoint."""
+        if state.is_hyper_param_search:
+            raise UserError("GnmrCallback: hyperparameter search is not supported; train each setting by itself")
+        if self._options is not None:
+            if self.controller is not None:  # an earlier training that did not end
+                self.controller.detach()
+            assert self.trainer.model is not None
+            self.controller = attach(self.trainer.model, **self._options)
+        assert self.controller is not None
+        try:
+            _check_attached(self.trainer, self.controller)
+            if self._resume_from is not None:
+                load_state(self.controller, Path(self._resume_from), state.global_step)
+        except UserError:
+            if self._options is not None:
+                self.controller.detach()
+            raise
+        self._running, self._tally = True, _Tally()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
+        if self.controller is not None and not args.save_only_model:
+            folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            save_state(self.controller, folder, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detaches, where the callback attached."""
+        self._running = False
+        if self._options is not None and self.controller is not None:
+            self.controller.detach()
+
+
+@dataclass
+class _Tally:
+    """Of the steps since the last entry of the log."""
+
+    steps: int = 0
+    promotions: int = 0
+    unit_steps: int = 0
+    """On the recovery path."""
+    hits: int = 0
+    """Steps with max_o units there."""
+    max_risk: float = 0.0
+
+    def add(self, decision: Decision, max_o: int) -> None:
+        in_force = int(np.count_nonzero(decision.in_force))
+        self.steps += 1
+        self.promotions += sum(event.event == "promote" for event in decision.events)
+        self.unit_steps += in_force
+        self.hits += in_force >= max_o
+        finite = decision.risk[decision.observed & np.isfinite(decision.risk)]
+        self.max_risk = max(self.max_risk, float(finite.max(initial=0.0)))
+
+    def figures(self, num_units: int) -> dict[str, float]:
+        """See `GnmrCallback`."""
+        return {
+            "gnmr/promotions": self.promotions,
+            "gnmr/promotion_frac": self.unit_steps / (self.steps * num_units),
+            "gnmr/hit_max_o_frac": self.hits / self.steps,
+            "gnmr/max_risk": self.max_risk,
+        }
+
+
+def save_state(controller: AttachedController, folder: Path, step: int) -> None:
+    """Writes `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
+    beside = folder / f".{STATE_FILE}.tmp"
+    with beside.open("wb") as file:
+        torch.save({"step": step, "controller": controller.state_dict()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, folder / STATE_FILE)
+
+
+def load_state(controller: AttachedController, folder: Path, step: int) -> None:
+    """Takes over what `save_state` wrote. UserError for a missing or unreadable file, other units, paths or step."""
+    file = folder / STATE_FILE
+    if not file.exists():
+        raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrCallback; resume it without")
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        if saved["step"] != step:
+            raise ValueError(f"it is of step {saved['step']}, the checkpoint of step {step}")
+        controller.load_state_dict(saved["controller"])
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{file} cannot be resumed here ({reason}): use the model and paths it was saved with"
+        ) from error
+
+
+def _check(trainer: Trainer, attached: bool) -> None:
+    """UserError for what would give wrong norms or sets."""
+    accelerator, args = trainer.accelerator, trainer.args
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if kind != "NO" or accelerator.num_processes > 1 or args.n_gpu > 1:
+        devices = f"{accelerator.num_processes} processes with {args.n_gpu} GPUs each"
+        raise UserError(
+            f"GnmrCallback: {devices} ({kind}) are not supported, gradients may be sharded or not reduced yet; train "
+            "in one process on one device (CUDA_VISIBLE_DEVICES)"
+        )
+    if args.auto_find_batch_size:
+        raise UserError("GnmrCallback: auto_find_batch_size=True begins a training anew midway; set the batch size")
+    if attached and trainer.model_init is not None:
+        raise UserError("GnmrCallback: model_init makes another model than the attached one; give attach's options")
+
+
+def _check_attached(trainer: Trainer, controller: AttachedController) -> None:
+    """UserError for a controller of another model, and where its signal needs micro-batches that are not there."""
+    assert trainer.model is not None
+    if not set(trainer.model.modules()).issuperset(controller.plan.operators):
+        raise UserError("GnmrCallback: the controller is attached to another model than the Trainer's")
+    if "micro_square" in controller.needs:
+        accumulation, left = trainer.args.gradient_accumulation_steps, 0
+        loader: Any = trainer.callback_handler.train_dataloader
+        with suppress(TypeError):  # a stream does not know its length
+            left = len(loader) % accumulation
+        if accumulation < 2 or left == 1:
+            raise UserError(
+                f"GnmrCallback: {type(controller.signal).__name__} compares micro-batches, and with "
+                f"gradient_accumulation_steps={accumulation} "
+                f"{'the last step of an epoch' if left == 1 else 'a step'} has one alone; use another number"
+            )

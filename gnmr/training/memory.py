@@ -1,0 +1,194 @@
+"""What a run will need of a device's memory, before anything is loaded.
+
+The model is built on the meta device (shapes without contents), given its adapters and paths, and run forward once on
+one micro-batch: what autograd saves then is what it would save on the device, whatever the architecture. Attention is
+counted as the fused kernels keep it: queries, keys, values, output and one float32 a query.
+
+What is not counted: the allocator's fragments, the CUDA context (0.5 to 1 GB), and temporaries of single operators
+other than those of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gnmr import models
+from gnmr.config import Config
+from gnmr.models import pretrained
+from gnmr.paths import Plan
+from gnmr.paths.int8 import Int8Linear
+from gnmr.training.optim import build_optimizer
+from gnmr.training.parts import blocks_of
+from gnmr.wiring import build_plan
+
+GB = 10**9
+DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by what they are for, in the order of the report."""
+
+    rows: list[tuple[str, int, str]]
+    """(what, bytes, note)."""
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size, _ in self.rows)
+
+    def __str__(self) -> str:
+        width = max(len(what) for what, _, _ in self.rows)
+        lines = [f"{what:<{width}}  {size / GB:9.3f} GB  {note}".rstrip() for what, size, note in self.rows]
+        lines.append(f"{'together':<{width}}  {self.total / GB:9.3f} GB")
+        for name, size in DEVICES:
+            left = size - self.total
+            verdict = f"fits, {left / GB:.1f} GB left" if left > 0 else f"does not fit, {-left / GB:.1f} GB too much"
+            lines.append(f"one device of {name}: {verdict}")
+        return "\n".join(lines)
+
+
+def plan_run(config: Config) -> MemoryPlan:
+    """The plan of a step of this run. UserError as the run itself would raise it; no weights are read."""
+    training, dtype = config.training, getattr(torch, config.training.dtype)
+    if config.model.checkpoint is not None:
+        model = pretrained.empty(config.model.checkpoint, dtype)
+        model.requires_grad_(config.model.adapter.rank == 0)
+        vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    else:
+        vocab_size = config.data.vocab_size
+        with torch.device("meta"):
+            model = models.build(config.model, vocab_size, training.seq_len).to(dtype)
+    plan = build_plan(model, config.paths, training.seed)
+    if config.model.adapter.rank:
+        pretrained.add_adapter(model, config.model.adapter, training.seed)
+    optimizer = build_optimizer(model, config.optim)
+    checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
+    max_o = config.controller.max_o if config.paths.recovery is not None else 0
+    return memory_plan(model, plan, optimizer, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed)
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """As `training.step.loss_of`; a model of Hugging Face's is handed its mask, which it would make by looking."""
+    if isinstance(model, models.Decoder):
+        logits = model(tokens)
+    else:
+        length = tokens.shape[1]
+        mask = torch.empty(len(tokens), 1, length, length, dtype=torch.bool, device="meta")
+        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def memory_plan(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+    seq_len: int,
+    max_o: int,
+    vocab_size: int,
+    checkpointed: Sequence[nn.Module] = (),
+) -> MemoryPlan:
+    """The plan of one training step of `model`, which stands on the meta device with its paths.
+
+    `checkpointed`: modules whose forward is recomputed in backward; one of them at a time is then held as a whole.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    trained, buffers = sum(p.nbytes for p in trainable), sum(b.nbytes for b in model.buffers())
+    kept = [o.kept_codes(o.weight) for o in plan.operators if isinstance(o, Int8Linear) and o.weights == "beside"]
+    codes = [tensor for own in kept if own is not None for tensor in (own.codes, own.scale)]
+    state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+    tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
+    known = [*model.parameters(), *model.buffers(), *codes]
+    saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
+    logits = batch_size * seq_len * vocab_size
+    numbers = sum(p.numel() for p in model.parameters())
+    rows = [
+        ("frozen weights", frozen, f"{numbers - sum(p.numel() for p in trainable):,} numbers"),
+        ("trained weights", trained, f"{sum(p.numel() for p in trainable):,} numbers"),
+        ("INT8 copies of weights", sum(t.nbytes for t in codes), "paths.weights=beside"),
+        ("buffers", buffers, ""),
+        ("gradients", trained, ""),
+        ("optimizer", state, type(optimizer).__name__),
+        ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
+        ("recomputed block", largest, "activation checkpointing: the largest of the blocks at a time"),
+        ("recovery", round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"),
+        # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
+        ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
+    ]
+    return MemoryPlan([row for row in rows if row[1] > 0])
+
+
+def _saved_bytes(run: Callable[[], Any], there: Sequence[Tensor], checkpointed: Sequence[nn.Module]) -> tuple[int, int]:
+    """(bytes that autograd saves of one forward pass besides what is `there`, the most of one checkpointed module).
+
+    With `checkpointed` modules only the inputs of each count in the first number.
+    """
+    known = {t.untyped_storage()._cdata for t in there}
+    inside: list[nn.Module] = []
+    totals: dict[nn.Module | None, dict[int, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            totals.setdefault(inside[-1] if inside else None, {})[storage._cdata] = storage.nbytes()
+            alive.append(tensor)  # a storage that is let go could give its address to another
+        return tensor
+
+    alive: list[Tensor] = []
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        for tensor in (*inputs, *named.values()):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                pack(tensor)
+        inside.append(module)
+
+    handles = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in checkpointed]
+    handles += [module.register_forward_hook(lambda *_: inside.pop() and None) for module in checkpointed]
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor), _fused_attention():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    kept = totals.pop(None, {})
+    blocks = [sum(size for key, size in own.items() if key not in kept) for own in totals.values()]
+    return sum(kept.values()), max(blocks, default=0)
+
+
+class _Fused(torch.autograd.Function):
+    """Attention's shapes, and what a fused kernel keeps of it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, H, T, _ = q.shape
+        output = q.new_empty(B, T, H, v.shape[-1]).transpose(
+            1, 2
+        )  # as the kernels lay it out: o_proj reads it as it is
+        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError("shapes only")
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                return _Fused.apply(*args[:3])
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        yield

@@ -1,0 +1,280 @@
+"""A run, assembled from its config: data, model, paths, controller, optimizer. Nothing here touches the run folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr import models
+from gnmr.attachment import norms_of, units_of
+from gnmr.config import Config
+from gnmr.controller import Controller
+from gnmr.controller.evidence import PATH_EVIDENCE
+from gnmr.data import (
+    PackedBlocks,
+    PackedCorpus,
+    TokenCorpus,
+    TrainBlocks,
+    packed_validation,
+    prepare,
+    prepare_packed,
+    validation_blocks,
+)
+from gnmr.data.batch import Batch
+from gnmr.data.packing import Documents
+from gnmr.errors import UserError
+from gnmr.models import pretrained
+from gnmr.paths import Fault, FaultSchedule, Plan
+from gnmr.training.checkpoint import Stateful
+from gnmr.training.optim import build_optimizer
+from gnmr.training.step import TrainStep, monitored
+from gnmr.training.transforms import Transform, build_transform
+from gnmr.wiring import build_controller, build_plan
+
+
+@dataclass
+class Parts:
+    """A run, assembled; nothing of it has touched the run folder yet."""
+
+    config: Config
+    folder: Path
+    corpus: TokenCorpus | PackedCorpus
+    device: torch.device
+    model: nn.Module
+    plan: Plan
+    controller: Controller
+    optimizer: torch.optim.Optimizer
+    transform: Transform | None = None
+    stress: list[Stress] = field(default_factory=list)
+    """What a window of outlier channels and injected faults do to the model before a step, in this order."""
+    faults: FaultSchedule | None = None
+    checkpoint: str | None = None
+    """Fingerprint of the weights that a pretrained model began from."""
+
+
+class Stress(Stateful, Protocol):
+    """A disturbance of known place and time."""
+
+    def begin_step(self, step: int) -> None: ...
+
+
+class Blocks(Stateful, Protocol):
+    """What a run is trained on, in an order that can be saved."""
+
+    def next(self, n: int) -> Tensor | Batch: ...
+
+
+def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
+    """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
+    training = config.training
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
+    device = device_of(training.device)
+    corpus = open_data(config, say)
+    training_blocks(config, corpus, None)  # refuses a corpus shorter than a block
+    validation(config, corpus, 1)
+    stress = list[Stress]()
+    if config.model.checkpoint is None:
+        model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
+        plan = build_plan(model, config.paths, training.seed)
+    else:
+        model, plan = pretrained_model(config, device)
+        _check_vocabulary(config, model, corpus.vocab_size)
+    torch.manual_seed(training.seed)
+    if training.compile:
+        for layer in blocks_of(model):
+            layer.compile()
+    try:
+        record, observe = config.records.evidence, config.controller.observe
+        units = units_of(plan, model, observe)
+        norms = norms_of(model, units, observe)
+        controller = build_controller(config.controller, units, training.steps, training.seed, record, norms)
+    except ValueError as error:
+        raise UserError(f"controller: {error}") from error
+    _check_evidence(config, controller.needs, plan, model)
+    try:
+        monitored(model, controller, config.records.monitor)
+    except ValueError as error:
+        raise UserError(f"records.monitor: {error}") from error
+    try:
+        optimizer = build_optimizer(model, config.optim)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        transform = build_transform(config.optim.transform.name, config.optim.transform.options, named)
+    except ValueError as error:
+        raise UserError(f"optim: {error}") from error
+    faults = build_faults(config, plan)
+    if faults is not None:
+        stress.append(faults)
+    base = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, base)
+
+
+def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | PackedCorpus:
+    """The corpus of conf/data: one stream of tokens, for a pretrained model documents in its own tokens.
+
+    UserError where it is shorter than a block.
+    """
+    needed = config.training.steps * config.training.tokens_per_step
+    if config.model.checkpoint is None:
+        return prepare(config.data, needed, say)
+    return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
+
+
+def tokens_of(split: np.ndarray | Documents) -> np.ndarray:
+    """The token ids of a split."""
+    return split if isinstance(split, np.ndarray) else split.tokens
+
+
+def training_blocks(config: Config, corpus: TokenCorpus | PackedCorpus, folder: Path | None) -> Blocks:
+    """The blocks in the order of `training.seed`; `folder` keeps the order, None: memory does."""
+    kind: Any = TrainBlocks if isinstance(corpus, TokenCorpus) else PackedBlocks
+    blocks: Blocks = kind(corpus.train, config.training.seq_len, config.training.seed, folder)
+    return blocks
+
+
+def validation(config: Config, corpus: TokenCorpus | PackedCorpus, n: int) -> Tensor | Batch:
+    """The first `n` validation blocks, the same in every arm and seed."""
+    if isinstance(corpus, TokenCorpus):
+        return validation_blocks(corpus.val, config.training.seq_len, n)
+    return packed_validation(corpus.val, config.training.seq_len, n)
+
+
+def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
+    """A model of ours as `training.seed` draws it; a window of outlier channels joins the `stress`."""
+    training, outliers = config.training, config.model.outlier_channels
+    # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
+    generator = torch.Generator().manual_seed(training.seed)
+    model = models.build(config.model, vocab_size, training.seq_len)
+    model.init_weights(generator)
+    if outliers.number > 0 and outliers.window:
+        start, stop = outliers.window
+        if stop > training.steps:
+            raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+        if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+            raise UserError(
+                f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+                "weights can be multiplied and divided by exactly"
+            )
+        stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
+    elif outliers.number > 0:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+    model.to(device=device, dtype=getattr(torch, training.dtype))
+    model.activation_checkpointing = training.activation_checkpointing
+    return model
+
+
+def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, Plan]:
+    """The checkpoint's model with its two paths, frozen where it has adapters, which are new.
+
+    The paths come first: what they do with a weight may depend on whether it is trained.
+    """
+    training, checkpoint, adapter = config.training, config.model.checkpoint, config.model.adapter
+    assert checkpoint is not None
+    model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    if adapter.rank:
+        model.requires_grad_(False)
+    plan = build_plan(model, config.paths, training.seed)
+    if adapter.rank:
+        pretrained.add_adapter(model, adapter, training.seed)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model, plan
+
+
+def _check_vocabulary(config: Config, model: nn.Module, vocab_size: int) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if rows < vocab_size:
+        raise UserError(
+            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer (or "
+            f"data.tokenizer) has {vocab_size}; they do not belong together"
+        )
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The transformer blocks of a model of ours or of Hugging Face's."""
+    return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
+
+
+def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
+    """The schedule of conf/stress, None without one. UserError for units and windows that the run does not have."""
+    stress, training = config.stress, config.training
+    if stress.kind == "none":
+        return None
+    try:
+        return FaultSchedule(
+            plan,
+            Fault(stress.kind, stress.magnitude, stress.share, stress.history),
+            stress.targets,
+            training.steps,
+            windows=stress.windows,
+            rate=stress.rate,
+            duration=stress.duration,
+            seed=training.seed if stress.seed is None else stress.seed,
+        )
+    except ValueError as error:
+        raise UserError(f"stress: {error}") from error
+
+
+def train_step(parts: Parts) -> TrainStep:
+    """The step of a run; benchmarks take it too."""
+    config = parts.config
+    return TrainStep(
+        parts.model,
+        parts.plan,
+        parts.controller,
+        parts.optimizer,
+        config.optim.clip_norm,
+        measure_saved=not config.training.activation_checkpointing,
+        transform=parts.transform,
+        probe_tokens=config.paths.probe_tokens,
+        monitor=config.records.monitor,
+    )
+
+
+_ORACLE_PARAMETERS = 200_000_000
+
+
+def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
+    """UserError for evidence that this run cannot give."""
+    accumulation = config.training.accumulation
+
+    def key(*names: str) -> str:
+        asked = set(names) <= set(config.records.evidence)
+        return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
+
+    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
+        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
+    frozen = not any(operator.weight.requires_grad for operator in plan.operators)
+    if frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+        raise UserError(
+            f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
+            "weights are frozen"
+        )
+    if "spike_share" in needs and config.optim.name != "adamw":
+        raise UserError(
+            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
+        )
+    if "micro_square" in needs and accumulation < 2:
+        raise UserError(
+            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
+        )
+    if "true_gap" in needs:
+        number = sum(p.numel() for p in model.parameters())
+        if number > _ORACLE_PARAMETERS:
+            raise UserError(
+                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
+                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
+            )
+
+
+def device_of(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

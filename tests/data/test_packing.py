@@ -1,0 +1,361 @@
+"""Packed examples: the blocks by hand and by a slow search, the cache, and an order that resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_corpora import shared_data, word_checkpoint, write_examples
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gnmr.config import DataConfig
+from gnmr.data import PackedBlocks, PackedCorpus, packed_validation, packing, prepare_packed, tokens
+from gnmr.data.batch import IGNORED, Batch
+from gnmr.data.packing import Documents
+from gnmr.errors import UserError
+
+Make = Callable[..., DataConfig]
+PAIRS = [("a b", "c"), ("d", "e f g h i j e"), ("a", "b"), ("a b c d e f g", "h"), ("c", "d")]
+"""Tokens, by `word_checkpoint`: <s> is 0, </s> 1, the letters a to j are 10 to 19."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return word_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def five(config: Make, tmp_path: Path) -> Callable[..., DataConfig]:
+    write_examples(tmp_path / "five" / "train.jsonl", PAIRS)
+    write_examples(tmp_path / "five" / "valid.jsonl", PAIRS[:1])
+    return lambda **changes: config(**({"name": "instructions", "path": str(tmp_path / "five")} | changes))
+
+
+def build(config: DataConfig, checkpoint: Path | None) -> tuple[PackedCorpus, list[str]]:
+    """The examples and what was said."""
+    said: list[str] = []
+    return prepare_packed(config, 1000, said.append, checkpoint), said
+
+
+def in_order(documents: Documents, seq_len: int) -> tuple[Batch, PackedBlocks]:
+    blocks = PackedBlocks(documents, seq_len, 0, None)
+    return blocks.packing.batch(range(blocks.num_blocks)), blocks
+
+
+# ---- five documents by hand ----
+
+_ = IGNORED
+
+
+def test_five_documents(five: Make, checkpoint: Path) -> None:
+    """Of 5, 10, 4, 10 and 4 tokens, into blocks of 6.
+
+    The second document is cut into pieces of 6 and 3 inputs; of the fourth's the first holds prompt alone. The rooms
+    are 2 (block 0), none (1), 3 (2, where the third document goes) and 3 (3, where the fifth goes).
+    """
+    corpus, _said = build(five(), checkpoint)
+    assert corpus.train.tokens.tolist() == [
+        *[0, 10, 11, 12, 1],
+        *[0, 13, 14, 15, 16, 17, 18, 19, 14, 1],
+        *[0, 10, 11, 1],
+        *[0, 10, 11, 12, 13, 14, 15, 16, 17, 1],
+        *[0, 12, 13, 1],
+    ]
+    assert corpus.train.borders.tolist() == [[5, 3], [15, 2], [19, 2], [29, 8], [33, 2]]
+    batch, blocks = in_order(corpus.train, 6)
+    assert batch.tokens.tolist() == [
+        [0, 10, 11, 12, 1, 1],
+        [0, 13, 14, 15, 16, 17],
+        [18, 19, 14, 0, 10, 11],
+        [15, 16, 17, 0, 12, 13],
+    ]
+    assert batch.targets.tolist() == [
+        [_, _, 12, 1, _, _],
+        [_, 14, 15, 16, 17, 18],
+        [19, 14, 1, _, 11, 1],
+        [_, 17, 1, _, 13, 1],
+    ]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1], [*range(6)], [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]]
+    assert batch.num_targets == 16
+    assert blocks.packing.summary == (
+        "5 examples in 4 blocks of 6, 8.3% padding; 2 longer than a block and cut, 1 pieces without any answer left out"
+    )
+
+
+def test_loss_on_prompts_too(five: Make, checkpoint: Path) -> None:
+    corpus, _said = build(five(answers_only=False), checkpoint)
+    batch, blocks = in_order(corpus.train, 6)
+    assert batch.targets.tolist() == [
+        [10, 11, 12, 1, _, _],
+        [13, 14, 15, 16, 17, 18],
+        [19, 14, 1, 10, 11, 1],
+        [10, 11, 12, 13, 14, 15],
+        [16, 17, 1, 12, 13, 1],
+    ]
+    assert blocks.packing.left_out == 0
+    assert corpus.fingerprint != build(five(), checkpoint)[0].fingerprint
+
+
+def test_without_a_begin_token(five: Make, tmp_path: Path) -> None:
+    """A begin token that the checkpoint names, but does not put before a text, is not put there."""
+    corpus, _said = build(five(), word_checkpoint(tmp_path / "other", begin=False))
+    assert corpus.train.tokens[:4].tolist() == [10, 11, 12, 1]
+    batch, _blocks = in_order(corpus.train, 3)
+    assert batch.tokens[0].tolist() == [10, 11, 12] and batch.targets[0].tolist() == [_, 12, 1]
+
+
+@pytest.mark.parametrize("begin", [True, False])
+def test_the_begin_token_is_that_of_transformers(begin: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from gnmr.data import tokenizer as bpe
+
+    folder = word_checkpoint(tmp_path / "checkpoint", begin)
+    content, end = bpe.read(folder, "")
+    ours, theirs = bpe.load(content, "", end), transformers.AutoTokenizer.from_pretrained(folder)
+    first = theirs("a b").input_ids[0]
+    assert bpe.begin_token(ours) == (first if first != 10 else None) == (0 if begin else None)
+    assert (bpe.end_token(ours, end), theirs.eos_token_id) == (1, 1)
+
+
+# ---- the rule, slowly ----
+
+
+def numbered(draw: np.random.Generator, number: int) -> Documents:
+    """Documents of random lengths whose tokens are their own positions."""
+    lengths = draw.integers(1, 25, number)
+    before = np.where(draw.random(number) < 0.3, 0, draw.integers(0, lengths))
+    return Documents(np.arange(lengths.sum(), dtype=np.uint16), np.stack([lengths.cumsum(), before], axis=1), 9999)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seq_len", [1, 4, 9, 40])
+def test_blocks_against_a_slow_search(seed: int, seq_len: int) -> None:
+    documents = numbered(np.random.default_rng(seed), 60)
+    blocks: list[list[tuple[int, int | None, int]]] = []  # input, target, position
+    reached: list[int] = []  # the step at which a block came to have its room
+    begin = 0
+    for end, before in documents.borders.tolist():
+        inputs = list(range(begin, end - 1))
+        for start in range(0, len(inputs), seq_len):
+            piece = [
+                (token, token + 1 if token + 1 >= begin + before else None, place)
+                for place, token in enumerate(inputs[start : start + seq_len])
+            ]
+            if all(target is None for _token, target, _place in piece):
+                continue
+            fitting = [i for i, block in enumerate(blocks) if len(block) + len(piece) <= seq_len]
+            if not fitting:
+                blocks.append([])
+                reached.append(0)
+                fitting = [len(blocks) - 1]
+            chosen = min(fitting, key=lambda i: (-len(blocks[i]), reached[i]))
+            blocks[chosen] += piece
+            reached[chosen] = max(reached) + 1
+        begin = end
+    batch, packed = in_order(documents, seq_len)
+    assert packed.num_blocks == len(blocks) and batch.positions is not None
+    for row, block in enumerate(blocks):
+        padding = [(9999, None, place) for place in range(seq_len - len(block))]
+        found = zip(batch.tokens[row].tolist(), batch.targets[row].tolist(), batch.positions[row].tolist(), strict=True)
+        assert [(a, None if b == IGNORED else b, c) for a, b, c in found] == block + padding
+    assert batch.num_targets == sum(target is not None for block in blocks for _token, target, _place in block)
+    assert (batch.targets != IGNORED).any(dim=1).all(), "a block without a target"
+
+
+# ---- order and validation ----
+
+
+def same(first: Batch, second: Batch) -> bool:
+    assert first.positions is not None and second.positions is not None
+    pairs = ((first.tokens, second.tokens), (first.targets, second.targets), (first.positions, second.positions))
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def test_resume_is_exact_everywhere(tmp_path: Path) -> None:
+    documents = numbered(np.random.default_rng(0), 12)
+
+    def start() -> PackedBlocks:
+        return PackedBlocks(documents, 16, 3, tmp_path)
+
+    blocks = start()
+    number = 2 * blocks.num_blocks + 3
+    whole = [blocks.next(1) for _ in range(number)]
+    assert sorted(path.name for path in (tmp_path / "order").iterdir()) == [f"epoch-{i}.npy" for i in range(3)]
+    epoch = [batch.tokens[0].tolist() for batch in whole[: blocks.num_blocks]]
+    assert sorted(epoch) == sorted(in_order(documents, 16)[0].tokens.tolist()) and epoch != sorted(epoch)
+    for stop in range(number):
+        first = start()
+        if stop:
+            first.next(stop)
+        second = start()
+        second.load_state_dict(first.state_dict())
+        assert same(second.next(1), whole[stop])
+    with pytest.raises(UserError, match="belongs to other data"):
+        PackedBlocks(documents, 8, 3, tmp_path).next(1)
+
+
+def test_validation_is_spread_evenly() -> None:
+    documents = Documents(np.arange(50, dtype=np.uint16), np.array([[5 * (i + 1), 0] for i in range(10)]), 99)
+    chosen = packed_validation(documents, 4, 4)
+    assert (chosen.tokens[:, 0] // 5).tolist() == [0, 2, 5, 7] and chosen.num_targets == 16
+    assert len(packed_validation(documents, 4, 99)) == 10
+    assert len(packed_validation(documents, 1000, 5)) == 1  # padded, where training would be refused
+
+
+# ---- tokens ----
+
+
+def test_a_token_on_the_border_belongs_to_the_answer(config: Make, tmp_path: Path) -> None:
+    words = {"</s>": 0, "a": 1, " ": 2, "b": 3, " b": 4}
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    Tokenizer(models.BPE(words, [(" ", "b")])).save(str(folder / "tokenizer.json"))
+    file = write_examples(tmp_path / "a.jsonl", [("a ", "b")] * 2)
+    corpus, _said = build(config(name="instructions", path=str(file)), folder)
+    assert corpus.train.tokens.tolist() == [1, 4, 0] and corpus.train.borders.tolist() == [[3, 1]]
+
+
+@pytest.mark.parametrize("piece", [3, 10**6])
+def test_plain_text_is_encoded_in_pieces_and_all_of_it_learned(
+    piece: int, config: Make, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PIECE", piece)
+    monkeypatch.setattr(tokens, "BATCH", 2 * piece)
+    for name, text in (("train-0.txt", "a\nb c\nd"), ("train-1.txt", "e"), ("val.txt", "f")):
+        (tmp_path / "texts" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+    corpus, _said = build(config(path=str(tmp_path / "texts")), checkpoint)
+    assert corpus.train.tokens.tolist() == [0, 10, 11, 12, 13, 1, 0, 14, 1]
+    assert corpus.train.borders.tolist() == [[6, 0], [9, 0]]
+    both = build(config(path=str(tmp_path / "texts"), answers_only=False), checkpoint)[0]
+    assert both.fingerprint == corpus.fingerprint
+
+
+def test_max_tokens_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path) -> None:
+    assert [len(build(five(max_tokens=most), checkpoint)[0].train) for most in (5, 6, 15, 16, 99)] == [1, 2, 2, 3, 5]
+
+
+def test_what_has_no_end_is_read_as_far_as_the_run_needs(
+    five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = replace(packing.open_examples(five()), streamed=True)
+    monkeypatch.setattr(packing, "open_examples", lambda config: streamed)
+    for needed, number in ((5, 1), (100, 5)):
+        assert len(prepare_packed(five(), needed, len, checkpoint).train) == number
+
+
+def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
+    """With bytes for tokens, prompts and answers can be read back."""
+    words = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(words | {"<|endoftext|>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    folder = shared_data("gsm8k")
+    settings = config(name="gsm8k", path=str(folder), tokenizer=str(tmp_path / "tokenizer.json"))
+    corpus, _said = build(settings, checkpoint)  # data.tokenizer comes before the checkpoint's
+    blocks = PackedBlocks(corpus.train, 1024, 0, None)
+    batch = blocks.packing.batch(range(blocks.num_blocks))
+    assert batch.positions is not None
+    answers: list[list[int]] = []
+    for places, targets in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
+        for place, target in zip(places, targets, strict=True):
+            if place == 0:
+                answers.append([])
+            answers[-1] += [target] if target != IGNORED else []
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    expected = [f" {row['answer']}" for number, row in enumerate(rows, start=1) if number % 20]
+    found = {tokenizer.decode(ids[:-1]) for ids in answers if ids[-1:] == [256]}
+    packed = blocks.packing
+    assert packed.examples == 950 and 0 < packed.cut < 50
+    assert len(set(expected) - found) <= packed.cut
+    assert batch.num_targets == sum(len(answer.encode()) + 1 for answer in expected), "a token of an answer was lost"
+    assert packed.size > 0.9 * blocks.num_blocks * 1024  # documents of 544 tokens on average: two a block at best
+
+
+# ---- the cache ----
+
+
+def test_a_cache_is_used_and_rebuilt_when_damaged(five: Make, checkpoint: Path, tmp_path: Path) -> None:
+    first, said = build(five(), checkpoint)
+    assert said[-1] == "5 train examples with 33 tokens, 1 validation examples with 5 tokens"
+    assert first.folder.name.startswith("instructions-examples-")
+    assert isinstance(first.train.tokens, np.memmap) and first.tokenizer_path.is_file()
+    assert (first.vocab_size, first.end_token, len(first.val)) == (20, 1, 1)
+    second, said = build(five(), checkpoint)
+    assert said == [] and second.fingerprint == first.fingerprint
+
+    file = first.folder / "train.documents.bin"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    third, said = build(five(), checkpoint)
+    assert said[0].startswith("token cache is corrupt (train.documents.bin does not match its checksum)")
+    assert third.fingerprint == first.fingerprint and third.train.borders[0].tolist() == [5, 3]
+
+
+def test_the_cache_follows_all_that_decides_it(five: Make, checkpoint: Path, tmp_path: Path) -> None:
+    folders = {build(five(), checkpoint)[0].folder}
+    for change in ({"answers_only": False}, {"max_tokens": 5}, {"response_column": "prompt"}):
+        folders.add(build(five(**change), checkpoint)[0].folder)
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "j"}))
+    changed, _said = build(five(), checkpoint)
+    assert changed.end_token == 19
+    folders |= {changed.folder, build(five(), word_checkpoint(tmp_path / "other", begin=False))[0].folder}
+    assert len(folders) == 6
+
+
+# ---- mistakes ----
+
+
+def spoil(name: str, content: str | None) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (spoil("tokenizer.json", None), r"checkpoint: the folder holds no tokenizer\.json; AutoTokenizer"),
+        (spoil("tokenizer.json", "{}"), r"checkpoint: not a tokenizer\.json of the tokenizers library"),
+        (spoil("tokenizer_config.json", "{"), r"tokenizer_config\.json: cannot be read as a tokenizer's settings"),
+        (spoil("tokenizer_config.json", "[]"), r"tokenizer_config\.json: cannot be read as a tokenizer's settings"),
+        (spoil("tokenizer_config.json", '{"eos_token": "<end>"}'), "has no end-of-text token; <end> must be in it"),
+        (shutil.rmtree, r"checkpoint: no such file or folder"),
+    ],
+)
+def test_bad_tokenizers_are_one_line(
+    damage: Callable[[Path], Any], message: str, five: Make, checkpoint: Path, tmp_path: Path
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(UserError, match=message) as caught:
+        build(five(), checkpoint)
+    assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
+
+
+def test_the_end_token_may_stand_in_the_map(five: Make, checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    (checkpoint / "special_tokens_map.json").write_text('{"eos_token": "j"}')
+    assert build(five(), checkpoint)[0].end_token == 19
+    (checkpoint / "special_tokens_map.json").unlink()
+    assert build(five(), checkpoint)[0].end_token == 1  # </s> is known
+
+
+def test_too_little_is_one_line(five: Make, checkpoint: Path, config: Make, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.tokenizer=null: data=instructions needs a tokenizer\.json or a checkp"):
+        build(five(), None)
+    corpus, _said = build(five(), checkpoint)
+    assert PackedBlocks(corpus.train, 28, 0, None).num_blocks == 1
+    with pytest.raises(UserError, match=r"training\.seq_len=29: the training examples have 28 tokens, 29 are needed"):
+        PackedBlocks(corpus.train, 29, 0, None)
+    alone = write_examples(tmp_path / "a.jsonl", [("a", "b")])
+    with pytest.raises(UserError, match=r"data\.path=.*: holds no train examples"):
+        build(config(name="instructions", path=str(alone)), checkpoint)

@@ -1,0 +1,113 @@
+"""LoRA on a frozen Hugging Face model: the paper's fine-tuning setting (5.3), and what is watched in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tiny_lora import BASE, llama, lora_llama, token_blocks
+
+INT8: dict[str, Any] = {"low": "sim_int8", "recovery": "bf16", "targets": BASE}
+
+
+def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
+    logits = model(input_ids=blocks).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[:, 1:].flatten())
+
+
+def test_the_papers_fine_tuning_setting() -> None:
+    """40 layers, at most 10 in recovery: the base stays as it was to the last bit, and the adapters learn."""
+    model = lora_llama(layers=40, dropout=0.05)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 40 * 7 * 2 and all("lora_" in name for name in trained)
+    controller = gnmr.attach(
+        model, **INT8, unit="block", observe="adapter", max_o=10, t_lock=1, alpha=gnmr.TwoStage(1.5, 1.1, 3), beta=1.5,
+        delta=5,
+    )  # fmt: skip
+    assert controller.names == [f"base_model.model.model.layers.{i}" for i in range(40)]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    numbers, candidates = [], []
+    for blocks in token_blocks(24, length=8).split(2):
+        numbers.append(sum(all(o.recovering for o in group.operators) for group in controller.plan.groups))
+        assert numbers[-1] == sum(any(o.recovering for o in group.operators) for group in controller.plan.groups)
+        loss_of(model, blocks).backward()
+        decision = controller.step()
+        assert decision.observed.all() and (decision.norm > 0).all()
+        candidates.append(int(decision.candidate.sum()))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(numbers) == 10 < max(candidates)
+    assert min(numbers[1:]) < 10
+    controller.detach()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in trained), name
+
+
+@pytest.mark.parametrize("unit", ["operator", "block"])
+def test_adapter_norms_are_those_of_the_matrices_in_the_unit(unit: str) -> None:
+    model = lora_llama()
+    controller = gnmr.attach(model, **INT8, unit=unit, observe="adapter", max_o=1)
+    loss_of(model, token_blocks(2)).backward()
+    decision = controller.step()
+    assert len(decision.units) == (21 if unit == "operator" else 3)
+    for name, norm in zip(decision.units, decision.norm, strict=True):
+        below = name.removesuffix("base_layer")
+        own = [p.grad.flatten() for n, p in model.named_parameters() if n.startswith(below) and p.grad is not None]
+        assert len(own) == (2 if unit == "operator" else 14)
+        assert norm == pytest.approx(torch.cat(own).norm().item(), rel=1e-5)
+
+
+def test_without_adapters_there_is_a_way_out() -> None:
+    """Named in the error and in the warning; the model is left as it was."""
+    model = llama().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"unit 'model.layers.0' has no trainable parameter; .*observe='input_grad'"):
+        gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block", observe="adapter")
+    with pytest.raises(ValueError, match="observe='outputs': must be one of parameters, adapter, input_grad"):
+        gnmr.attach(model, observe="outputs")
+    assert not any(isinstance(module, gnmr.paths.PathLinear) for module in model.modules())
+    with pytest.warns(UserWarning, match=r"3 of 3 units .*observe='adapter' where .*else observe='input_grad'"):
+        gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block")
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_frozen_int8_layers_without_adapters(reentrant: bool | None) -> None:
+    """Only the embedding is trained: attentions (which return tuples) and MLPs are watched by their outputs'
+    gradients, the same under the library's own checkpointing."""
+    blocks = token_blocks(2)
+    plain, model = llama().requires_grad_(False), llama().requires_grad_(False)
+    for each in (plain, model):
+        each.get_input_embeddings().requires_grad_(True)
+    outputs: dict[str, Tensor] = {}
+    for name, module in plain.named_modules():
+        if name.endswith(("self_attn", "mlp")):
+            module.register_forward_hook(
+                lambda _m, _i, y, name=name: outputs.__setitem__(name, y[0] if isinstance(y, tuple) else y)
+            )
+    static = gnmr.attach(plain, low="sim_int8", recovery=None, unit="layer", observe="input_grad")
+    loss = loss_of(plain, blocks)
+    for y in outputs.values():
+        y.retain_grad()
+    loss.backward()
+
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", unit="layer", observe="input_grad", max_o=1)
+    loss_of(model, blocks).backward()
+    decision = controller.step()
+    assert decision.units == list(outputs) == static.names and decision.observed.all()
+    assert decision.norm.tolist() == pytest.approx([y.grad.norm().item() for y in outputs.values()], rel=1e-5)
+    controller.detach()
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks

@@ -1,0 +1,256 @@
+"""The callback in a Trainer against a loop by hand: the same norms and the same sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.controller import Decision
+from gnmr.controller.signals import SIGNALS
+from gnmr.errors import UserError
+from gnmr.paths import PathLinear
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from tiny_lora import BASE, llama, lora_llama, token_blocks
+from transformers import Trainer, TrainingArguments
+
+from gnmr.integrations.trainer import STATE_FILE, GnmrCallback
+
+ROUTED: dict[str, Any] = {"max_o": 1, "alpha": 1.02, "beta": 1.01}
+LORA = {**ROUTED, "low": "sim_int8", "recovery": "bf16", "unit": "block", "observe": "adapter", "targets": BASE}
+STEPS, ACCUMULATION, CLIP, LR = 8, 2, 0.05, 3e-3
+
+
+class Blocks(torch.utils.data.Dataset):
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+TOKENS = token_blocks(2 * ACCUMULATION * STEPS)
+
+
+class Noted(GnmrCallback):
+    """Keeps what its controller decided."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[Decision] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.decision is not None
+        self.seen.append(self.decision)
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    words: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "max_grad_norm": CLIP,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "optim": "adamw_torch",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**words, **changed})
+
+
+def made(model: nn.Module, folder: Path, options: dict[str, Any], **changed: Any) -> tuple[Trainer, Noted]:
+    trainer = Trainer(
+        model, arguments(folder, **changed), train_dataset=Blocks(TOKENS), eval_dataset=Blocks(TOKENS[:2])
+    )
+    callback = Noted(trainer, **options)
+    trainer.add_callback(callback)
+    return trainer, callback
+
+
+def by_hand(model: nn.Module, options: dict[str, Any], autocast: bool = False) -> list[Decision]:
+    """A plain loop: nothing of transformers but the model."""
+    controller = gnmr.attach(model, **options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    decisions = []
+    model.train()
+    for step in TOKENS.split(2 * ACCUMULATION):
+        for batch in step.split(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(input_ids=batch).logits
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+            (loss / ACCUMULATION).backward()
+            controller.micro_step()
+        decisions.append(controller.step())
+        norm = nn.utils.clip_grad_norm_(trained, CLIP)
+        assert norm > 2 * CLIP, "the clipping has to bite"
+        optimizer.step()
+        optimizer.zero_grad()
+    controller.detach()
+    return decisions
+
+
+def assert_same(theirs: list[Decision], ours: list[Decision], rtol: float) -> None:
+    assert len(theirs) == len(ours) == STEPS
+    for a, b in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(a.norm, b.norm, rtol=rtol)
+        np.testing.assert_array_equal(a.observed, b.observed)
+        np.testing.assert_array_equal(a.active, b.active)
+    chosen = {tuple(decision.active) for decision in ours}
+    assert len(chosen) > 2, "sets that never change show little"
+
+
+SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], float]] = {
+    "full": (llama, {**ROUTED, "low": "int4", "recovery": "int8"}, {}, 1e-5),
+    "lora": (lora_llama, LORA, {}, 1e-5),
+    "lora_bf16": (lora_llama, LORA, {"bf16": True}, 1e-5),
+    "lora_input_grad": (lora_llama, {**LORA, "observe": "input_grad", "unit": "operator", "max_o": 3}, {}, 1e-5),
+    "gsnr": (lora_llama, {**LORA, "signal": SIGNALS["gsnr"], "ranked": True, "unit": "layer"}, {}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_sets_as_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+    """Two micro-batches a step; the norms are those before a clipping that bites, or all ratios would be others."""
+    model, options, changed, rtol = SETTINGS[name]
+    trainer, callback = made(model(), tmp_path, options, **changed)
+    trainer.train()
+    assert not any(isinstance(module, PathLinear) for module in trainer.model.modules())  # detached
+    assert_same(callback.seen, by_hand(model(), options, autocast="bf16" in changed), rtol)
+
+
+def test_a_loss_scale_is_taken_out(tmp_path: Path) -> None:
+    """FP16's scaler without FP16, which CPUs do not train in; clipping off, which would unscale."""
+    seen = []
+    for scale in (None, 1024.0):
+        trainer, callback = made(lora_llama(), tmp_path, LORA, max_grad_norm=0.0)
+        if scale is not None:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        trainer.train()
+        seen.append(callback.seen)
+    assert_same(seen[1], seen[0], 1e-6)
+
+
+def test_what_the_log_shows(tmp_path: Path) -> None:
+    """In the Trainer's own entries, and its global norm is that of our units: nothing else is trained."""
+    trainer, callback = made(lora_llama(), tmp_path, LORA, logging_steps=3)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [3, 6]
+    for entry, window in zip(entries, (callback.seen[:3], callback.seen[3:6]), strict=True):
+        on = [int(decision.in_force.sum()) for decision in window]
+        assert entry["gnmr/promotion_frac"] == pytest.approx(sum(on) / 9)
+        assert entry["gnmr/hit_max_o_frac"] == pytest.approx(sum(on) / 3)  # max_o is 1
+        assert entry["gnmr/promotions"] == sum(e.event == "promote" for d in window for e in d.events)
+        assert entry["gnmr/max_risk"] == max(d.risk.max() for d in window)
+        assert entry["grad_norm"] == pytest.approx(math.sqrt((window[-1].norm ** 2).sum()), rel=1e-5)
+    assert sum(entry["gnmr/promotions"] for entry in entries) > 0
+
+
+def test_evaluation_is_on_the_16_bit_path(tmp_path: Path) -> None:
+    """Whatever the path in force: E2M1 would show."""
+    model = lora_llama()
+    trainer, _ = made(model, tmp_path, {**LORA, "low": "sim_e2m1"}, max_steps=1, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    told = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    with torch.no_grad():
+        logits = model(input_ids=TOKENS[:2]).logits[:, :-1]
+    assert told == pytest.approx(F.cross_entropy(logits.flatten(0, 1), TOKENS[:2, 1:].flatten()).item(), rel=1e-5)
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["attaches", "attached"])
+def test_resuming_gives_the_same_sets(ours: bool, tmp_path: Path) -> None:
+    def start(folder: Path) -> tuple[Trainer, Noted]:
+        model = lora_llama()
+        options = LORA if ours else {"controller": gnmr.attach(model, **LORA)}
+        return made(model, folder, options, save_strategy="steps", save_steps=4)
+
+    trainer, whole = start(tmp_path / "run")
+    trainer.train()
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert (checkpoint / STATE_FILE).exists() and not list(checkpoint.glob("*.tmp"))
+    trainer, rest = start(tmp_path / "other")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert len(rest.seen) == 4
+    for a, b in zip(rest.seen, whole.seen[4:], strict=True):
+        np.testing.assert_array_equal(a.norm, b.norm)
+        np.testing.assert_array_equal(a.risk, b.risk)
+        np.testing.assert_array_equal(a.in_force, b.in_force)
+        np.testing.assert_array_equal(a.active, b.active)
+    assert any(decision.in_force.any() for decision in rest.seen)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    trainer, _ = made(lora_llama(), tmp_path, LORA, save_strategy="steps", save_steps=4, max_steps=4)
+    trainer.train()
+    state = tmp_path / "checkpoint-4" / STATE_FILE
+
+    def refused(options: dict[str, Any], match: str) -> None:
+        model = lora_llama()
+        with pytest.raises(UserError, match=match) as error:
+            made(model, tmp_path, options)[0].train(resume_from_checkpoint=True)
+        assert "\n" not in str(error.value)
+        assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+    refused({**LORA, "unit": "layer"}, r"gnmr\.pt cannot be resumed here \(.*other units")
+    refused({**LORA, "low": "sim_e2m1"}, r"gnmr\.pt cannot be resumed here \(the paths' state belongs to low=sim_int8")
+    state.write_bytes(state.read_bytes()[:100])
+    refused(LORA, r"gnmr\.pt cannot be resumed here")
+    state.unlink()
+    refused(LORA, r"checkpoint-4 has no gnmr\.pt: it was saved without GnmrCallback")
+
+
+# ---- what is refused ----
+
+
+def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(match: str, options: dict[str, Any] = LORA, **changed: Any) -> None:
+        with pytest.raises(UserError, match=match) as error:
+            made(lora_llama(), tmp_path, options, **changed)[0].train()
+        assert "\n" not in str(error.value)
+
+    refused("auto_find_batch_size=True", auto_find_batch_size=True)
+    gsnr = {**LORA, "signal": SIGNALS["gsnr"]}
+    refused("gradient_accumulation_steps=1 a step has one alone", gsnr, gradient_accumulation_steps=1)
+    refused("gradient_accumulation_steps=3 the last step of an epoch", gsnr, gradient_accumulation_steps=3)
+    elsewhere = gnmr.attach(lora_llama(), **LORA)
+    refused("attached to another model", {"controller": elsewhere})
+    refused(r"options \(max_o\) are for attaching", {"controller": elsewhere, "max_o": 3})
+    with pytest.raises(TypeError, match="colour"):
+        made(lora_llama(), tmp_path, {"colour": 1})
+
+    trainer = Trainer(lora_llama(), arguments(tmp_path), train_dataset=Blocks(TOKENS))
+    for kind in ("FSDP", "DEEPSPEED", "MULTI_CPU"):
+        monkeypatch.setattr("accelerate.Accelerator.distributed_type", property(lambda _, kind=kind: kind))
+        with pytest.raises(UserError, match=rf"1 processes with 0 GPUs each \({kind}\) are not supported"):
+            GnmrCallback(trainer, **LORA)
+
+
+def test_a_callback_that_was_not_added_warns(tmp_path: Path) -> None:
+    trainer = Trainer(lora_llama(), arguments(tmp_path, max_steps=1), train_dataset=Blocks(TOKENS))
+    GnmrCallback(trainer, **LORA)
+    with pytest.warns(UserWarning, match="was not added to its Trainer"):
+        trainer.train()

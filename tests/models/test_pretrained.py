@@ -1,0 +1,163 @@
+"""Checkpoints in Hugging Face's layout: written and loaded again, adapters, and what cannot be used."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+
+from gnmr.config import AdapterConfig, ModelConfig
+from gnmr.errors import UserError
+from gnmr.models import Llama
+from gnmr.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
+from gnmr.paths import PathLinear, convert
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(32).view(2, 16) % 61
+
+
+def llama(**changes: object) -> Llama:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4} | changes
+    model = Llama(ModelConfig(**shape), 61, 32)  # type: ignore[arg-type]
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(llama(), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"tied_head": True}, {"rope_theta": 500.0}])
+def test_what_is_written_gives_equal_logits_when_it_is_loaded(tmp_path: Path, changes: dict[str, object]) -> None:
+    ours = llama(**changes)
+    save(ours, tmp_path / "hf")
+    theirs = load(str(tmp_path / "hf"), torch.float32, CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=TOKENS).logits, ours(TOKENS), rtol=1e-5, atol=1e-6)
+
+
+def test_neither_export_nor_adapters_draw_from_the_run(checkpoint: Path) -> None:
+    model, ours = load_frozen(checkpoint), llama()
+    before = torch.get_rng_state()
+    as_hugging_face(ours)
+    add_adapter(model, AdapterConfig(rank=2), seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def load_frozen(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return load(str(folder), dtype, CPU).requires_grad_(False)
+
+
+def test_only_the_adapters_are_trained_and_they_start_as_nothing(checkpoint: Path) -> None:
+    plain, model = load_frozen(checkpoint), load_frozen(checkpoint)
+    add_adapter(model, AdapterConfig(rank=2, targets=["q_proj", "down_proj"]), seed=0)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 2 and all(".lora_" in name for name in trained)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits)
+
+
+def test_adapters_are_drawn_from_the_seed(checkpoint: Path) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        model = load_frozen(checkpoint)
+        add_adapter(model, AdapterConfig(rank=2), seed)
+        return model.state_dict()["model.layers.1.self_attn.q_proj.lora_A.default.weight"]
+
+    torch.manual_seed(5)
+    first = drawn(1)
+    assert torch.equal(first, drawn(1)) and not torch.equal(first, drawn(2))
+
+
+def test_adapters_keep_32_bits_and_compute_in_16(checkpoint: Path) -> None:
+    model = load_frozen(checkpoint, torch.bfloat16)
+    add_adapter(model, AdapterConfig(rank=2, dropout=0.0), seed=0)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    down, up = layer.lora_A["default"], layer.lora_B["default"]
+    assert down.weight.dtype == up.weight.dtype == torch.float32
+    with torch.no_grad():
+        up.weight.normal_()
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    hidden = torch.nn.functional.linear(x, down.weight.bfloat16())
+    added = torch.nn.functional.linear(hidden, up.weight.bfloat16()) * 8.0  # scaling 16 over rank 2
+    expected = layer.base_layer(x) + added
+    assert expected.dtype == torch.bfloat16 and torch.equal(layer(x), expected)
+
+
+def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path) -> None:
+    model = load_frozen(checkpoint)
+    convert(model, "sim_int8", "bf16", unit="block")
+    add_adapter(model, AdapterConfig(rank=2, dropout=0.0), seed=0)
+    assert sum(isinstance(module, PathLinear) for module in model.modules()) == 14
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    save(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(load_frozen(checkpoint), tmp_path / "adapter")
+    merged = peft.PeftModel.from_pretrained(load_frozen(checkpoint), tmp_path / "adapter").merge_and_unload()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, PathLinear):
+                module.shared.exact = True
+        expected = model(input_ids=TOKENS).logits
+        torch.testing.assert_close(theirs(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_weights_has_the_same_shapes(checkpoint: Path) -> None:
+    shapes = {name: p.shape for name, p in load(str(checkpoint), torch.bfloat16, CPU).named_parameters()}
+    model = empty(str(checkpoint), torch.bfloat16)
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_fingerprint_is_that_of_the_weights(checkpoint: Path, tmp_path: Path) -> None:
+    first = fingerprint(str(checkpoint))
+    save(llama(), tmp_path / "again")
+    assert fingerprint(str(tmp_path / "again")) == first
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    assert fingerprint(str(checkpoint)) != first
+
+
+def refused(checkpoint: str) -> str:
+    with pytest.raises(UserError) as told:
+        load(checkpoint, torch.float32, CPU)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_what_cannot_be_loaded_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    assert refused("/nowhere/at/all").endswith("there is no such folder or hub name")
+    (tmp_path / "bare").mkdir()
+    assert "has no config.json" in refused(str(tmp_path / "bare"))
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors: is missing, truncated or no safetensors file" in refused(str(checkpoint))
+    weights.unlink()
+    assert "holds no *.safetensors" in refused(str(checkpoint))
+    (checkpoint / "config.json").write_text("{")
+    assert "cannot be loaded (" in refused(str(checkpoint))
+
+
+def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    assert "a gpt2 model, which is not LLaMA-like" in refused(str(tmp_path))
+
+
+def test_missing_weights_are_named(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert "9 weights are missing or of another shape (the first is model.layers.2." in refused(str(checkpoint))
+
+
+def test_adapter_targets_that_match_nothing_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=r"targets=\['qkv_proj'\]: no linear has such a name; there are down_proj"):
+        add_adapter(load_frozen(checkpoint), AdapterConfig(rank=2, targets=["qkv_proj"]), 0)

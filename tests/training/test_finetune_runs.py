@@ -1,0 +1,198 @@
+"""Runs that fine-tune a checkpoint: adapters on a frozen base, packed examples, what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from everything import differences, everything
+
+from gnmr.config import ModelConfig
+from gnmr.data import Batch
+from gnmr.errors import UserError
+from gnmr.models import Llama
+from gnmr.models.pretrained import load, save
+from gnmr.records.reader import read_json, read_jsonl
+from gnmr.training.parts import Parts, assemble, training_blocks, validation
+from gnmr.training.step import TrainStep, evaluate, loss_of, num_targets
+
+LETTERS = "abcdefghij"
+Words = list[str]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA of three blocks and a tokenizer of letters, in Hugging Face's layout."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = Tokenizer(
+        models.WordLevel({"</s>": 0, "?": 1} | {x: 2 + i for i, x in enumerate(LETTERS)}, unk_token="?")
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shape = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4)
+    model = Llama(shape, 16, 64)
+    model.init_weights(torch.Generator().manual_seed(0))
+    save(model, folder / "hf", folder / "tokenizer.json")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and answers of some letters each."""
+    draw, file = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
+
+    def letters(least: int, most: int) -> str:
+        return " ".join(draw.choices(LETTERS, k=draw.randint(least, most)))
+
+    lines = [{"prompt": letters(2, 6), "response": letters(1, 8)} for _ in range(200)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture
+def words(base: Path, rows: Path) -> Words:
+    return [
+        *("model.name=pretrained", f"model.checkpoint={base}", "model.adapter.rank=2", "model.adapter.dropout=0.1"),
+        *("data.name=instructions", f"data.path={rows}", "paths.unit=block", "training.accumulation=2"),
+        *("paths.low=sim_int8", "paths.recovery=bf16", "controller.observe=adapter", "optim.lr=0.01"),
+        *("controller.max_o=1", "training.dtype=float32", "optim.clip_norm=1.0"),
+    ]
+
+
+@pytest.fixture
+def assembled(tiny, tmp_path: Path, words: Words) -> Callable[..., Parts]:
+    return lambda *more: assemble(tiny(*words, *more), tmp_path / "unused", lambda _: None)
+
+
+def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
+    train, tmp_path: Path, words: Words, base: Path
+) -> None:
+    folder = train(tmp_path / "run", *words)
+    header = read_json(folder / "header.json")
+    assert header["units"] == [f"model.layers.{i}" for i in range(3)]
+    assert header["trained_parameters"] == 3 * 2 * (4 * 64 + 3 * 80) < header["parameters"]
+    steps = read_jsonl(folder / "steps.jsonl")
+    assert max(row["num_active"] for row in steps) == 1 and not any(row["skipped"] for row in steps)
+    names = set(everything(folder)["state"]["model"])
+    assert names and all(".lora_" in name for name in names)
+    model = peft.PeftModel.from_pretrained(load(str(base), torch.float32, torch.device("cpu")), folder / "adapter")
+    added = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(added) == 21 and all(p.abs().max() > 0 for p in added)
+
+
+def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, words: Words, monkeypatch) -> None:
+    """Dropout and the order of the examples included."""
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    whole = everything(train(tmp_path / "whole", *words))
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", call)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", *words)
+    assert differences(whole, everything(train(tmp_path / "run", *words))) == []
+
+
+def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, words: Words) -> None:
+    plain = everything(train(tmp_path / "plain", *words))
+    seen = everything(train(tmp_path / "oracle", *words, "records.evidence=[true_gap]"))
+    assert differences(plain["state"]["model"], seen["state"]["model"]) == []
+
+
+def test_a_run_does_not_go_on_from_another_base(train, tmp_path: Path, words: Words, base: Path) -> None:
+    copy = tmp_path / "base"
+    copy.mkdir()
+    for file in base.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    own = [f"model.checkpoint={copy}" if word.startswith("model.checkpoint") else word for word in words]
+    folder = train(tmp_path / "run", *own)
+    (folder / "DONE").unlink()
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\0\0")
+    with pytest.raises(UserError, match=r"belongs to another run .* from checkpoint"):
+        train(folder, *own)
+
+
+def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -> None:
+    """Micro-batches hold unequal numbers of targets."""
+    parts = assembled("model.adapter.dropout=0.0", "paths.low=bf16", "paths.recovery=null", "controller.warmup_frac=0")
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    batches = [blocks.next(2), blocks.next(2)]
+    counts = [num_targets(batch) for batch in batches]
+    assert all(isinstance(batch, Batch) for batch in batches) and counts[0] != counts[1]
+    total = sum(loss_of(parts.model, batch) * count for batch, count in zip(batches, counts, strict=True)) / sum(counts)
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(total, trained)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected))
+    result = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)(batches, 1e-3)
+    assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
+
+
+def test_evaluation_is_the_mean_over_all_targets(assembled) -> None:
+    parts = assembled()
+    held_out = validation(parts.config, parts.corpus, 5)
+    parts.model.eval()
+    with torch.no_grad(), parts.plan.exact():
+        whole = float(loss_of(parts.model, held_out))
+    parts.model.train()
+    assert evaluate(parts.model, parts.plan, held_out, 2) == pytest.approx(whole, rel=1e-6)
+    assert parts.model.training
+
+
+def test_a_gradient_that_is_not_finite_leaves_adapters_and_moments(assembled) -> None:
+    parts = assembled("model.adapter.dropout=0.0")
+    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    step([blocks.next(2)], 1e-3)
+    trained = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    layer = "model.layers.1.mlp.up_proj.lora_B.default.weight"
+    handle = trained[layer].register_hook(lambda gradient: gradient * math.nan)
+    result = step([blocks.next(2)], 1e-3)
+    handle.remove()
+    assert result.skipped and result.nonfinite_unit == "model.layers.1"
+    assert all(torch.equal(before[name], p) for name, p in trained.items())
+    assert parts.controller.active == ["model.layers.1"]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, words: Words, text_file: Path) -> None:
+    from gnmr.data import prepare
+
+    own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path
+    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer \(or data.tokenizer\) has 300"):
+        assemble(tiny(*words, f"data.tokenizer={own}"), tmp_path / "unused", lambda _: None)
+
+
+def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, words: Words, rows: Path) -> None:
+    """Pre-training, export, fine-tuning: the whole path, and weights that arrive unchanged."""
+    first = train(tmp_path / "first", "training.export_hf=true", "model.num_layers=2")
+    own = [f"model.checkpoint={first / 'hf'}" if word.startswith("model.checkpoint") else word for word in words]
+    second = train(
+        tmp_path / "second", *own, "training.export_hf=true", "model.adapter.rank=0", "controller.observe=parameters"
+    )
+    assert (second / "DONE").exists() and not (second / "adapter").exists()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (second / "hf").iterdir()}
+    trained = everything(second)["state"]["model"]
+    again = load(str(second / "hf"), torch.float32, torch.device("cpu")).state_dict()
+    assert differences(dict(trained), {name: again[name] for name in trained}) == []
+
+
+def test_a_model_without_a_layout_there_is_refused_before_it_trains(tiny, train, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"training\.export_hf"):
+        train(tmp_path / "run", "model.name=gpt", "training.export_hf=true")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,132 @@
+"""The memory plan, against what a real step of the same run keeps and allocates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from gnmr.config import Config
+from gnmr.errors import UserError
+from gnmr.launch import compose
+from gnmr.training.memory import GB, MemoryPlan, plan_run
+from gnmr.training.parts import Parts, assemble
+from gnmr.training.step import loss_of
+
+
+def rows(plan: MemoryPlan) -> dict[str, int]:
+    return {what: size for what, size, _ in plan.rows}
+
+
+def saved_by(parts: Parts, tokens: torch.Tensor) -> int:
+    """Bytes that autograd really saves of a forward pass besides the weights."""
+    known = {p.untyped_storage().data_ptr() for p in parts.model.parameters()}
+    storages, alive = {}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(parts.model, tokens)
+    return sum(storages.values())
+
+
+def peak_of(step: object) -> int:
+    """The most bytes that PyTorch had allocated during `step` beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()  # type: ignore[operator]
+    now = most = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+WORDS = [
+    "model.hidden_size=64",
+    "model.intermediate_size=160",
+    "model.num_layers=3",
+    "data.vocab_size=512",
+    "training.dtype=float32",
+    "training.batch_size=4",
+    "training.seq_len=128",
+    "training.steps=2",
+]
+
+
+PLAIN = ["paths.low=bf16", "paths.recovery=null"]
+
+
+@pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("bf16", "null"), ("sim_e3m2", "fp8_hybrid")])
+def test_what_is_kept_for_backward_is_what_a_real_step_keeps(tiny, tmp_path: Path, low: str, recovery: str) -> None:
+    config: Config = tiny(*WORDS, f"paths.low={low}", f"paths.recovery={recovery}")
+    parts = assemble(config, tmp_path / "unused", lambda _: None)
+    tokens = torch.randint(0, parts.corpus.vocab_size, (4, 129))
+    expected = saved_by(parts, tokens)
+    # The tables of rotary positions are made in the first forward pass: they count as kept, and are not.
+    assert rows(plan_run(config))["kept for backward"] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_step_allocates_what_is_planned(tiny, tmp_path: Path) -> None:
+    config: Config = tiny(*WORDS, *PLAIN)
+    parts = assemble(config, tmp_path / "unused", lambda _: None)
+    tokens = torch.randint(0, parts.corpus.vocab_size, (4, 129))
+    loss_of(parts.model, tokens).backward()
+    parts.optimizer.zero_grad()
+    planned = rows(plan_run(config))
+    expected = planned["kept for backward"] + planned["loss in backward"]
+    assert peak_of(lambda: loss_of(parts.model, tokens).backward()) == pytest.approx(expected, rel=0.15)
+    held = planned["trained weights"] + planned["optimizer"]
+    numbers = sum(p.numel() for p in parts.model.parameters())
+    assert held == pytest.approx(3 * 4 * numbers, rel=0.01)
+
+
+def test_activation_checkpointing_keeps_the_blocks_inputs_and_one_block(tiny) -> None:
+    config = [*WORDS, *PLAIN]
+    plain, sparing = (
+        rows(plan_run(tiny(*config))),
+        rows(plan_run(tiny(*config, "training.activation_checkpointing=true"))),
+    )
+    assert "recomputed block" not in plain
+    per_block = 4 * 128 * 64 * 4
+    saved = plain["kept for backward"] - sparing["kept for backward"]
+    assert saved == pytest.approx(3 * sparing["recomputed block"] - 3 * per_block, rel=0.05)
+
+
+@pytest.fixture
+def llama_13b(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> None:
+    words = ["model=pretrained", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
+    planned = plan_run(compose(words))
+    assert rows(planned)["frozen weights"] == 13_015_864_320 * 2
+    # Rank 8 around seven projections: 8 x (inputs + outputs) numbers each, in FP32, and Adam's two moments.
+    numbers = 40 * 8 * (4 * (5120 + 5120) + 3 * (5120 + 13824))
+    assert rows(planned)["trained weights"] == numbers * 4
+    assert rows(planned)["optimizer"] == pytest.approx(2 * numbers * 4, rel=1e-4)
+    assert 26 * GB < planned.total < 80 * GB
+    assert "one device of 80 GB (A100, H100): fits" in str(planned)
+
+
+def test_a_checkpoint_that_is_not_there_ends_in_one_line() -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        plan_run(compose(["model=pretrained", "model.checkpoint=/nowhere", "scale=finetune_13b", "paths=bf16"]))
