@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -588,6 +588,37 @@ class TrainingConfig:
         return self.seq_len * self.batch_size * self.accumulation
 
 
+TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """Language tasks that the model is scored on in training (gnmr/evaluation); changes no number of the run itself."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Some of gsm8k, mmlu, hellaswag, wikitext2, at the run's end; empty: none. Needs gnmr[finetune]."""
+    every: int | None = None
+    """Steps between scorings before that; null: at the end only."""
+    limit: int | None = None
+    """Items of a task at the most, of mmlu of each subject; null: all."""
+    shots: int | None = None
+    """Examples in the prompts of gsm8k and mmlu; null: 5."""
+    data: str | None = None
+    """Folder of local task files (gnmr/evaluation/tasks.py); null: the hub."""
+    path: str = "16bit"
+    """Path in force while scoring: 16bit, or low: the run's low-cost path."""
+    batch_size: int = 8
+    """Inputs a pass."""
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            _one_of("scores.tasks", task, TASKS)
+        _one_of("scores.path", self.path, ("16bit", "low"))
+        for key in ("every", "limit", "batch_size"):
+            _positive(f"scores.{key}", getattr(self, key), optional=key != "batch_size")
+        _require(self.shots is None or self.shots >= 0, "scores.shots", self.shots, "must be 0 or more, or null")
+
+
 @dataclass(frozen=True)
 class RecordsConfig:
     """What is written and shown; nothing here changes the numbers of a run."""
@@ -629,6 +660,7 @@ class Config:
     stress: StressConfig = field(default_factory=StressConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     records: RecordsConfig = field(default_factory=RecordsConfig)
+    scores: ScoresConfig = field(default_factory=ScoresConfig)
     experiment_name: str = "custom"
     """First folder of the run's path."""
     scale_name: str = "custom"
@@ -695,6 +727,7 @@ _OUTSIDE_THE_HASH = (
     "records.wandb_project",
     "records.wandb_every",
     "records.monitor",
+    *(f"scores.{key.name}" for key in fields(ScoresConfig)),
 )
 
 

@@ -32,7 +32,7 @@ compose = cache(lambda *words: launch.compose(list(words)))
 
 
 @pytest.mark.parametrize(
-    "group", ["experiment", "model", "data", "paths", "controller", "optim", "training", "records"]
+    "group", ["experiment", "model", "data", "paths", "controller", "optim", "training", "records", "scores"]
 )
 def test_every_choice_composes(group):
     for choice in choices(group):
@@ -49,6 +49,7 @@ def test_every_choice_composes(group):
 def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
+    tested |= {"scores"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
     nested = {"controller/signal", "optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"} | {"hierarchy/int8"}
     assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant", "recipe", "hierarchy"}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -31,10 +32,10 @@ OBSERVE = ("parameters", "adapter", "input_grad")
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
     """The module in which or at whose output a unit is watched. ValueError where the model has none of its name."""
-    try:
-        return model.get_submodule(unit.removesuffix(".base_layer"))
-    except AttributeError:
-        raise ValueError(f"unit {unit!r}: the model has no module of this name to observe") from None
+    for name in (unit, f"base_model.model.{unit}"):  # what peft's own model puts in front
+        with suppress(AttributeError):
+            return model.get_submodule(name.removesuffix(".base_layer"))
+    raise ValueError(f"unit {unit!r}: the model has no module of this name to observe")
 
 
 def adapters(model: nn.Module, unit: str) -> tuple[nn.Parameter, ...]:

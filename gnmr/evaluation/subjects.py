@@ -159,7 +159,7 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
     plan = None
     if in_force == "low":
         plan = build_plan(model, config.paths, config.training.seed)
-        _check_low(plan, config)
+        check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
     return of_run(str(folder), model, corpus.tokenizer_path, config.training.seq_len, device, in_force, plan, facts)
 
@@ -173,7 +173,7 @@ def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.devic
         raise UserError(f"{folder}: began from other weights than model.checkpoint={checkpoint} holds now")
     model, plan = pretrained_model(config, device)
     if in_force == "low":
-        _check_low(plan, config)
+        check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
     return of_checkpoint(str(folder), model, checkpoint, device, in_force, plan, facts)
 
@@ -256,7 +256,7 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
     )
 
 
-def _check_low(plan: Plan, config: Config) -> None:
+def check_low(plan: Plan, config: Config) -> None:
     """UserError where the low path's forward pass is that of the 16-bit path."""
     low = plan.low
     if isinstance(low, Recipe):

@@ -75,6 +75,13 @@ class Recorder:
         self._wandb.eval(row)
         self._view.eval(row)
 
+    def scores(self, row: dict[str, Any]) -> None:
+        """A row of `SCORE_FIELDS`; its main figures go to whoever watches."""
+        self._writer.scores(row)
+        for name, task in row["tasks"].items():
+            told = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
+            self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {told}")
+
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`."""
         self._writer.events(rows)

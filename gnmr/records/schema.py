@@ -7,6 +7,8 @@ A run folder holds
                     (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
+    scores.jsonl    one `SCORE_FIELDS` row a scoring; only where conf/scores asks for tasks
+    scores.json     what `gnmr eval` wrote of the run, if it did
     events.jsonl    one `EVENT_FIELDS` row a promotion or release
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
     ratios.rows     `ratio_schema` rows as they are made (gnmr.records.ratios); becomes ratios.parquet when the run ends
@@ -63,6 +65,12 @@ EVAL_FIELDS: dict[str, str] = {
     "tokens": "training tokens seen",
     "val_loss": "mean cross-entropy over the fixed validation blocks on the 16-bit path, nats",
     "val_ppl": "exp(val_loss)",
+}
+
+SCORE_FIELDS: dict[str, str] = {
+    "step": "scored after this step",
+    "path": "path in force while scoring: 16bit or low",
+    "tasks": "what `gnmr.evaluation.score` found: {task: {metrics: {name: {value, stderr}}, items, ...}}",
 }
 
 EVENT_FIELDS: dict[str, str] = {

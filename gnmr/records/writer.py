@@ -13,10 +13,11 @@ from typing import Any
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines, cut_jsonl, replace_json, replace_text
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
-from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, STEP_FIELDS, RatioRows
+from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.summary import summarize
 
 _JSONL = {"steps.jsonl": STEP_FIELDS, "eval.jsonl": EVAL_FIELDS, "events.jsonl": EVENT_FIELDS}
+_SCORES = "scores.jsonl"
 _RATIOS = ("ratios.rows", "ratios.parquet")
 _ENDS = ("DONE", "FAILED", "summary.json")
 _RESERVE_BYTES = 256 * 1024
@@ -67,6 +68,13 @@ class RunWriter:
     def eval(self, row: dict[str, Any]) -> None:
         """A row of `EVAL_FIELDS`."""
         self._append("eval.jsonl", [row])
+
+    def scores(self, row: dict[str, Any]) -> None:
+        """A row of `SCORE_FIELDS`."""
+        with self._guard(_SCORES):
+            if _SCORES not in self._lines:
+                self._lines[_SCORES] = JsonLines(self.folder / _SCORES, SCORE_FIELDS)
+            self._lines[_SCORES].write([row])
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`, in order of their step."""
@@ -124,6 +132,8 @@ class RunWriter:
     def _cut(self, last_step: int) -> None:
         for name in _JSONL:
             cut_jsonl(self.folder / name, last_step)
+        if (self.folder / _SCORES).exists():
+            cut_jsonl(self.folder / _SCORES, last_step)
         stream, parquet = (self.folder / name for name in _RATIOS)
         if parquet.exists() and not stream.exists():
             parquet_to_stream(parquet, stream)

@@ -117,6 +117,14 @@ TABLE_13: dict[Control, tuple[float, ...]] = {
 }
 """Mixture of experts (E.6), training loss at `STEPS_13`; 3.7B."""
 
+SCALE_7 = "13b"
+TABLE_7: dict[tuple[str, str | None], tuple[float, float, float, float]] = {
+    ("bf16", None): (15.09, 29.92, 64.62, 5.4503),
+    ("llm_int8", None): (14.71, 29.88, 64.55, 5.4519),
+    ("llm_int8", "bf16"): (15.01, 29.92, 64.67, 5.4511),
+}
+"""Fine-tuning (5.3), by the two paths' recipes: GSM8K exact match, MMLU, HellaSwag [%], WikiText-2 perplexity."""
+
 TOKENS_15 = tuple(0.4e9 * place for place in range(11))
 TABLE_15: dict[Control, tuple[float, ...]] = {
     (4, False): (12.261, 4.656, 4.177, 3.670, 3.527, 3.348, 3.314, 3.238, 3.170, 3.156, 3.124),

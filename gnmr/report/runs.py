@@ -80,6 +80,12 @@ class Run:
         return read_jsonl(self.folder / "events.jsonl")
 
     @cached_property
+    def scores(self) -> dict[str, Any]:
+        """`SCORE_FIELDS` of its last scoring, in training or, where there was none, by `gnmr eval`; empty: none."""
+        rows = read_jsonl(self.folder / "scores.jsonl")
+        return rows[-1] if rows else read_json(self.folder / "scores.json") or {}
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """`SUMMARY_FIELDS`: what summary.json says, the rest counted from the rows; None where nothing is known."""
         written = read_json(self.folder / "summary.json") or {}

@@ -40,6 +40,7 @@ from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.optim import learning_rate
 from gnmr.training.parts import Blocks, Parts, assemble, device_of, tokens_of, train_step, training_blocks, validation
 from gnmr.training.provenance import commit, machine
+from gnmr.training.scores import check_scores, score_now
 from gnmr.training.step import StepResult, evaluate
 
 
@@ -73,6 +74,7 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
         if not _out_of_memory(error):
             raise
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
+    check_scores(parts)
     with _locked(folder):
         _check_folder(folder, config)  # again: another process may have ended this run meanwhile
         if (folder / "DONE").exists():
@@ -156,6 +158,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
                 status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
             if status == "done":
                 export(parts)
+                if config.scores.tasks:
+                    recorder.scores(score_now(parts, counters.step, recorder.say))
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
         except KeyboardInterrupt:
             recorder.finish("interrupted", "stopped by a second Ctrl-C, without a checkpoint")
@@ -230,6 +234,9 @@ def loop(
             if not math.isfinite(val_loss):
                 raise RunFailed(f"the validation loss after step {step} is {val_loss}")
             recorder.eval({**row, "val_ppl": torch.tensor(val_loss, dtype=torch.float64).exp().item()})
+        scored = config.scores.tasks and config.scores.every is not None and step % config.scores.every == 0
+        if scored and not last:
+            recorder.scores(score_now(parts, step, recorder.say))
         if stop or last or step % training.checkpoint_every == 0:
             save()
         if stop and not last:

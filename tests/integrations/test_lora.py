@@ -34,7 +34,7 @@ def test_the_papers_fine_tuning_setting() -> None:
         model, **INT8, unit="block", observe="adapter", max_o=10, t_lock=1, alpha=gnmr.TwoStage(1.5, 1.1, 3), beta=1.5,
         delta=5,
     )  # fmt: skip
-    assert controller.names == [f"base_model.model.model.layers.{i}" for i in range(40)]
+    assert controller.names == [f"model.layers.{i}" for i in range(40)]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     numbers, candidates = [], []
     for blocks in token_blocks(24, length=8).split(2):
@@ -62,7 +62,7 @@ def test_adapter_norms_are_those_of_the_matrices_in_the_unit(unit: str) -> None:
     decision = controller.step()
     assert len(decision.units) == (21 if unit == "operator" else 3)
     for name, norm in zip(decision.units, decision.norm, strict=True):
-        below = name.removesuffix("base_layer")
+        below = f"base_model.model.{name}."
         own = [p.grad.flatten() for n, p in model.named_parameters() if n.startswith(below) and p.grad is not None]
         assert len(own) == (2 if unit == "operator" else 14)
         assert norm == pytest.approx(torch.cat(own).norm().item(), rel=1e-5)

@@ -16,7 +16,7 @@ from report_recorded import Recorded
 from gnmr.report import published
 from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import Comparison
-from gnmr.report.paper_tables import paper_tables, table_2, table_4, table_9, table_13, table_15
+from gnmr.report.paper_tables import paper_tables, table_2, table_4, table_7, table_9, table_13, table_15
 from gnmr.report.paper_tables.training_loss import loss_at
 from gnmr.report.routing import routing
 from gnmr.report.runs import Columns, Run
@@ -230,3 +230,30 @@ def test_casts_and_watched_modules_are_means_over_the_seeds() -> None:
     (comparison,) = recorded.comparisons()
     assert [row[1:] for row in casts(comparison).rows] == [["3", "0", "-", "-", "0", "0.5", "-", "-"]]
     assert [row[1:] for row in watched(comparison).rows] == [["0.7500", "2.00"]]
+
+
+def test_table_7_has_the_four_scores_and_the_papers_beside_its_model() -> None:
+    def scores(gsm8k: float, perplexity: float) -> dict[str, Any]:
+        tasks = {
+            "gsm8k": {"metrics": {"exact_match,strict-match": {"value": gsm8k}}, "items": 5},
+            "wikitext2": {"metrics": {"token_perplexity": {"value": perplexity}}, "items": 1},
+        }
+        return {"step": 10, "path": "16bit", "tasks": tasks}
+
+    tables = {}
+    for scale in ("finetune_cpu", "finetune_13b"):
+        recorded = Recorded("finetune", scale)
+        recorded.add("bf16", 2.0, 2.1)
+        recorded.add("llm_int8", 2.0, 2.1)
+        for run, (exact, perplexity) in zip(recorded.runs, [(0.1, 5.0), (0.2, 7.0), (0.0, 6.0)], strict=False):
+            run.__dict__["scores"] = scores(exact, perplexity)
+        recorded.runs[3].__dict__["scores"] = {}
+        (comparison,) = recorded.comparisons()
+        tables[scale] = table_7(comparison)
+    ours = {cells[0]: cells[1:] for cells in tables["finetune_cpu"].rows}
+    assert (ours["bf16"][1], ours["bf16"][4]) == ("15.00 ± 7.07", "6.0000 ± 1.4142")
+    assert (ours["llm_int8"][1], ours["llm_int8"][4]) == ("0.00 ± -", "6.0000 ± -")
+    assert ours["bf16"][2] == "-" and "items: gsm8k 5, wikitext2 1" in notes(tables["finetune_cpu"])
+    theirs = ["  the paper's", "", "15.09", "29.92", "64.62", "5.4503"]
+    large = [cells[:6] for cells in tables["finetune_13b"].rows]
+    assert large[[cells[0] for cells in large].index("bf16") + 1] == theirs

@@ -9,7 +9,8 @@ from __future__ import annotations
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import Table
 from gnmr.report.paper_tables.act_quant import table_1, table_3, table_5, table_6, table_10, table_11
-from gnmr.report.paper_tables.common import ACT_QUANT, MOE, PANGU, RECIPE, setting
+from gnmr.report.paper_tables.common import ACT_QUANT, FINETUNE, MOE, PANGU, RECIPE, setting
+from gnmr.report.paper_tables.fine_tuning import table_7
 from gnmr.report.paper_tables.recipe import table_2, table_4, table_9
 from gnmr.report.paper_tables.training_loss import table_13, table_15
 
@@ -21,6 +22,7 @@ __all__ = [
     "table_4",
     "table_5",
     "table_6",
+    "table_7",
     "table_9",
     "table_10",
     "table_11",
@@ -31,13 +33,16 @@ __all__ = [
 
 def paper_tables(experiment: str, comparisons: list[Comparison]) -> list[Table]:
     """Those of the paper's tables for which these runs have rows."""
-    of = {name: [one for one in comparisons if setting(one) == name] for name in (ACT_QUANT, RECIPE, MOE, PANGU)}
+    of = {
+        name: [one for one in comparisons if setting(one) == name] for name in (ACT_QUANT, RECIPE, MOE, PANGU, FINETUNE)
+    }
     found = [table_1(experiment, of[ACT_QUANT])]
     found += map(table_2, of[RECIPE])
     found.append(table_3(experiment, comparisons))
     found += map(table_4, of[RECIPE])
     for comparison in comparisons:
         found += [table_5(comparison), table_6(comparison)]
+    found += map(table_7, of[FINETUNE])
     found += [table_9(experiment, of[RECIPE]), table_10(experiment, of[ACT_QUANT])]
     found += map(table_11, comparisons)
     found += map(table_13, of[MOE])

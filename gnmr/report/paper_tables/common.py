@@ -15,8 +15,8 @@ from gnmr.report.layout import NOTHING, Table, count, measure
 GNMR = ("gnmr_delta", "gnmr", "delta_gnmr")
 THEIRS = "  the paper's"
 """First cell of the row that holds the paper's figures for the row above it."""
-ACT_QUANT, RECIPE, MOE, PANGU = "act_quant", "recipe", "moe", "pangu"
-_EXPERIMENTS = {"deepseek_recipe": RECIPE, "moe_stress": MOE, "pangu_4bit": PANGU}
+ACT_QUANT, RECIPE, MOE, PANGU, FINETUNE = "act_quant", "recipe", "moe", "pangu", "finetune"
+_EXPERIMENTS = {"deepseek_recipe": RECIPE, "moe_stress": MOE, "pangu_4bit": PANGU, "finetune": FINETUNE}
 
 
 def setting(comparison: Comparison) -> str:
