@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from gnmr.config import AdapterConfig
 from gnmr.errors import UserError
 from gnmr.models.llama import Llama
-from gnmr.paths.convert import select
+from gnmr.names import select
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads

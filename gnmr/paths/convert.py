@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gnmr.names import select
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.fp8 import check_backend
 from gnmr.paths.groups import Group, check_unit, grouped, operator_names
@@ -245,17 +245,6 @@ def _kept_bits(path: Path) -> int:
     if isinstance(path, Format):
         return path.bits
     return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16
-
-
-def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
-    chosen, empty = [], list(patterns)
-    for name in names:
-        found = [p for p in patterns if fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}")]
-        if found:
-            chosen.append(name)
-            empty = [pattern for pattern in empty if pattern not in found]
-    return chosen, empty
 
 
 def convert(

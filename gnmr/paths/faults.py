@@ -40,7 +40,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.paths.convert import Plan, select
+from gnmr.names import select
+from gnmr.paths.convert import Plan
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype

@@ -23,8 +23,8 @@ from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.data.batch import Batch, model_inputs
 from gnmr.models import Decoder
+from gnmr.names import select
 from gnmr.paths import Plan
-from gnmr.paths.convert import select
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms import StepContext, Transform
 

@@ -1,0 +1,17 @@
+"""Patterns of dotted names: which modules a user means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+
+def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
+    chosen, empty = [], list(patterns)
+    for name in names:
+        found = [p for p in patterns if fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}")]
+        if found:
+            chosen.append(name)
+            empty = [pattern for pattern in empty if pattern not in found]
+    return chosen, empty
