@@ -18,7 +18,6 @@ from gnmr import config
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training import run as run_module
 
 HEAD = "step,unit,norm\n"
 POSITIVE = "must be a positive number"
@@ -205,7 +204,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
 
 
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "_ORACLE_PARAMETERS", 20_000)
+    monkeypatch.setattr("gnmr.training.parts._ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
     assert line.startswith("controller.signal.name=oracle: runs both paths in every step, for small models: ")
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
