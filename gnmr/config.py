@@ -680,6 +680,19 @@ class Config:
             True,
             f"Hugging Face's layout is written for llama and pretrained, not for model.name={self.model.name}",
         )
+        _require(
+            not self.training.export_hf or self.model.adapter.rank == 0,
+            "training.export_hf",
+            True,
+            "with adapters the run leaves adapter/, for peft to put on the checkpoint; use model.adapter.rank=0 for a "
+            "whole model",
+        )
+        _require(
+            self.model.checkpoint is None or self.data.tokenizer is None,
+            "data.tokenizer",
+            self.data.tokenizer,
+            "model=pretrained reads its checkpoint's own tokenizer; leave it null",
+        )
         if (
             self.training.activation_checkpointing
             and self.paths.site == "forward"

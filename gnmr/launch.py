@@ -41,6 +41,8 @@ def train(argv: list[str]) -> None:
         argv = overrides_first(argv)
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
+    if sweeping and any(word.replace(" ", "").lower() == "plan=true" for word in argv):
+        raise UserError("plan=true: plans one run; leave out -m")
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
 

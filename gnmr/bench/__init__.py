@@ -126,11 +126,16 @@ def _parse(argv: list[str]) -> _Asked:
     return asked
 
 
+_OF_OUR_MODELS = ("saved", "recipe", "theory", "hf")
+
+
 def _measurable(names: list[str], setting: Setting) -> list[str]:
     """The named benchmarks, UserError if one cannot be measured here; without names all that can be."""
     chosen = []
     for name in names or BENCHMARKS:
         try:
+            if setting.config.model.checkpoint is not None and name in _OF_OUR_MODELS:
+                raise UserError(f"bench {name}: is for models of ours, not for model.name=pretrained")
             _function(name, "check_")(setting)
         except UserError as error:
             if names:

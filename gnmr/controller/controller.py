@@ -182,10 +182,13 @@ class Controller:
         """Units on the recovery path now, in unit order."""
         return [name for name, active in zip(self.names, self._active, strict=True) if active]
 
-    def micro_step(self) -> None:
-        """Call it after each micro-batch's backward pass; only signals that need micro_square make it do anything."""
+    def micro_step(self, share: float | None = None) -> None:
+        """Call it after each micro-batch's backward pass; only signals that need micro_square make it do anything.
+
+        `share`: the part of the step's loss that this micro-batch is, for all of them or none; None: all are equal.
+        """
         if self._micro is not None:
-            self._micro.add()
+            self._micro.add(share)
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """Observes this step's gradients and routes the units for the next one. Waits for the device once.

@@ -56,11 +56,13 @@ class MicroNorms:
         self._groups = parameters_of(units)
         self._before: list[list[Tensor | None]] = [[None] * len(group) for group in self._groups]
         self._sum: Tensor | None = None
+        self._weighted = False
         self.count = 0
 
     @torch.no_grad()
-    def add(self) -> None:
-        """Call it after each micro-batch's backward pass."""
+    def add(self, share: float | None = None) -> None:
+        """Call it after each micro-batch's backward pass; `share` of the step's mean loss that it ran on, None: as much
+        as the others."""
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)
@@ -71,8 +73,9 @@ class MicroNorms:
                 own = parameter.grad.float() if earlier is None else parameter.grad.float() - earlier.float()
                 square = square + own.square().sum(dtype=torch.float64)
                 before[i] = parameter.grad.clone()
-            squares.append(square)
+            squares.append(square if share is None else square / share**2)
         now = torch.stack(squares)
+        self._weighted = share is not None
         self._sum = now if self._sum is None else self._sum + now
         self.count += 1
 
@@ -87,7 +90,7 @@ class MicroNorms:
                 "backward"
             )
         # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
-        return total * count
+        return total / count if self._weighted else total * count
 
 
 class UpdateNorms:

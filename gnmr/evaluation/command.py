@@ -38,7 +38,7 @@ usage: gnmr eval CHECKPOINT_OR_RUN [key=value ...]
   adapter     a folder with an adapter of peft's for the checkpoint
   batch_size  inputs a pass; default: 8
   device      auto (default), cpu or cuda
-  out         default: RUN/scores.json, for a checkpoint ./scores.json
+  out         default: RUN/scores.json (path=low: scores-low.json), for a checkpoint ./scores.json
 
 Prompts, filters and metrics are lm-eval's (pip install 'gnmr[finetune]'), the same from the hub and from local files.
 
@@ -78,7 +78,8 @@ def main(argv: list[str]) -> int:
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
         raise UserError(f"eval: {', '.join(missing)} not installed: pip install 'gnmr[finetune]'")
     is_run = (Path(places[0]).expanduser() / "config.yaml").is_file()
-    out = Path(asked.out or (Path(places[0]) / "scores.json" if is_run else "scores.json")).expanduser()
+    name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
+    out = Path(asked.out or (Path(places[0]) / name if is_run else name)).expanduser()
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise UserError(f"out={out}: cannot be written; name a file in a folder that is there")
     data = None if asked.data is None else Path(asked.data).expanduser()

@@ -58,8 +58,8 @@ TASKS = {
         "openai/gsm8k",
         ("test", "train"),
         5,
-        "greedy answers of up to 256 tokens; exact match of the number behind '####' (strict-match) or of the last one "
-        "(flexible-extract)",
+        "greedy answers of up to 256 tokens, or half of the context; exact match of the number behind '####' "
+        "(strict-match) or of the last one (flexible-extract)",
     ),
     "mmlu": Task(
         "mmlu",

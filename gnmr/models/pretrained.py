@@ -217,7 +217,8 @@ def fingerprint(checkpoint: str) -> str:
     folder, seen = Path(checkpoint).expanduser(), hashlib.sha256(checkpoint.encode())
     if folder.is_dir():
         seen = hashlib.sha256()
-        for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")):
+        mine = ("config.json", "model.safetensors.index.json")
+        for file in sorted(p for p in folder.iterdir() if p.name in mine or p.suffix == ".safetensors"):
             size = file.stat().st_size
             seen.update(f"{file.name} {size}\0".encode())
             with file.open("rb") as stream:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -383,7 +383,7 @@ def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> 
         if some:
             warnings.warn(f"recovers={list(recovers)}: has no effect without a recovery path", stacklevel=3)
         return paths[0], None
-    if low == recovery:
+    if low == recovery or (isinstance(paths[1], Recipe) and replace(paths[1], name=low) == paths[0]):
         warnings.warn(f"the recovery path {recovery} is the low path too: recovery changes nothing", stacklevel=3)
     elif coarser := _coarser(*paths):
         warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}{coarser}", stacklevel=3)

@@ -52,7 +52,7 @@ class MemoryPlan:
         for name, size in DEVICES:
             left = size - self.total
             verdict = f"fits, {left / GB:.1f} GB left" if left > 0 else f"does not fit, {-left / GB:.1f} GB too much"
-            lines.append(f"one device of {name}: {verdict}")
+            lines.append(f"one device of {name}, or each of several, for nothing is sharded: {verdict}")
         return "\n".join(lines)
 
 
@@ -125,7 +125,7 @@ def memory_plan(
         # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
         ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
     ]
-    return MemoryPlan([row for row in rows if row[1] > 0])
+    return MemoryPlan([row for row in rows if row[1] > 0 or row[0] == "recovery"])
 
 
 def _saved_bytes(run: Callable[[], Any], there: Sequence[Tensor], checkpointed: Sequence[nn.Module]) -> tuple[int, int]:
@@ -169,12 +169,13 @@ class _Fused(torch.autograd.Function):
     """Attention's shapes, and what a fused kernel keeps of it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         B, H, T, _ = q.shape
         output = q.new_empty(B, T, H, v.shape[-1]).transpose(
             1, 2
         )  # as the kernels lay it out: o_proj reads it as it is
-        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        bias = () if mask is None else (q.new_empty(mask.shape),)  # a mask of documents becomes one, in every layer
+        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32), *bias)
         return output
 
     @staticmethod
@@ -187,7 +188,7 @@ def _fused_attention() -> Iterator[None]:
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is F.scaled_dot_product_attention:
-                return _Fused.apply(*args[:3])
+                return _Fused.apply(*args[:3], (kwargs or {}).get("attn_mask"))
             return func(*args, **(kwargs or {}))
 
     with Mode():

@@ -32,6 +32,7 @@ from gnmr.data.packing import Documents
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
+from gnmr.paths.formats import Format
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
@@ -88,6 +89,9 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         model, plan = pretrained_model(config, device)
         _check_vocabulary(config, model, corpus.vocab_size)
     torch.manual_seed(training.seed)
+    _check_watched(config, plan)
+    if training.export_hf:
+        pretrained.need("transformers", "training.export_hf=true")
     if training.compile:
         for layer in blocks_of(model):
             layer.compile()
@@ -184,11 +188,31 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, P
     if adapter.rank:
         pretrained.add_adapter(model, adapter, training.seed)
     if training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        with pretrained.quiet():
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model, plan
 
 
+def _check_watched(config: Config, plan: Plan) -> None:
+    """UserError where every converted weight is frozen and what was chosen needs their gradients."""
+    if any(operator.weight.requires_grad for operator in plan.operators):
+        return
+    if config.controller.observe == "parameters":
+        raise UserError(
+            "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
+            "use adapter (what is trained in each unit) or input_grad"
+        )
+    if isinstance(plan.low, Format) and config.paths.site == "saved" and config.paths.low != "bf16":
+        raise UserError(
+            f"paths.low={config.paths.low}: compresses what the weight gradient reads, and all converted weights are "
+            "frozen; use a recipe (llm_int8) or paths.site=forward"
+        )
+
+
 def _check_vocabulary(config: Config, model: nn.Module, vocab_size: int) -> None:
+    longest, length = int(model.config.max_position_embeddings), config.training.seq_len  # type: ignore[union-attr,arg-type]
+    if length > longest:
+        raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise UserError(

@@ -218,6 +218,7 @@ class TrainStep:
         if self._probe is not None:
             self._probe.reset()
             self._probe.enabled = self.controller.reads_next()
+        packed = any(isinstance(batch, Batch) for batch in micro_batches)
         for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
             loss = loss_of(self.model, block)
             if self.measure_saved:
@@ -227,7 +228,7 @@ class TrainStep:
                 share = value.double() / len(micro_batches)
                 statistics[name] = statistics[name] + share if name in statistics else share
             (objective_of(self.model, loss) / divisor).backward()
-            self.controller.micro_step()
+            self.controller.micro_step(1 / divisor if packed else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"

@@ -82,7 +82,7 @@ def test_a_run_on_its_low_path(gnmr, train, task_data, tmp_path) -> None:
     asked = ("eval", str(run), "tasks=[hellaswag]", f"data={task_data}", "path=low", "device=cpu")
     outcome = gnmr(*asked)
     assert outcome.code == 0 and "path in force: low (sim_int8, simulated)" in outcome.out
-    tree = json.loads((run / "scores.json").read_text())
+    tree = json.loads((run / "scores-low.json").read_text())
     assert (tree["path"], tree["subject"]["low_path"], tree["subject"]["step"]) == ("low", "sim_int8, simulated", 2)
     assert gnmr(*asked, f"out={tmp_path / 'own.json'}").code == 0
     assert (

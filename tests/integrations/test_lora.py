@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 from tiny_lora import BASE, llama, lora_llama, token_blocks
 
-INT8: dict[str, Any] = {"low": "sim_int8", "recovery": "bf16", "targets": BASE}
+INT8: dict[str, Any] = {"low": "llm_int8", "recovery": "bf16", "targets": BASE}
 
 
 def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:

@@ -113,10 +113,7 @@ def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, words: 
 
 
 def test_a_run_does_not_go_on_from_another_base(train, tmp_path: Path, words: Words, base: Path) -> None:
-    copy = tmp_path / "base"
-    copy.mkdir()
-    for file in base.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = copied(base, tmp_path / "base")
     own = [f"model.checkpoint={copy}" if word.startswith("model.checkpoint") else word for word in words]
     folder = train(tmp_path / "run", *own)
     (folder / "DONE").unlink()
@@ -170,12 +167,57 @@ def test_a_gradient_that_is_not_finite_leaves_adapters_and_moments(assembled) ->
     assert parts.controller.active == ["model.layers.1"]
 
 
-def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, words: Words, text_file: Path) -> None:
+def copied(base: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, words: Words, base: Path) -> None:
     from gnmr.data import prepare
 
+    copy = copied(base, tmp_path / "base")
     own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path
-    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer \(or data.tokenizer\) has 300"):
-        assemble(tiny(*words, f"data.tokenizer={own}"), tmp_path / "unused", lambda _: None)
+    (copy / "tokenizer.json").write_bytes(own.read_bytes())
+    (copy / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer .* has 300"):
+        assemble(tiny(*words, f"model.checkpoint={copy}"), tmp_path / "unused", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("words_more", "line"),
+    [
+        (["controller.observe=parameters"], "controller.observe=parameters: all converted weights are frozen"),
+        (["paths.low=int4", "paths.recovery=int8"], "paths.low=int4: compresses what the weight gradient reads"),
+        (["training.seq_len=80"], "training.seq_len=80: the checkpoint was made for 64 tokens at the most"),
+        (["training.export_hf=true"], "training.export_hf=True: with adapters the run leaves adapter/"),
+        (
+            ["data.tokenizer=mine.json"],
+            "data.tokenizer=mine.json: model=pretrained reads its checkpoint's own tokenizer",
+        ),
+    ],
+)
+def test_what_a_frozen_base_cannot_have(train, tmp_path: Path, words: Words, words_more: Words, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        train(tmp_path / "run", *words, *words_more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_norms_of_micro_batches_with_unequal_targets_are_their_own(assembled) -> None:
+    parts = assembled("records.evidence=[micro_square]", "model.adapter.dropout=0.0")
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    batches = [blocks.next(2), blocks.next(2)]
+    expected = torch.zeros(3, dtype=torch.float64)
+    for batch in batches:
+        own = torch.autograd.grad(
+            loss_of(parts.model, batch), [p for u in parts.controller.units for p in u.parameters]
+        )
+        squares = torch.stack([g.double().square().sum() for g in own]).view(3, -1).sum(dim=1)
+        expected += squares / 2
+    assert num_targets(batches[0]) != num_targets(batches[1])
+    result = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)(batches, 1e-3)
+    assert result.decision.evidence["micro_square"] == pytest.approx(expected.numpy(), rel=1e-4)
 
 
 def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, words: Words, rows: Path) -> None:

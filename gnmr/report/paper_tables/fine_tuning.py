@@ -8,7 +8,7 @@ from gnmr.report import published
 from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import Table, measure
-from gnmr.report.paper_tables.common import add_row, note, shown, size_of
+from gnmr.report.paper_tables.common import THEIRS, shown, size_of
 
 _FIGURES = (
     ("GSM8K\nexact match", "gsm8k", "exact_match,strict-match", 100, 2),
@@ -28,30 +28,38 @@ def table_7(comparison: Comparison) -> Table:
         f"{comparison.name}: scores (the paper's table 7)", ["arm", "val PPL", *(heading for heading, *_ in _FIGURES)]
     )
     paths, items = set(), dict[str, set[int]]()
-    for arm in filter(shown, comparison.arms):
-        scored = [run for run in arm.done if run.scores]
-        if not scored:
-            continue
+    both = [
+        (arm, path)
+        for arm in filter(shown, comparison.arms)
+        for path in sorted({r.scores["path"] for r in arm.done if r.scores})
+    ]
+    for arm, path in both:
+        scored = [run for run in arm.done if run.scores and run.scores["path"] == path]
+        paths.add(path)
         for run in scored:
-            paths.add(run.scores["path"])
             for name, task in run.scores["tasks"].items():
                 items.setdefault(name, set()).add(task["items"])
-        cells = [arm.label, measure(stat(run.summary.get("final_val_ppl") for run in arm.done), 3)]
+        label = arm.label if path == "16bit" else f"{arm.label}, scored on its {path} path"
+        cells = [label, measure(stat(run.summary.get("final_val_ppl") for run in arm.done), 3)]
         for _, task, metric, factor, digits in _FIGURES:
             values = [_value(run.scores, task, metric) for run in scored]
             cells.append(measure(stat(None if value is None else factor * value for value in values), digits))
-        add_row(table, cells, None)
+        table.rows.append(cells)
         if size_of(comparison) == published.SCALE_7 and (theirs := published.TABLE_7.get(_recipes(arm))):
             rest = [""] * (len(_FIGURES) - len(theirs))
             percents = [f"{score:.2f}" for score in theirs[:3]]
-            table.rows.append(["  the paper's", "", *percents, f"{theirs[3]:.4f}", *rest])
+            table.rows.append([THEIRS, "", *percents, f"{theirs[3]:.4f}", *rest])
     numbers = ", ".join(f"{name} {' or '.join(map(str, sorted(own)))}" for name, own in items.items())
     table.notes = [
         f"Scores in percent, perplexities as they are; mean over the seeds that were scored, on the "
         f"{' and the '.join(sorted(paths))} path; items: {numbers}. The paper does not say which of HellaSwag's two "
         "accuracies it has, nor the block length of its perplexity."
     ]
-    return note(table, comparison, "LLaMA-2 13B")
+    if any(cells[0] == THEIRS for cells in table.rows):
+        table.notes.append(f"The paper's are of LLaMA-2 13B: {published.SOURCE}.")
+    else:
+        table.notes.append("The paper has this table for LLaMA-2 13B; none of its rows fits these arms.")
+    return table
 
 
 def _value(scores: dict[str, Any], task: str, metric: str) -> float | None:
