@@ -383,8 +383,12 @@ def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> 
         if some:
             warnings.warn(f"recovers={list(recovers)}: has no effect without a recovery path", stacklevel=3)
         return paths[0], None
-    if low == recovery or (isinstance(paths[1], Recipe) and replace(paths[1], name=low) == paths[0]):
+    if low == recovery:
         warnings.warn(f"the recovery path {recovery} is the low path too: recovery changes nothing", stacklevel=3)
+    elif isinstance(paths[1], Recipe) and replace(paths[1], name=low) == paths[0]:
+        warnings.warn(
+            f"recovers={list(recovers)}: {recovery} has these as {low} has them: recovery changes nothing", stacklevel=3
+        )
     elif coarser := _coarser(*paths):
         warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}{coarser}", stacklevel=3)
     return paths[0], paths[1]

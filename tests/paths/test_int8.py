@@ -469,8 +469,11 @@ def test_settings_without_effect_are_a_warning() -> None:
             with pytest.warns(UserWarning, match=f"{said}: has no effect without a recipe of integers"):
                 assert not isinstance(convert(linear(), low, None, ["0"], **arguments).operators[0], Int8Linear)
     with warnings.catch_warnings(action="error"):
-        convert(linear(), "bf16", "llm_int8", ["0"], recovers=["dgrad"])
         converted("llm_int8_dgrad", weights="instead", recovers=["fprop"])
+    with pytest.warns(
+        UserWarning, match=r"recovers=\['dgrad'\]: llm_int8 has these as bf16 has them: recovery changes"
+    ):
+        convert(linear(), "bf16", "llm_int8", ["0"], recovers=["dgrad"])
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
