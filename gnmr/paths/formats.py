@@ -40,9 +40,9 @@ class Format:
         """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
         raise NotImplementedError
 
-    def round(self, scaled: Tensor) -> Tensor:
+    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
         """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
-        `encode`, without the codes. NaN stays NaN."""
+        `encode`, without the codes. NaN stays NaN. `scratch`: int32 of the same shape, overwritten; None: allocated."""
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class IntFormat(Format):
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
 
-    def round(self, scaled: Tensor) -> Tensor:
+    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
         return scaled.round_()
 
     def step(self, scaled: Tensor) -> Tensor:
@@ -135,19 +135,20 @@ class FloatFormat(Format):
         table = self._table("values", codes.device).to(dtype)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
-    def round(self, scaled: Tensor) -> Tensor:
+    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
         # As in `_nearest`, with 1.5 M in place of M: around it float32 are as far apart on both sides, so signs need no
         # care of their own.
-        power, shift = self._power(scaled), 1.5 * 2 ** (23 - self.mantissa_bits)
+        power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
     def step(self, scaled: Tensor) -> Tensor:
         return self._power(scaled).mul_(2.0**-self.mantissa_bits)
 
-    def _power(self, scaled: Tensor) -> Tensor:
+    def _power(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
         """The power of two at or below each magnitude (float32); for zero and subnormals the smallest normal one."""
         bias = 2 ** (self.exponent_bits - 1) - 1
-        return (scaled.view(torch.int32) & 0x7F800000).clamp_(min=(128 - bias) << 23).view(torch.float32)
+        power = torch.bitwise_and(scaled.view(torch.int32), 0x7F800000, out=out)
+        return power.clamp_(min=(128 - bias) << 23).view(torch.float32)
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         """Small constant tables, made once per device."""

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from gnmr.paths.formats import FloatFormat
 from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
 from gnmr.paths.scaling import largest_magnitude, scale_of
-from gnmr.paths.simulated import BEYOND, Met, Pass, simulated_linear
+from gnmr.paths.simulated import BEYOND, Met, Pass, linear_backward, remember, simulated_linear
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -155,6 +155,9 @@ class _RealPass(Pass):
     def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
         return product(a, b, dtype)
 
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | Codes:
+        return saved[0] if len(saved) == 1 else Codes(*saved)
+
     @staticmethod
     def values(x: Tensor | Codes, every: int = 1) -> Tensor:
         return x[::every].float() if isinstance(x, Tensor) else x.codes[::every].float() * x.scale
@@ -186,14 +189,13 @@ class _ScaledLinear(torch.autograd.Function):
         x_wgrad: Tensor | Codes | None,
         measured: MeasuredCasts | None,
     ) -> Tensor:
-        ctx.the_pass, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = the_pass, x.shape, x.dtype, weight.dtype
-        ctx.holds_copy, ctx.measured = x_wgrad is not None, measured
+        remember(ctx, the_pass, x, weight, x_wgrad, measured)
         recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
         same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
         weights = (weight,) if same is None else tuple(same[0])
-        ctx.num_weights = len(weights)
+        ctx.weight_is_cast, ctx.num_weights = same is not None, len(weights)
         kept = () if x_wgrad is None else (x_wgrad,) if isinstance(x_wgrad, Tensor) else tuple(x_wgrad)
         ctx.save_for_backward(*weights, *kept)
         output = product(x_fprop, w_fprop.t(), x.dtype)
@@ -202,31 +204,7 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        the_pass: _RealPass = ctx.the_pass
-        saved = ctx.saved_tensors  # once: checkpointing allows no second look
-        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        ctx.holds_copy = False  # freed when this returns
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
-        grad_x = grad_weight = None
-        if need_x:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
-            if len(weights) == 1:
-                read = the_pass.cast("weight", weights[0], recipe.dgrad.weight, 0)
-            else:
-                read = Codes(*weights)
-            grad_x = product(grad, read, ctx.x_dtype).view(ctx.x_shape)
-        if need_weight:
-            read = kept[0] if len(kept) == 1 else Codes(*kept)
-            grad_weight = the_pass.wgrad(grad_2d, read, ctx.weight_dtype, made)
-            if ctx.measured is not None:
-                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
-                ctx.measured = None
-        grad_bias = grad_2d.sum(dim=0) if need_bias else None
-        the_pass.end()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return linear_backward(ctx, *grads)
 
 
 def scaled_mm_linear(

@@ -51,7 +51,7 @@ from gnmr.paths.formats import FORMATS
 from gnmr.paths.recipes import Cast, Gemm, Recipe
 from gnmr.paths.saved import Path, PathLinear, autocast_dtype
 from gnmr.paths.scaling import largest_magnitude, scale_of
-from gnmr.paths.simulated import Met, Pass, simulated_linear
+from gnmr.paths.simulated import Met, Pass, linear_backward, remember, simulated_linear
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -199,6 +199,9 @@ class _IntPass(Pass):
         scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
         return Integers(codes, scale.contiguous(), columns, kept), met
 
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return saved[0] if len(saved) == 1 else Integers(*saved).values(dtype)
+
     @staticmethod
     def values(x: Any, every: int = 1) -> Tensor:
         if not isinstance(x, Integers):
@@ -227,11 +230,11 @@ class _IntLinear(torch.autograd.Function):
         # A cast of None tells delayed scales of the other path what they look back on.
         found = the_pass.cast("weight", weight, recipe.fprop.weight if kept is None else None)
         w_fprop: Integers = found if kept is None else kept
-        ctx.the_pass, ctx.x_shape, ctx.holds_copy, ctx.measured = the_pass, x.shape, x_wgrad is not None, measured
+        remember(ctx, the_pass, x, weight, x_wgrad, measured)
         weights: tuple[Tensor, ...] = (weight,)
         if kept is not None and (not weight.is_floating_point() or recipe.dgrad.weight == _ROW):
             weights = kept.codes, kept.scale
-        ctx.num_weights = len(weights)
+        ctx.weight_is_cast, ctx.num_weights = len(weights) == 2, len(weights)
         ctx.save_for_backward(*weights, *(() if x_wgrad is None else (x_wgrad,)))
         output = products(x_fprop.codes, w_fprop.codes, recipe.backend == "int_mm").float()
         output.mul_(x_fprop.scale * w_fprop.scale.t())
@@ -248,30 +251,7 @@ class _IntLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        the_pass: _IntPass = ctx.the_pass
-        saved = ctx.saved_tensors  # once: checkpointing allows no second look
-        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        ctx.holds_copy = False  # freed when this returns
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
-        grad_x = grad_weight = None
-        if need_x:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
-            if len(weights) == 2:
-                read = Integers(*weights).values(grad.dtype)
-            else:
-                read = the_pass.cast("weight", weights[0], recipe.dgrad.weight, 0)
-            grad_x = the_pass.cast("result", grad @ read, recipe.dgrad.result).view(ctx.x_shape)
-        if need_weight:
-            grad_weight = the_pass.wgrad(grad_2d, kept[0], grad_2d.dtype, made)
-            if ctx.measured is not None:
-                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
-                ctx.measured = None
-        grad_bias = grad_2d.sum(dim=0) if need_bias else None
-        the_pass.end()
-        return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+        return linear_backward(ctx, *grads)
 
 
 class _LinearOfCodes(torch.autograd.Function):

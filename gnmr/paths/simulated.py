@@ -17,6 +17,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast, Recipe
-from gnmr.paths.scaling import TINY, largest_magnitude, scale_of
+from gnmr.paths.scaling import TINY, largest_magnitude, nan_unless_finite, scale_of
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -80,61 +81,46 @@ def _quantize(
     group = cast.group(contraction_dim)
     one_scale = group == (None, None)
     height, width = group[0] or 1, group[1] or columns
-    at_once = rows
+    cut = -rows % height or -columns % width
+    padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
+    # As groups (rows, rows of a group, columns, columns of a group).
+    groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    largest = largest_magnitude(groups, (0, 1, 2, 3) if one_scale else (1, 3)).float()
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    values = torch.empty_like(groups, memory_format=torch.contiguous_format)
+    at_once = len(groups)
     if x.device.type == "cpu":
-        at_once = max(1, _AT_ONCE // (height * columns)) * height
-    pieces, values = x.split(at_once), torch.empty_like(x)
-    scale = None
-    if one_scale:
-        largest = torch.stack([largest_magnitude(piece.float(), (0, 1)) for piece in pieces]).amax(dim=0)
-        scale = scale_of(largest if reference is None else reference(largest), cast.format, torch.float32)
-    done = [
-        _quantize_piece(piece, out, cast, height, width, scale)
-        for piece, out in zip(pieces, values.split(at_once), strict=True)
-    ]
-    if not one_scale:
-        largest = torch.cat([own for own, _ in done if own is not None])
-    saturated = [number for _, number in done if number is not None]
-    bad = ~largest.isfinite()
-    if one_scale:
-        nonfinite = bad.sum() * x.numel()
-    else:  # the tensor's edge may cut its last groups
-        bad = bad.view(-(-rows // height), -(-columns // width))
+        at_once = max(1, _AT_ONCE // (height * padded.shape[1]))
+    wide = torch.empty_like(values[:at_once], dtype=torch.float32)
+    scratch = torch.empty_like(wide, dtype=torch.int32)
+    pieces = zip(groups.split(at_once), values.split(at_once), strict=True)
+    scales = itertools.repeat(scale) if one_scale else scale.split(at_once)
+    saturated = []
+    for (piece, out), own in zip(pieces, scales, strict=False):
+        # Copied first: mixed-dtype arithmetic is slow on CPUs.
+        worked = wide[: len(piece)].copy_(piece).div_(own)
+        room = scratch[: len(piece)]
+        if cast.scale in ("mx", "delayed"):
+            beyond = torch.abs(worked, out=room.view(torch.float32))
+            torch.gt(beyond, cast.format.max * BEYOND, out=beyond)  # 1.0 or 0.0: on CPUs much faster than bool
+            saturated.append(beyond.flatten(1).sum(dim=1).sum(dtype=torch.int64))
+            worked.clamp_(-cast.format.max, cast.format.max)
+        out.copy_(cast.format.round(worked, room).mul_(own))
+    bad = nan_unless_finite(largest)
+    torch.ne(bad, bad, out=bad)
+    if not cut:
+        nonfinite = bad.sum(dtype=torch.int64) * (x.numel() // bad.numel())
+    else:  # the tensor's edge cuts its last groups
+        bad = bad.view(groups.shape[0], groups.shape[2])
         heights, widths = (
             (length - size * torch.arange(number, device=x.device)).clamp(max=size)
             for length, size, number in zip((rows, columns), (height, width), bad.shape, strict=True)
         )
-        nonfinite = (bad * heights[:, None] * widths).sum()
+        nonfinite = (bad.long() * heights[:, None] * widths).sum()
+    values = values.view(padded.shape)
+    if cut:  # a copy: a view would hold the padding too
+        values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     return values, Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
-
-
-def _quantize_piece(
-    x: Tensor, out: Tensor, cast: Cast, height: int, width: int, scale: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Writes `x` to `out` in `cast`, in groups of (height, width), or under one given `scale` (1, 1).
-
-    Returns max|group| of the groups and the number of saturated elements, where there are such.
-    """
-    fmt, (rows, columns) = cast.format, x.shape
-    # One float32 copy, worked on in place, as groups (rows, rows of a group, columns, columns of a group).
-    wide = x.to(torch.float32, copy=True)
-    missing_rows, missing_columns = -rows % height, -columns % width
-    if missing_rows or missing_columns:
-        wide = F.pad(wide, (0, missing_columns, 0, missing_rows))
-    groups = wide.view(wide.shape[0] // height, height, wide.shape[1] // width, width)
-    largest = saturated = None
-    if scale is None:
-        largest = largest_magnitude(groups, (1, 3))
-        scale = scale_under(cast, largest)
-    groups.div_(scale)
-    if cast.scale in ("mx", "delayed"):
-        beyond = wide.abs()  # 1.0 or 0.0: on CPUs much faster than a comparison's bool
-        saturated = torch.gt(beyond, fmt.max * BEYOND, out=beyond).sum(dim=1).sum(dtype=torch.int64)
-        wide.clamp_(-fmt.max, fmt.max)
-    fmt.round(wide)
-    groups.mul_(scale)
-    out.copy_(wide[:rows, :columns])
-    return largest, saturated
 
 
 def scale_under(cast: Cast, largest: Tensor) -> Tensor:
@@ -161,8 +147,8 @@ def scale_of_each(
 def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
     """E8M0, by the bits of a float32; never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too)."""
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp(min=TINY)
-    return torch.where(largest.isfinite(), scale, torch.nan)
+    scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp_(min=TINY)
+    return scale.add_(nan_unless_finite(largest))
 
 
 class Ledger:
@@ -293,6 +279,10 @@ class Pass:
         result: Tensor = a @ b
         return result
 
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
+        """What a GEMM reads of the tensors that the graph held of a cast; `dtype`: the other operand's."""
+        return saved[0]
+
     def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: dict[Any, tuple[Any, Met]]) -> Tensor:
         """grad_weight (O, I) of grad_output (T, O) and the input (T, I) that was cast already."""
         grad = self.cast("grad_output", grad_2d, self.recipe.wgrad.grad_output, 0, made)
@@ -328,6 +318,41 @@ class Pass:
         self._largest.clear()
 
 
+def remember(ctx: Any, the_pass: Pass, x: Tensor, weight: Tensor, x_wgrad: Any, measured: MeasuredCasts | None) -> None:
+    """Leaves in `ctx` what `linear_backward` needs besides the saved tensors, `num_weights` and `weight_is_cast`."""
+    ctx.the_pass, ctx.x_shape, ctx.measured = the_pass, x.shape, measured
+    ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
+
+
+def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
+    casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
+    the_pass: Pass = ctx.the_pass
+    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
+    ctx.holds_copy = False  # freed when this returns
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+    recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
+    grad_x = grad_weight = None
+    if need_x:
+        grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
+        if ctx.weight_is_cast:
+            read = the_pass.restored(weights, grad_2d.dtype)
+        else:
+            read = the_pass.cast("weight", weights[0], recipe.dgrad.weight, 0)
+        product = the_pass.product(grad, read, ctx.x_dtype)
+        grad_x = the_pass.cast("result", product, recipe.dgrad.result).view(ctx.x_shape)
+    if need_weight:
+        grad_weight = the_pass.wgrad(grad_2d, the_pass.restored(kept, grad_2d.dtype), ctx.weight_dtype, made)
+        if ctx.measured is not None:
+            ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
+            ctx.measured = None
+    grad_bias = grad_2d.sum(dim=0) if need_bias else None
+    the_pass.end()
+    return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
 class _SimulatedLinear(torch.autograd.Function):
     """F.linear of operands that were cast already; casts those of backward. Differentiable once."""
 
@@ -342,8 +367,7 @@ class _SimulatedLinear(torch.autograd.Function):
         x_wgrad: Tensor | None,
         measured: MeasuredCasts | None,
     ) -> Tensor:
-        ctx.the_pass, ctx.x_shape, ctx.measured = the_pass, x.shape, measured
-        ctx.holds_copy = x_wgrad is not None
+        remember(ctx, the_pass, x, weight, x_wgrad, measured)
         recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, Met]]()
         w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
@@ -358,27 +382,7 @@ class _SimulatedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        the_pass: Pass = ctx.the_pass
-        weight, *kept = ctx.saved_tensors
-        ctx.holds_copy = False  # freed when this returns
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        recipe, made = the_pass.recipe, dict[Any, tuple[Tensor, Met]]()
-        grad_x = grad_weight = None
-        if need_x:
-            grad = the_pass.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
-            if not ctx.weight_is_cast:
-                weight = the_pass.cast("weight", weight, recipe.dgrad.weight, 0)
-            grad_x = the_pass.cast("result", grad @ weight, recipe.dgrad.result).view(ctx.x_shape)
-        if need_weight:
-            grad_weight = the_pass.wgrad(grad_2d, kept[0], grad_2d.dtype, made)
-            if ctx.measured is not None:
-                ctx.measured.add_backward(grad_2d, grad_weight, the_pass, made)
-                ctx.measured = None
-        grad_bias = grad_2d.sum(dim=0) if need_bias else None
-        the_pass.end()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return linear_backward(ctx, *grads)
 
 
 def simulated_linear(
