@@ -28,7 +28,7 @@ from gnmr.controller import (
 )
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters
-from gnmr.paths import Plan, convert
+from gnmr.paths import Plan, Recipe, convert
 from gnmr.paths.convert import nominal_bits
 from gnmr.paths.groups import Group
 
@@ -127,8 +127,8 @@ class AttachedController(Controller):
 
 def attach(
     model: nn.Module,
-    low: str = "int4",
-    recovery: str | None = "int8",
+    low: str | Recipe = "int4",
+    recovery: str | Recipe | None = "int8",
     max_o: int = 4,
     alpha: Threshold | None = 1.5,
     beta: Threshold | None = 1.3,

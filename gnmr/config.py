@@ -2,7 +2,8 @@
 
 Hydra composes the YAML tree; this file says which keys exist, their types, and which values make sense. An unknown
 key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
-`__post_init__`, before anything is created on disk. Neither torch nor any other module of ours is imported here.
+`__post_init__`, before anything is created on disk. Neither torch nor any other module of ours is imported here, but
+for recipes that a config declares itself.
 """
 
 from __future__ import annotations
@@ -281,6 +282,8 @@ class PathsConfig:
     """The low-cost path: a format of the saved activations, or a recipe (gnmr/paths/recipes.py)."""
     recovery: str | None = "int8"
     """The recovery path, of the same kind; null: a static run, units are monitored and never routed."""
+    recipes: dict[str, Any] = field(default_factory=dict)
+    """Recipes of one's own, {name: {gemm: {operand: cast}}}, for low and recovery to name."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the linears to exchange, matched at the end of the name: down_proj, *_proj, layers.0.*."""
     unit: str = "operator"
@@ -305,12 +308,14 @@ class PathsConfig:
 
     def __post_init__(self) -> None:
         _positive("paths.probe_tokens", self.probe_tokens)
-        choices = tuple(dict.fromkeys((*FORMATS, *RECIPES)))
+        self._check_recipes()
+        recipes = (*RECIPES, *self.recipes)
+        choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
         _one_of("paths.low", self.low, choices)
         if self.recovery is not None:
             _one_of("paths.recovery", self.recovery, choices)
             kind = "a format" if self.low in FORMATS else "a recipe"
-            alike = any(self.low in known and self.recovery in known for known in (FORMATS, RECIPES))
+            alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
             _require(alike, "paths.recovery", self.recovery, f"must be {kind}, as paths.low={self.low} is")
         _require(
             len(self.recovers) > 0 and set(self.recovers) <= set(GEMMS),
@@ -325,6 +330,18 @@ class PathsConfig:
         _positive("paths.outlier_threshold", self.outlier_threshold, optional=True)
         _one_of("paths.site", self.site, ("saved", "forward"))
         _one_of("paths.rounding", self.rounding, ("nearest", "stochastic"))
+
+    def _check_recipes(self) -> None:
+        """UserError for what no recipe can be. Whoever declares one waits for torch, which knows the formats."""
+        if not self.recipes:
+            return
+        from gnmr.paths.recipes import Recipe
+
+        for name, gemms in self.recipes.items():
+            try:
+                Recipe.of(name, gemms)
+            except ValueError as error:
+                raise UserError(f"paths.recipes: {error}") from error
 
 
 STRESSES = ("none", "scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
@@ -760,6 +777,7 @@ def schema() -> DictConfig:
                 unlock(child)
 
     unlock(node)
+    OmegaConf.set_struct(node.paths.recipes, False)  # its keys are the user's: they need no +
     return node
 
 

@@ -11,16 +11,17 @@ from gnmr.attachment import context_of
 from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
 from gnmr.controller import Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
 from gnmr.errors import UserError
-from gnmr.paths import Plan, convert
+from gnmr.paths import Plan, Recipe, convert
 
 
 def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
     """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
     try:
+        own = {name: Recipe.of(name, gemms) for name, gemms in paths.recipes.items()}
         return convert(
             model,
-            paths.low,
-            paths.recovery,
+            own.get(paths.low, paths.low),
+            paths.recovery if paths.recovery is None else own.get(paths.recovery, paths.recovery),
             paths.targets,
             paths.site,
             paths.rounding,

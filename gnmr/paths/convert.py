@@ -193,7 +193,13 @@ class Plan:
     def _owner(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name  # names the GEMMs where it has some only
         rounding = "nearest" if self.shared.generator is None else "stochastic"
-        return f"low={self.low.name}, recovery={recovery}, rounding={rounding}, {len(self.operators)} operators"
+        # Of a recipe of the user's the name alone says nothing.
+        own = "".join(
+            f", {path.name}: {path.words()}"
+            for path in (self.low, self.recovery)
+            if isinstance(path, Recipe) and path.name.partition(" ")[0] not in RECIPES
+        )
+        return f"low={self.low.name}, recovery={recovery}, rounding={rounding}, {len(self.operators)} operators{own}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, before anything is loaded: see `check_state`."""
@@ -249,8 +255,8 @@ def _kept_bits(path: Path) -> int:
 
 def convert(
     model: nn.Module,
-    low: str,
-    recovery: str | None,
+    low: str | Recipe,
+    recovery: str | Recipe | None,
     targets: Sequence[str] = ("*_proj",),
     site: str = "saved",
     rounding: str = "nearest",
@@ -269,7 +275,8 @@ def convert(
 
     Args:
         low, recovery: two formats of the saved input (`gnmr.paths.formats.FORMATS`) or two recipes
-            (`gnmr.paths.recipes.RECIPES`); bf16 is both. `recovery=None` makes the run static.
+            (`gnmr.paths.recipes.RECIPES`), by name; bf16 is both. Or a `Recipe` of one's own (`Recipe.of`).
+            `recovery=None` makes the run static.
         targets: patterns with `*` and `?`, matched against the end of the dotted name at a component's border:
             `down_proj` is every layer's, `layers.2.*` is not layer 20's.
         site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
@@ -301,7 +308,9 @@ def convert(
         if value not in choices:
             raise ValueError(f"{name}={value!r}: must be {' or '.join(choices)}")
         if isinstance(low_path, Recipe) and value != choices[0]:
-            raise ValueError(f"{name}={value!r}: belongs to formats; with the recipe {low} it must be {choices[0]}")
+            raise ValueError(
+                f"{name}={value!r}: belongs to formats; with the recipe {low_path.name} it must be {choices[0]}"
+            )
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names, empty = select(linears, targets)
@@ -353,44 +362,55 @@ def convert(
     return Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
 
 
-def resolve(low: str, recovery: str | None, recovers: Sequence[str] = GEMMS) -> tuple[Path, Path | None]:
-    """The paths of these names, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
+def resolve(
+    low: str | Recipe, recovery: str | Recipe | None, recovers: Sequence[str] = GEMMS
+) -> tuple[Path, Path | None]:
+    """The paths that these are or name, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
 
     ValueError and warning: see `convert`.
     """
-    names = [low] if recovery is None else [low, recovery]
-    for name in names:
-        if name not in FORMATS and name not in RECIPES:
+    given = [low] if recovery is None else [low, recovery]
+    names = [one.name if isinstance(one, Recipe) else one for one in given]
+    for one in given:
+        if isinstance(one, Recipe):
+            if one.name in FORMATS | RECIPES and (one.name not in RECIPES or one.words() != RECIPES[one.name].words()):
+                raise ValueError(f"recipe {one.name}: is not what has this name already; name it otherwise")
+        elif one not in FORMATS and one not in RECIPES:
             raise ValueError(
-                f"{name!r} is not known: use a format ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)})"
+                f"{one!r} is not known: use a format ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)})"
             )
     unknown = [gemm for gemm in recovers if gemm not in GEMMS]
     if unknown or not recovers:
         raise ValueError(f"recovers={unknown or list(recovers)}: use some of {', '.join(GEMMS)}")
     some = set(recovers) != set(GEMMS)
     paths: list[Path]
-    if all(name in FORMATS for name in names):
+    if all(one in FORMATS for one in given):
         paths = [FORMATS[name] for name in names]
         if some and recovery is not None:
             warnings.warn(f"recovers={list(recovers)}: has no effect on formats, which touch wgrad alone", stacklevel=3)
-    elif all(name in RECIPES for name in names):
-        recipes = [RECIPES[name] for name in names]
+    elif all(isinstance(one, Recipe) or one in RECIPES for one in given):
+        # What runs a recipe is for `backend` to say.
+        recipes = [replace(one, backend="simulated") if isinstance(one, Recipe) else RECIPES[one] for one in given]
         paths = [recipes[0], *(recipes[0].with_recovered(recipe, recovers) for recipe in recipes[1:])]
     else:
-        kinds = [f"{name} is a {'format' if name in FORMATS else 'recipe'}" for name in names]
+        kinds = [
+            f"{name} is a {'format' if one in FORMATS else 'recipe'}" for one, name in zip(given, names, strict=True)
+        ]
         raise ValueError(f"{' and '.join(kinds)}: both paths must be of one kind (bf16 is of both)")
     if recovery is None:
         if some:
             warnings.warn(f"recovers={list(recovers)}: has no effect without a recovery path", stacklevel=3)
         return paths[0], None
+    low_name, recovery_name = names
     if low == recovery:
-        warnings.warn(f"the recovery path {recovery} is the low path too: recovery changes nothing", stacklevel=3)
-    elif isinstance(paths[1], Recipe) and replace(paths[1], name=low) == paths[0]:
-        warnings.warn(
-            f"recovers={list(recovers)}: {recovery} has these as {low} has them: recovery changes nothing", stacklevel=3
-        )
+        warnings.warn(f"the recovery path {recovery_name} is the low path too: recovery changes nothing", stacklevel=3)
+    elif isinstance(paths[1], Recipe) and replace(paths[1], name=low_name) == paths[0]:
+        what = f"recovers={list(recovers)}: {recovery_name} has these" if some else f"{recovery_name} has all GEMMs"
+        warnings.warn(f"{what} as {low_name} has them: recovery changes nothing", stacklevel=3)
     elif coarser := _coarser(*paths):
-        warnings.warn(f"the recovery path {recovery} is coarser than the low path {low}{coarser}", stacklevel=3)
+        warnings.warn(
+            f"the recovery path {recovery_name} is coarser than the low path {low_name}{coarser}", stacklevel=3
+        )
     return paths[0], paths[1]
 
 

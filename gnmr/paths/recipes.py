@@ -45,6 +45,8 @@ Named recipes (`RECIPES`):
     llm_int8_dgrad      the same, and dgrad reads what fprop read as the weight, codes times scale
     bf16           nothing is cast
 
+Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `paths.recipes` in conf.
+
 **Choice**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
 channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
 grad_output as it came in, because that is no GEMM; delayed scales look back on optimizer steps, not on micro-batches.
@@ -52,10 +54,11 @@ grad_output as it came in, because that is no GEMM; delayed scales look back on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from gnmr.paths.formats import Format, KeepFormat, get_format
+from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 SCALES = ("tensor", "row", "tile", "block", "mx", "delayed")
@@ -95,6 +98,8 @@ class Cast:
             return None
         if more == "codes":
             return Cast(fmt, scale, codes=True)
+        if more and not (scale == "delayed" and more.isdecimal()):
+            raise ValueError(f"{word}: behind the scale stands the history of delayed, a number, or codes")
         return Cast(fmt, scale, int(more)) if more else Cast(fmt, scale)
 
     @property
@@ -149,6 +154,36 @@ class Recipe:
     backend: str = "simulated"
     """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.paths.fp8`)."""
 
+    @staticmethod
+    def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
+        """A recipe of one's own, of the words of its casts: Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}}).
+
+        What is not said is kept as it is. ValueError, one line, for a word, operand or GEMM that does not exist, and
+        for a name that stands for something else already.
+        """
+        if not name.replace("-", "_").isidentifier():
+            raise ValueError(f"recipe {name!r}: a name is letters, digits, - and _, and begins with no digit")
+        if name in RECIPES or name in FORMATS:
+            raise ValueError(
+                f"recipe {name}: is a {'format' if name in FORMATS else 'recipe'} already; name it otherwise"
+            )
+        made: dict[str, Any] = {}
+        for gemm, words in _mapping(name, gemms, "{gemm: {operand: cast}}, as {fprop: {input: e4m3/tile}}").items():
+            if gemm not in GEMMS:
+                raise ValueError(f"recipe {name}: {gemm!r} is no GEMM: use {', '.join(GEMMS)}")
+            for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
+                if operand not in (known := (*_OPERANDS[gemm], "result")):
+                    raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")
+                if not isinstance(word, str):
+                    raise ValueError(
+                        f"recipe {name}: {gemm}.{operand}={word}: must be a word such as e4m3/tile, or bf16"
+                    )
+            try:
+                made[gemm] = Gemm.of(**words)
+            except ValueError as error:
+                raise ValueError(f"recipe {name}: {gemm}: {error}") from error
+        return Recipe(name, **made)
+
     def __post_init__(self) -> None:
         for name, operands in _OPERANDS.items():
             gemm: Gemm = getattr(self, name)
@@ -159,6 +194,13 @@ class Recipe:
             codes = [cast.codes for cast in gemm.casts]
             if any(codes) and (name != "fprop" or codes != [True, True] or gemm.result is not None):
                 raise ValueError(f"recipe {self.name}: codes are for both operands of fprop, whose result is kept")
+
+    def words(self) -> dict[str, dict[str, str]]:
+        """{gemm: {operand: cast}}, what `of` takes; casts that keep the tensor are left out."""
+        return {
+            gemm: {key: str(cast) for key, cast in vars(getattr(self, gemm)).items() if cast is not None}
+            for gemm in GEMMS
+        }
 
     @property
     def bits(self) -> int:
@@ -208,6 +250,12 @@ class Recipe:
                     if dim is not None and length is not None:
                         needed[dim] = max(needed[dim], length)  # 1, 32 or 128: the largest is a multiple of the others
         return needed[0], needed[1]
+
+
+def _mapping(what: str, given: Mapping[str, Any], form: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"recipe {what}={given}: must be {form}")
+    return given
 
 
 def _same_everywhere(name: str, forward: str, backward: str, weight: str | None = None) -> Recipe:

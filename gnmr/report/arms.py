@@ -150,11 +150,18 @@ class Arm:
 
     @property
     def low_bits(self) -> int | None:
-        return bits(self.settings.get("paths.low"))
+        return self.bits(self.settings.get("paths.low"))
 
     @property
     def recovery_bits(self) -> int | None:
-        return bits(self.settings.get("paths.recovery"))
+        return self.bits(self.settings.get("paths.recovery"))
+
+    def bits(self, path: Any) -> int | None:
+        """As the function `bits`, of the arm's own recipes too: those of the forward input."""
+        own = f"paths.recipes.{path}."
+        if any(key.startswith(own) for key in self.settings):
+            return bits(self.settings.get(f"{own}fprop.input", "bf16").partition("/")[0])
+        return bits(path)
 
     @property
     def routed(self) -> bool:

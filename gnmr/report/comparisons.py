@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gnmr.errors import UserError
-from gnmr.report.arms import QUANTIZER, Arm, bits, levels, same, tell, varying
+from gnmr.report.arms import QUANTIZER, Arm, levels, same, tell, varying
 from gnmr.report.runs import Run
 
 _WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
@@ -127,7 +127,8 @@ class Comparison:
     def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
         """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
         wanted = self.formats(arm)[place]
-        keys = ("stress.", *QUANTIZER) if place == 0 else QUANTIZER if bits(wanted) != 16 else ()
+        keys = ("stress.", *QUANTIZER) if place == 0 else QUANTIZER if arm.bits(wanted) != 16 else ()
+        keys = *keys, f"paths.recipes.{wanted}."
         return lambda other: wanted is not None and other.always == wanted and same(arm, other, keys)
 
     def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:

@@ -237,7 +237,7 @@ def _names(cells: list[list[Arm]]) -> dict[int, str]:
             key
             for key in varying(arm for arms in mine for arm in arms)
             if key.startswith(_OF_AN_ARM)
-            and not key.startswith(("paths.low", "paths.recovery", *QUANTIZER))
+            and not key.startswith(("paths.low", "paths.recovery", "paths.recipes", *QUANTIZER))
             and (key in side_by_side or not key.startswith(BUDGET))
         ]
         names |= {id(arm): " ".join([name, *tell(arm, keys)]) for arms in mine for arm in arms}

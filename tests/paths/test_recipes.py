@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
 
-from gnmr import config
+from gnmr import attach, config
+from gnmr.errors import UserError
 from gnmr.paths import PathLinear, convert
 from gnmr.paths.formats import FORMATS
 from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Gemm, Recipe, get_recipe
 
 
 def words(name: str) -> dict[str, dict[str, str]]:
-    """{gemm: {operand: cast}}, casts as words, those that keep the tensor left out."""
-    recipe = RECIPES[name]
-    return {
-        gemm: {key: str(cast) for key, cast in vars(getattr(recipe, gemm)).items() if cast is not None}
-        for gemm in GEMMS
-    }
+    return RECIPES[name].words()
 
 
 def test_the_named_recipes_say_what_they_are_known_for() -> None:
@@ -99,6 +98,70 @@ def test_what_a_recipe_cannot_be() -> None:
         Recipe("odd", fprop=Gemm(result=cast))
     with pytest.raises(ValueError, match=r"fp9.*fp8_hybrid"):
         get_recipe("fp9")
+
+
+def test_a_recipe_of_ones_own_is_what_its_words_say() -> None:
+    for name, recipe in RECIPES.items():
+        assert replace(Recipe.of("mine", recipe.words()), name=name) == recipe
+    half = Recipe.of("half-1", {"wgrad": {"input": "e4m3/tile", "grad_output": "bf16"}})
+    assert half == Recipe("half-1", wgrad=Gemm.of(input="e4m3/tile"))
+
+
+OWN = [
+    ({"fprp": {}}, "recipe mine: 'fprp' is no GEMM: use fprop, dgrad, wgrad"),
+    ({"fprop": {"grad_output": "e4m3/row"}}, "recipe mine: fprop has no 'grad_output': use input, weight, result"),
+    ({"fprop": {"input": "e4m4/row"}}, "recipe mine: fprop: format 'e4m4' is not known: use one of int2"),
+    ({"fprop": {"input": "e4m3/rows"}}, "recipe mine: fprop: scale 'rows' is not known: use one of tensor"),
+    ({"fprop": {"input": "e4m3/row/3"}}, "recipe mine: fprop: e4m3/row/3: behind the scale stands the history of"),
+    ({"fprop": {"input": "e4m3/delayed/x"}}, "recipe mine: fprop: e4m3/delayed/x: behind the scale stands the history"),
+    ({"fprop": {"input": 8}}, "recipe mine: fprop.input=8: must be a word such as e4m3/tile, or bf16"),
+    ({"fprop": {"result": "e4m3/tile"}}, "recipe mine: fprop's result cannot be e4m3/tile; use tensor or row"),
+    ({"fprop": "e4m3"}, "recipe mine: fprop=e4m3: must be {operand: cast}, as {input: e4m3/tile}"),
+    ("e4m3", "recipe mine=e4m3: must be {gemm: {operand: cast}}, as {fprop: {input: e4m3/tile}}"),
+]
+
+
+@pytest.mark.parametrize(("gemms", "line"), OWN)
+def test_what_a_recipe_of_ones_own_cannot_be(gemms: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        Recipe.of("mine", gemms)
+    with pytest.raises(UserError, match=f"^paths.recipes: {re.escape(line)}"):
+        config.load({"paths": {"recipes": {"mine": gemms}}})
+
+
+def test_names_of_recipes_of_ones_own() -> None:
+    for name, what in (("fp8_hybrid", "a recipe"), ("int4", "a format"), ("bf16", "a format")):
+        with pytest.raises(ValueError, match=f"recipe {name}: is {what} already; name it otherwise"):
+            Recipe.of(name, {})
+        with pytest.raises(ValueError, match=f"recipe {name}: is not what has this name already"):
+            convert(net(), Recipe(name, Gemm.of(input="e4m3/row")), None, ["0"])
+    for name in ("", "a.b", "1st", "two words"):
+        with pytest.raises(ValueError, match="a name is letters, digits, - and _, and begins with no digit"):
+            Recipe.of(name, {})
+
+
+def test_recipes_in_the_place_of_names() -> None:
+    """In code: either path, mixed with names, and under a backend that has their casts."""
+    mine = Recipe.of("mine", RECIPES["fp8_hybrid"].words())
+    plan = convert(net(), mine, "bf16", ["0"], recovers=["wgrad"], backend="scaled_mm")
+    assert plan.low == replace(mine, backend="scaled_mm") and "mine, scaled_mm" in str(plan)
+    assert convert(net(), "sim_e2m1", mine, ["0"]).recovery == mine
+    attached = attach(net(), mine, "bf16", targets=["0"])
+    assert attached.plan.low == mine
+    with pytest.raises(ValueError, match="int4 is a format and mine is a recipe: both paths must be of one kind"):
+        convert(net(), "int4", mine, ["0"])
+    with pytest.warns(UserWarning, match="mine has all GEMMs as fp8_hybrid has them: recovery changes nothing"):
+        convert(net(), "fp8_hybrid", mine, ["0"])
+    with pytest.warns(UserWarning, match="the recovery path mine is the low path too"):
+        convert(net(), mine, mine, ["0"])
+
+
+def test_the_state_of_another_recipe_of_the_same_name_is_refused() -> None:
+    one, other = (Recipe.of("mine", {"fprop": {"input": cast}}) for cast in ("e4m3/row", "e5m2/row"))
+    state = convert(net(), one, "bf16", ["0"]).state_dict()
+    convert(net(), one, "bf16", ["0"]).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"belongs to .*e4m3/row.*; this plan has .*e5m2/row"):
+        convert(net(), other, "bf16", ["0"]).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

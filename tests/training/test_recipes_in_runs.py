@@ -9,7 +9,7 @@ import torch
 from everything import differences, everything
 
 from gnmr import models
-from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.config import ExpertsConfig, ModelConfig, config_hash, read
 from gnmr.paths import RECIPES, PathLinear, convert
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
@@ -38,6 +38,20 @@ def test_a_llama_trains_two_steps(low, recovery, assembled, step_of, blocks_of):
     assert first.saved_bytes == first.saved_bytes_predicted > 0
 
 
+def stopped(train, folder, *words):
+    """Trains four steps of a run and stops it there, with a checkpoint."""
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainStep, "__call__", call)
+        train(folder, *words)
+
+
 def test_a_run_switches_between_recipes(train, tmp_path):
     words = ["paths.low=sim_e2m1", "paths.recovery=fp8_hybrid"]
     routed = train(tmp_path / "all", *words)
@@ -45,6 +59,28 @@ def test_a_run_switches_between_recipes(train, tmp_path):
     wgrad = train(tmp_path / "wgrad", *words, "paths.recovers=[wgrad]")
     losses = [[row["loss"] for row in read_jsonl(folder / "steps.jsonl")] for folder in (routed, wgrad)]
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+
+
+def declared(name: str, like: str) -> list[str]:
+    """The words that declare a recipe with the casts of a built-in one."""
+    gemms = RECIPES[like].words().items()
+    return [f"paths.recipes.{name}.{gemm}.{operand}={cast}" for gemm, casts in gemms for operand, cast in casts.items()]
+
+
+def test_a_recipe_of_ones_own_runs_as_the_built_in_one_with_its_casts(train, tiny, tmp_path, gnmr):
+    words = [*declared("mine", "sim_e2m1"), *declared("wider", "fp8_delayed"), "paths.low=mine", "paths.recovery=wider"]
+    built_in = ["paths.low=sim_e2m1", "paths.recovery=fp8_delayed"]
+    theirs = train(tmp_path / "runs" / "theirs", *built_in)
+    stopped(train, tmp_path / "runs" / "ours", *words)
+    ours = train(tmp_path / "runs" / "ours", *words)
+    assert any(row["num_active"] for row in read_jsonl(ours / "steps.jsonl"))
+    found, wanted = everything(ours), everything(theirs)
+    assert "e2m1/row" in found["state"]["plan"].pop("paths") != wanted["state"]["plan"].pop("paths")
+    assert differences(wanted, found) == []
+    assert config_hash(tiny(*words)) != config_hash(tiny(*built_in))
+    assert read(ours / "config.yaml").paths == tiny(*words).paths  # what the run saved can be read again
+    assert gnmr("replay", str(ours)).code == 0
+    assert "mine" in gnmr("report", str(tmp_path / "runs"), "--no-plots").out
 
 
 def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
@@ -55,18 +91,8 @@ def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
     assert differences(plain["state"], seen["state"]) == []
 
 
-def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted, monkeypatch):
-    plain = TrainStep.__call__
-
-    def call(self, *args):
-        if self.controller.t == 4:
-            raise KeyboardInterrupt
-        return plain(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", call)
-        with pytest.raises(KeyboardInterrupt):
-            train(tmp_path / "run", *DELAYED)
+def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted):
+    stopped(train, tmp_path / "run", *DELAYED)
     assert differences(uninterrupted(*DELAYED), everything(train(tmp_path / "run", *DELAYED))) == []
 
 

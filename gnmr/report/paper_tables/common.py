@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gnmr.config import FORMATS, RECIPES
+from gnmr.config import FORMATS
 from gnmr.report import published
 from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
@@ -27,7 +27,7 @@ def setting(comparison: Comparison) -> str:
     if any(one.get("model.name") == "moe" for one in settings):
         return MOE
     paths = {one.get(key) for one in settings for key in ("paths.low", "paths.recovery")}
-    return RECIPE if paths & (RECIPES.keys() - set(FORMATS)) else ACT_QUANT
+    return RECIPE if paths - {None, *FORMATS} else ACT_QUANT
 
 
 def size_of(comparison: Comparison) -> str:
