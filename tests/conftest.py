@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,6 +81,22 @@ def tiny_words(text_file: Path, tmp_path: Path) -> list[str]:
     quiet = ["records.live=off", "records.wandb=off", "training.threads=1"]
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300"]
     return ["debug=smoke", *data, *sizes, *quiet, f"runs_dir={tmp_path / 'runs'}"]
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Transformer Engine's stub (`stub_te`), on a machine that seems to have the GPU for it."""
+    from gnmr.paths import te
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+
+    forget()
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stub_te"))
+    monkeypatch.setattr(te, "_device_missing", lambda _device, _least: None)
+    yield importlib.import_module("transformer_engine.pytorch")
+    forget()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.names import select
+from gnmr.paths import te
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.fp8 import check_backend
 from gnmr.paths.groups import Group, check_unit, grouped, operator_names
@@ -49,7 +50,7 @@ class Plan:
     def saturation(self) -> dict[str, Tensor]:
         """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
         as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
-        empty where the paths are formats. Counts every cast once: of a tensor that several
+        empty where the paths are formats, and under backend=te. Counts every cast once: of a tensor that several
         operators read, for the first that cast it. Does not wait for the device.
         """
         ledger = self.shared.ledger
@@ -60,6 +61,8 @@ class Plan:
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         """
+        if self.shared.engine is not None:
+            self.shared.engine.close()
         for operator in self.operators:
             if not isinstance(operator, PathLinear):
                 continue
@@ -72,10 +75,12 @@ class Plan:
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
 
-        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and where every
-        weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap where both recipes
-        have the same wgrad: it is 0.
+        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, under backend=te,
+        and where every weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap
+        where both recipes have the same wgrad: it is 0.
         """
+        if self.shared.engine is not None:
+            raise ValueError(f"{', '.join(names)}: {te.UNREADABLE}")
         if not any(operator.weight.requires_grad for operator in self.operators):
             raise ValueError(
                 f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
@@ -98,7 +103,10 @@ class Plan:
 
         Read from the graph's own nodes; a storage that several operators share counts once. Under activation
         checkpointing the graph holds no inputs at this point and reading them would recompute them: do not call it.
+        ValueError under backend=te.
         """
+        if self.shared.engine is not None:
+            raise ValueError(f"saved_bytes: {te.UNREADABLE}")
         storages = {}
         for operator in self.operators:
             for tensor in operator.kept():
@@ -169,6 +177,8 @@ class Plan:
         if len(self.groups) < len(self.operators):
             first, last = self.groups[0].name, self.groups[-1].name
             lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
+        if self.shared.engine is not None:
+            lines.append("Transformer Engine casts: saturation, the paths' errors and saved bytes are not measured")
         if isinstance(self.operators[0], Int8Linear):
             own, codes = self.weight_bytes()
             weights = self.operators[0].weights
@@ -178,10 +188,15 @@ class Plan:
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are."""
+        """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are.
+
+        Waits for the device under backend=te with delayed scales.
+        """
         state: dict[str, Any] = {"paths": self._owner()}
         if self.shared.generator is not None:
             state["generator"] = self.shared.generator.get_state()
+        if self.shared.engine is not None and self.shared.engine.delayed:
+            state["te"] = self.shared.engine.state()
         history = None if self.shared.ledger is None else self.shared.ledger.history
         return state if history is None else state | {"largest": history.clone()}
 
@@ -206,6 +221,8 @@ class Plan:
         self.check_state(state)
         if self.shared.generator is not None:
             self.shared.generator.set_state(state["generator"].cpu())
+        if "te" in state and self.shared.engine is not None:
+            self.shared.engine.load(state["te"], self.operators)
         if self.shared.ledger is not None and self.shared.ledger.history is not None:
             self.shared.ledger.history.copy_(state["largest"])
 
@@ -250,7 +267,7 @@ def _kept_bits(path: Path) -> int:
     """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
     if isinstance(path, Format):
         return path.bits
-    return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16
+    return 8 if path.backend in ("scaled_mm", "te") and path.wgrad.input is not None else 16
 
 
 def convert(
@@ -340,6 +357,7 @@ def convert(
     if isinstance(recovery_path, Recipe):
         recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen)
 
+    engine = te.engine_for(low_path, recovery_path)
     device = next(iter(chosen.values())).weight.device
     generator = None
     if rounding == "stochastic":
@@ -349,7 +367,9 @@ def convert(
     if isinstance(low_path, Recipe):
         history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
         ledger = Ledger(len(chosen), history, device)
-    shared = SharedState(site, generator, ledger)
+    shared = SharedState(site, generator, ledger if engine is None else None, engine)
+    if engine is not None and engine.delayed:
+        engine.around(model, shared, next(p for p in (low_path, recovery_path) if isinstance(p, Recipe) and p.history))
     operators = []
     for index, (name, module) in enumerate(zip(unit_names, chosen.values(), strict=True)):
         module.__class__ = Int8Linear if integer else PathLinear

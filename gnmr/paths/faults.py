@@ -258,6 +258,10 @@ class FaultSchedule:
         low = plan.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
             raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
+        if plan.shared.engine is not None:
+            raise ValueError(
+                "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"
+            )
         names = [group.name for group in plan.groups]
         chosen, empty = select([operator.unit_name for operator in plan.operators], targets)
         whole, no_unit = select(names, targets)

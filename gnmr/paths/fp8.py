@@ -4,7 +4,7 @@
     scaled_mm    `torch._scaled_mm` on operands of one byte: GPUs of compute capability 8.9 or newer (Ada, Hopper,
                  Blackwell). CPUs have the function too, without being faster: good for testing this file
     int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
-    te           Transformer Engine
+    te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
     auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which
 
 scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,7 +47,9 @@ _MULTIPLE = 16
 def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) -> Recipe:
     """The recipe as `backend` will run it in these linears. ValueError names what is missing."""
     if backend == "te":
-        raise ValueError(_without_te())
+        from gnmr.paths.te import with_te  # which needs this module
+
+        return with_te(recipe, linears)
     if backend == "simulated" or not recipe.casts:
         return recipe
     if backend == "int_mm":
@@ -56,7 +57,7 @@ def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) ->
             f"backend='int_mm': the recipe {recipe.name} multiplies no integers, as llm_int8 does; use backend='auto'"
         )
     missing = _recipe_missing(recipe) or _device_missing(next(iter(linears.values())).weight.device, backend)
-    missing = missing or next(filter(None, (_width_missing(*named) for named in linears.items())), None)
+    missing = missing or next(filter(None, (width_missing(*named) for named in linears.items())), None)
     if missing is None:
         return replace(recipe, backend="scaled_mm")
     if backend == "auto":
@@ -96,20 +97,12 @@ def _device_missing(device: torch.device, backend: str) -> str | None:
     return f"{needs}, the model is on {device.type}"
 
 
-def _width_missing(name: str, linear: nn.Linear) -> str | None:
+def width_missing(name: str, linear: nn.Linear) -> str | None:
+    """Why FP8 hardware cannot read a linear of these widths; None: it can."""
     for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
         if width % _MULTIPLE:
             return f"{name} has {width} {kind}, and FP8 hardware needs a multiple of {_MULTIPLE}"
     return None
-
-
-def _without_te() -> str:
-    if find_spec("transformer_engine") is None:
-        return (
-            "backend='te': Transformer Engine is not installed (pip install 'transformer-engine[pytorch]', on a "
-            "machine with CUDA); use backend='scaled_mm' or 'simulated'"
-        )
-    return "backend='te': there is no operator for Transformer Engine yet; backend='scaled_mm' runs fp8_hybrid too"
 
 
 class Codes(NamedTuple):

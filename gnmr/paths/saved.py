@@ -36,6 +36,7 @@ from gnmr.paths.simulated import Ledger, simulated_linear
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
     from gnmr.paths.probe import Measured, Probe
+    from gnmr.paths.te import Engine
 
 Path = Format | Recipe
 """What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
@@ -49,13 +50,21 @@ class SharedState:
     - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults and casts remember;
     - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
     - the probe, if there is one;
-    - the ledger of what recipes cast (None: the paths are formats).
+    - the ledger of what recipes cast (None: the paths are formats, or Transformer Engine's);
+    - Transformer Engine's linears, where it runs the recipes.
     """
 
-    def __init__(self, site: str, generator: torch.Generator | None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        site: str,
+        generator: torch.Generator | None,
+        ledger: Ledger | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.quantize_forward = site == "forward"
         self.generator = generator
         self.ledger = ledger
+        self.engine = engine
         self.exact = False
         self.rehearsing = False
         self.probe: Probe | None = None
@@ -190,6 +199,10 @@ class PathLinear(nn.Linear):
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
         if shared.exact or not (keeps or quantizes):
             return self.plain(input)
+        if shared.engine is not None and isinstance(path, Recipe):
+            self.read = (input.numel() // input.shape[-1], self.unit_name) if keeps else None
+            self._node = None  # its graph is not ours to read
+            return shared.engine(self, path, input)
         x = input
         if (dtype := autocast_dtype(x)) is not None:
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.

@@ -33,6 +33,7 @@ from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
 from gnmr.paths.formats import Format
+from gnmr.paths.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
@@ -90,6 +91,11 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         _check_vocabulary(config, model, corpus.vocab_size)
     torch.manual_seed(training.seed)
     _check_watched(config, plan)
+    if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
+        raise UserError(
+            "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
+            "delayed scales; use a recipe without, or paths.backend=scaled_mm"
+        )
     if training.export_hf:
         pretrained.need("transformers", "training.export_hf=true")
     if training.compile:
@@ -255,7 +261,7 @@ def train_step(parts: Parts) -> TrainStep:
         parts.controller,
         parts.optimizer,
         config.optim.clip_norm,
-        measure_saved=not config.training.activation_checkpointing,
+        measure_saved=not config.training.activation_checkpointing and parts.plan.shared.engine is None,
         transform=parts.transform,
         probe_tokens=config.paths.probe_tokens,
         monitor=config.records.monitor,
@@ -273,6 +279,8 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
         asked = set(names) <= set(config.records.evidence)
         return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
 
+    if plan.shared.engine is not None and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+        raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
     frozen = not any(operator.weight.requires_grad for operator in plan.operators)
