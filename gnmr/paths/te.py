@@ -23,13 +23,13 @@ another recipe beside them: Transformer Engine knows one region of delayed scale
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +148,7 @@ class Engine:
         self.delayed = delayed
         self._linears: dict[str, Any] = {}
         """By the operator's place in the plan and the recipe's name."""
-        self._states: dict[str, bytes] = {}
+        self._states: dict[str, Tensor] = {}
         """Delayed scales of linears that a copy has yet to make."""
         self._recipes: dict[str, Any] = {}
         self._hooks: list[Any] = []
@@ -190,7 +190,7 @@ class Engine:
             )
             self._linears[key] = made
             if (state := self._states.pop(key, None)) is not None:
-                made.set_extra_state(_tensor(state))
+                made.set_extra_state(state)
         linear = self._linears[key]
         for name, own in (("weight", operator.weight), ("bias", operator.bias)):
             if own is not None and getattr(linear, name) is not own:  # the first time, and after load(assign=True)
@@ -222,14 +222,22 @@ class Engine:
         self._hooks = []
 
     def state(self) -> bytes:
-        """The delayed scales and their history. Waits for the device."""
-        made = {key: linear.get_extra_state().numpy().tobytes() for key, linear in self._linears.items()}
-        return pickle.dumps(dict(sorted((self._states | made).items())) if self.delayed else {})
+        """The delayed scales and their history, in one piece: a checkpoint looks for no key that it cannot know."""
+        packed = BytesIO()
+        torch.save(self._packed(), packed)
+        return packed.getvalue()
+
+    def _packed(self) -> dict[str, Tensor]:
+        """As Transformer Engine packs them (uint8). Waits for the device."""
+        if not self.delayed:
+            return {}
+        made = {key: linear.get_extra_state() for key, linear in self._linears.items()}
+        return dict(sorted((self._states | made).items()))
 
     def load(self, state: bytes, operators: Iterable[PathLinear]) -> None:
-        """What `state` gave, of these operators. Waits for the device. Read with pickle: load only your own."""
+        """What `state` gave, of these operators. Waits for the device. Transformer Engine unpacks it with pickle."""
+        states: dict[str, Tensor] = torch.load(BytesIO(state), weights_only=True)
         self._states = {}
-        states: dict[str, bytes] = pickle.loads(state)
         for key in self._linears.keys() - states.keys():
             del self._linears[key]  # it had not run yet
         for operator in operators:
@@ -241,16 +249,12 @@ class Engine:
                     # Transformer Engine moves the scales of linears that have run, and this one had.
                     with torch.no_grad(), _autocast(self._recipe(recipe)):
                         linear(operator.weight.new_zeros(_ROWS, operator.in_features))
-                linear.set_extra_state(_tensor(states[key]))
+                linear.set_extra_state(states[key])
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        return {**self.__dict__, "_states": pickle.loads(self.state()), "_linears": {}, "_recipes": {}, "_region": None}
+        return {**self.__dict__, "_states": self._packed(), "_linears": {}, "_recipes": {}, "_region": None}
 
 
 def _key(operator: PathLinear, recipe: Recipe) -> str:
     return f"{operator.index} {recipe.name}"
-
-
-def _tensor(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0, dtype=torch.uint8)
