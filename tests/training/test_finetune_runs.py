@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, lora: Wor
     own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path
     (copy / "tokenizer.json").write_bytes(own.read_bytes())
     (copy / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer .* has 300"):
+    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer has 300"):
         assemble(tiny(*lora, f"model.checkpoint={copy}"), tmp_path / "unused", lambda _: None)
 
 
@@ -185,6 +186,22 @@ def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, lora:
     trained = everything(second)["state"]["model"]
     again = load(str(second / "hf"), torch.float32, torch.device("cpu")).state_dict()
     assert differences(dict(trained), {name: again[name] for name in trained}) == []
+
+
+def test_a_run_that_is_done_is_exported_from_its_last_checkpoint(train, tmp_path: Path) -> None:
+    folder, told = train(tmp_path / "run"), list[str]()
+    losses = (folder / "steps.jsonl").read_bytes()
+    train(folder, "training.export_hf=true", say=told.append)
+    assert f"exported {folder / 'hf'}" in told and (folder / "steps.jsonl").read_bytes() == losses
+    whole = train(tmp_path / "whole", "training.export_hf=true")
+    ours, theirs = (load(str(place / "hf"), "auto", torch.device("cpu")).state_dict() for place in (folder, whole))
+    assert differences(dict(ours), dict(theirs)) == []
+    for left in (folder / "checkpoints").iterdir():
+        shutil.rmtree(left)
+    shutil.rmtree(folder / "hf")
+    with pytest.raises(UserError, match=r"training.export_hf=true: .* is done, and its last checkpoint is gone"):
+        train(folder, "training.export_hf=true")
+    assert (folder / "DONE").exists()
 
 
 def test_a_model_without_a_layout_there_is_refused_before_it_trains(tiny, train, tmp_path: Path) -> None:
