@@ -1,4 +1,4 @@
-"""GNMR in a loop under Hugging Face's Accelerate: LoRA on a frozen base in simulated INT8, risky layers in BF16.
+"""GNMR in a loop under Hugging Face's Accelerate: LoRA on a frozen base in INT8, risky layers in BF16.
 
     python examples/accelerate_loop.py [--steps 20]
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     model, optimizer, blocks = accelerator.prepare(model, optimizer, blocks)
     controller = gnmr.attach(  # 1: after the adapters are there and the model is on its device
-        model, low="sim_int8", recovery="bf16", unit="block", observe="adapter", targets=["*_proj.base_layer"],
+        model, low="llm_int8", recovery="bf16", unit="block", observe="adapter", targets=["*_proj.base_layer"],
         max_o=1, alpha=1.1, beta=1.2,
     )  # fmt: skip
 

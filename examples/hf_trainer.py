@@ -1,4 +1,4 @@
-"""GNMR in a Hugging Face Trainer: LoRA on a frozen base in simulated INT8, risky layers in BF16.
+"""GNMR in a Hugging Face Trainer: LoRA on a frozen base in INT8, risky layers in BF16.
 
     python examples/hf_trainer.py [--steps 20] [--folder FOLDER]
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         trainer = Trainer(model, args, train_dataset=Blocks(words.steps * BATCH * ACCUMULATION))
         routing = {"unit": "block", "observe": "adapter", "targets": ["*_proj.base_layer"]}
-        callback = GnmrCallback(trainer, low="sim_int8", recovery="bf16", max_o=1, alpha=1.1, beta=1.2, **routing)
+        callback = GnmrCallback(trainer, low="llm_int8", recovery="bf16", max_o=1, alpha=1.1, beta=1.2, **routing)
         trainer.add_callback(callback)
         trainer.train()
 

@@ -112,6 +112,7 @@ def run_cell(composed: DictConfig) -> None:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_both(settings.overrides.task)
+    refuse_sizes(config, settings.overrides.task)
 
     if config.plan:
         from gnmr.training.memory import plan_run
@@ -129,6 +130,18 @@ def refuse_both(words: Sequence[str]) -> None:
     asked = [word for word in words if word.partition("=")[0] in ("recipe", "hierarchy")]
     if len({word.partition("=")[0] for word in asked}) > 1:
         raise UserError(f"{' '.join(asked)}: a recipe is a static run, a hierarchy has two paths; give one of them")
+
+
+def refuse_sizes(config: schema.Config, words: Sequence[str]) -> None:
+    """UserError for words on model=pretrained that its checkpoint says itself.
+
+    The sizes that a scale brings with it are left alone: it was not asked for them.
+    """
+    if config.model.checkpoint is None:
+        return
+    for key in (word.lstrip("+").partition("=")[0] for word in words):
+        if key.startswith("model.") and key.split(".")[1] not in ("name", "checkpoint", "adapter"):
+            raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
 
 
 def warn_of_unread(controller: schema.ControllerConfig, words: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from gnmr.attachment import context_of
@@ -14,7 +15,7 @@ from gnmr.errors import UserError
 from gnmr.paths import Plan, Recipe, convert
 
 
-def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
+def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
     """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
     try:
         own = {name: Recipe.of(name, gemms) for name, gemms in paths.recipes.items()}
@@ -31,6 +32,7 @@ def build_plan(model: nn.Module, paths: PathsConfig, seed: int) -> Plan:
             paths.backend,
             paths.weights,
             paths.outlier_threshold,
+            device,
         )
     except ValueError as error:
         raise UserError(f"paths: {error}") from error

@@ -26,6 +26,7 @@ CASES = {
     "unknown=1": "Key 'unknown' not in 'Config'",
     "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
     "model=moe model.experts.number=0": "model.experts.number=0: moe needs at least one expert",
+    "scale=finetune_cpu model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrained",
     "model.experts.number=8": "model.experts.number=8: model.name=llama has no experts",
     "model=gpt model.experts.routing_seed=1": "model.experts.routing_seed=1: model.name=gpt has no experts",
     "scale=moe_cpu model=llama": "model.experts.number=8: model.name=llama has no experts",

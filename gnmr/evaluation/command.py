@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -21,7 +20,7 @@ from yaml import YAMLError
 from gnmr.errors import UserError
 
 if TYPE_CHECKING:
-    from gnmr.evaluation.scoring import Progress
+    from gnmr.evaluation.progress import Progress
 
 _HELP = """\
 usage: gnmr eval CHECKPOINT_OR_RUN [key=value ...]
@@ -34,7 +33,8 @@ usage: gnmr eval CHECKPOINT_OR_RUN [key=value ...]
   data        a folder with local files in the hub's schema (gsm8k/test.jsonl, mmlu/dev.jsonl, ...; see
               gnmr/evaluation/tasks.py); default: the hub
   block       tokens of a block of wikitext2's token_perplexity; default: 2048, or the model's context if it is shorter
-  path        16bit (default), or low: the run's own low path, for every operator
+  path        16bit (default; of a run with paths.weights=instead: w8a16, weights that are INT8 codes times scale), or
+              low: the run's own low path, for every operator
   adapter     a folder with an adapter of peft's for the checkpoint
   batch_size  inputs a pass; default: 8
   device      auto (default), cpu or cuda
@@ -45,9 +45,6 @@ Prompts, filters and metrics are lm-eval's (pip install 'gnmr[finetune]'), the s
   gnmr eval runs/act_quant_stress/RUN tasks=[wikitext2,hellaswag] data=my_tasks limit=100
   gnmr eval meta-llama/Llama-2-13b-hf tasks=[gsm8k] adapter=my_adapter
 """
-
-
-SAY_EVERY = 30.0  # seconds between two lines of progress, where there is no terminal
 
 
 @dataclass
@@ -86,17 +83,16 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from gnmr.evaluation import tasks
-    from gnmr.evaluation.scoring import check, score
+    from gnmr.evaluation.scoring import check, check_rows, score
     from gnmr.evaluation.subjects import load_subject
 
     check(asked.tasks, asked.limit, asked.shots, asked.block, asked.batch_size)
     if data is not None:
-        for name in asked.tasks:
-            tasks.read(name, data)
+        check_rows(asked.tasks, asked.shots, data)
     subject = load_subject(places[0], asked.path, asked.adapter, asked.device)
     low = f" ({subject.facts['low_path']})" if subject.path == "low" else ""
-    print(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, path in force: {subject.path}{low}")
+    in_force = f"path in force: {subject.named_path}{low}"
+    print(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, {in_force}")
     try:
         with _bar() as progress:
             found = score(subject, asked.tasks, asked.limit, asked.shots, data, asked.block, asked.batch_size, progress)
@@ -142,7 +138,7 @@ def _record(subject: Any, asked: Asked, found: dict[str, Any], command: str) -> 
 
     return {
         "subject": {"name": subject.name, **subject.facts},
-        "path": subject.path,
+        "path": subject.named_path,
         "tasks": found,
         "limit": asked.limit,
         "data": asked.data or "hub",
@@ -185,17 +181,11 @@ def _bar() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
+    from gnmr.evaluation.progress import now_and_then
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        said = time.monotonic()
-
-        def say(task: str, done: int, total: int) -> None:
-            nonlocal said
-            if time.monotonic() - said >= SAY_EVERY:
-                said = time.monotonic()
-                print(f"gnmr: scoring {task}: {done} of {total}", file=sys.stderr)
-
-        yield say
+        yield now_and_then(lambda text: print(f"gnmr: {text}", file=sys.stderr))
         return
     with Bar(console=console, transient=True) as bar:
         rows: dict[str, Any] = {}

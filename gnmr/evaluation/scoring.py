@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from gnmr.errors import UserError
 from gnmr.evaluation import tasks as definitions
 from gnmr.evaluation.harness import Harness
+from gnmr.evaluation.progress import Progress
 from gnmr.evaluation.subjects import Subject
 from gnmr.evaluation.tasks import TASKS, Task
 
@@ -30,8 +31,6 @@ SHOTS_SEED = 1234
 """Draws GSM8K's examples; lm-eval's own."""
 BLOCK = 2048
 """Tokens of a block of token_perplexity, where the model's context is not shorter."""
-
-Progress = Callable[[str, int, int], None]
 
 
 def score(
@@ -66,8 +65,7 @@ def score(
         for name in dict.fromkeys(tasks):
             began = time.perf_counter()
             harness = Harness(subject, batch_size, None if progress is None else _named(progress, name))
-            asked = TASKS[name].shots if shots is None else shots
-            found[name] = _score_task(name, harness, limit, asked, data, block)
+            found[name] = _score_task(name, harness, limit, _shots(name, shots), data, block)
             found[name]["seconds"] = time.perf_counter() - began
     return found
 
@@ -100,6 +98,33 @@ def check(
         raise UserError(f"block={block}: {subject.name} reads {subject.max_length} tokens at most")
 
 
+def check_rows(tasks: Sequence[str], shots: int | None, data: Path | None) -> None:
+    """UserError for rows that cannot be scored: missing, malformed, too few for `shots`, or out of the hub's reach.
+
+    From the hub they are fetched into its own cache, where `score` finds them.
+    """
+    with _quiet(), _undisturbed():
+        for name in dict.fromkeys(tasks):
+            with _defined(name, _shots(name, shots), data) as where:
+                if data is None:
+                    _load(TASKS[name], where, local=False)
+
+
+def _shots(name: str, asked: int | None) -> int:
+    return TASKS[name].shots if asked is None else asked
+
+
+@contextmanager
+def _defined(name: str, shots: int, data: Path | None) -> Iterator[Path]:
+    """The folder with the definition of a task: lm-eval's own, or a temporary one over local files."""
+    if data is None:
+        yield definitions.shipped(name)
+        return
+    with tempfile.TemporaryDirectory(prefix="gnmr-eval-") as scratch:
+        definitions.define(name, definitions.read(name, data), Path(scratch), shots)
+        yield Path(scratch)
+
+
 def _named(progress: Progress, name: str) -> Callable[[int, int], None]:
     return lambda done, total: progress(name, done, total)
 
@@ -108,12 +133,7 @@ def _score_task(
     name: str, harness: Harness, limit: int | None, shots: int, data: Path | None, block: int | None
 ) -> dict[str, Any]:
     task = TASKS[name]
-    with tempfile.TemporaryDirectory(prefix="gnmr-eval-") as scratch:
-        if data is None:
-            where = definitions.shipped(name)
-        else:
-            where = Path(scratch)
-            definitions.define(name, definitions.read(name, data), where, shots)
+    with _defined(name, shots, data) as where:
         loaded = _load(task, where, local=data is not None)
         for leaf in loaded["tasks"].values():
             if task.shots:

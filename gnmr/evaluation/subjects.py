@@ -72,6 +72,12 @@ class Subject:
     facts: dict[str, Any] = field(default_factory=dict)
     """What scores.json says of it."""
 
+    @property
+    def named_path(self) -> str:
+        """`path` as records name it: w8a16 where of weights that 16bit should read INT8 codes alone are left."""
+        coded = self.plan is not None and any(not o.weight.is_floating_point() for o in self.plan.operators)
+        return "w8a16" if coded and self.path == "16bit" else self.path
+
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Inside, the model is in evaluation mode, on the subject's path, without gradients; afterwards as it was.

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
+from gnmr.data.examples import read_rows
 from gnmr.errors import UserError
 
 Row = dict[str, Any]
@@ -196,26 +195,7 @@ def _checked(files: list[Path], check: Callable[[Row], Row]) -> list[Row]:
 
 def _rows(files: list[Path]) -> Iterator[tuple[str, Row]]:
     """(where it stands, the row)."""
-    for file in files:
-        try:
-            if file.suffix == ".parquet":
-                rows: list[Any] = pq.read_table(file).to_pylist()
-                yield from ((f"{file}: row {number}", row) for number, row in enumerate(rows, 1))
-                continue
-            lines = file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError, pa.ArrowInvalid) as error:
-            raise UserError(f"{file}: cannot be read ({str(error).partition(chr(10))[0]})") from error
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{file}: row {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: is no JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: is no JSON object")
-            yield where, row
+    return ((row.where, row.cells) for file in files for row in read_rows(file))
 
 
 def _text(row: Row, key: str, blank: bool = False) -> str:

@@ -36,6 +36,11 @@ class Plan:
     shared: SharedState
     _predicted: tuple[object, int] | None = None
 
+    @property
+    def frozen(self) -> bool:
+        """Whether no operator's weight is trained: then there is no weight gradient."""
+        return not any(operator.weight.requires_grad for operator in self.operators)
+
     def exact(self) -> AbstractContextManager[None]:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation)."""
         return exact(self.shared)
@@ -81,7 +86,7 @@ class Plan:
         """
         if self.shared.engine is not None:
             raise ValueError(f"{', '.join(names)}: {te.UNREADABLE}")
-        if not any(operator.weight.requires_grad for operator in self.operators):
+        if self.frozen:
             raise ValueError(
                 f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
             )
@@ -283,6 +288,7 @@ def convert(
     backend: str = "auto",
     weights: str = "online",
     outlier_threshold: float | None = None,
+    device: torch.device | None = None,
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
@@ -305,6 +311,7 @@ def convert(
         weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
             pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
         outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
+        device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
 
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
@@ -351,11 +358,11 @@ def convert(
         unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
         warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
     if isinstance(low_path, Recipe):
-        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen)
+        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device)
     elif backend != "auto":
         warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
     if isinstance(recovery_path, Recipe):
-        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen)
+        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen, device)
 
     engine = te.engine_for(low_path, recovery_path)
     device = next(iter(chosen.values())).weight.device

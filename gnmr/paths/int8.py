@@ -45,6 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 
 from gnmr.paths import fp8
 from gnmr.paths.formats import FORMATS
@@ -102,7 +103,7 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, Met]:
 
 def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(`x` with 0 in the columns that stay in 16 bits, which these are, the columns); None, None: there are none."""
-    if threshold is None or not x.shape[0]:
+    if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has none
         return x, None, None
     found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
     if not len(found):
@@ -127,15 +128,22 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
 # ---- what runs it ----
 
 
-def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) -> Recipe:
+def with_backend(
+    recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device | None = None
+) -> Recipe:
     """The recipe as `backend` will run it in these linears. ValueError names what is missing.
 
-    The first time on a device it waits for it.
+    `device`: where they will run; None: where they are. A GPU that this machine does not have is one that integers run
+    on, and that has FP8 if `backend` says so. The first time on a device it waits for it.
     """
+    elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
     if not recipe.integer or backend not in ("auto", "int_mm"):
+        if device is not None:  # fp8 asks the first weight; CPUs run what GPUs with FP8 do
+            small = skip_init(nn.Linear, 16, 16, device="cpu" if elsewhere else device)
+            linears = {"": small, **linears}
         return fp8.with_backend(recipe, backend, linears)
-    device = next(iter(linears.values())).weight.device
-    missing = _device_missing(device)
+    device = device or next(iter(linears.values())).weight.device
+    missing = None if elsewhere else _device_missing(device)
     if missing is None and device.type == "cuda":
         missing = next(filter(None, (_width_missing(*named) for named in linears.items())), None)
     if missing is None:

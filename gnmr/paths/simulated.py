@@ -158,7 +158,8 @@ class Ledger:
     - `history` (units, 3, 1 + h) float32: the largest magnitudes of input, weight and grad_output in this step and in
       the h steps before, from which delayed scales are taken. None where no recipe has any.
 
-    An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass shows.
+    An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass shows. One that
+    will have none (frozen, as all before it) writes at the end of its forward pass.
     """
 
     def __init__(self, units: int, history: int, device: torch.device) -> None:
@@ -311,7 +312,7 @@ class Pass:
         return cast, contraction_dim if cast.directed else None, self.unit if cast.scale == "delayed" else None
 
     def end(self) -> None:
-        """Once, in backward."""
+        """Once, when the last of its GEMMs is done."""
         if not self.shared.rehearsing:
             self.ledger.write(self.unit, self._counted.values(), self._largest)
         self._counted.clear()
@@ -412,4 +413,11 @@ def simulated_linear(
     if keeps and probe is not None and probe.enabled:
         measured = probe.measure_casts(operator, read, rows, fault, the_pass, made)
     output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, measured)
+    if torch.is_grad_enabled() and not output.requires_grad and not _in_backward():
+        the_pass.end()  # frozen, and so is all before it: no backward pass will
     return output, the_pass.first_reader(read)
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass runs: what runs forward in one is recomputed, by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1

@@ -69,7 +69,7 @@ EVAL_FIELDS: dict[str, str] = {
 
 SCORE_FIELDS: dict[str, str] = {
     "step": "scored after this step",
-    "path": "path in force while scoring: 16bit or low",
+    "path": "path in force while scoring: 16bit, w8a16 (paths.weights=instead) or low",
     "tasks": "what `gnmr.evaluation.score` found: {task: {metrics: {name: {value, stderr}}, items, ...}}",
 }
 

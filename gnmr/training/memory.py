@@ -24,11 +24,10 @@ from torch.overrides import TorchFunctionMode
 from gnmr import models
 from gnmr.config import Config
 from gnmr.models import pretrained
-from gnmr.paths import Plan
+from gnmr.paths import Plan, Recipe
+from gnmr.paths.convert import described
 from gnmr.paths.int8 import Int8Linear
-from gnmr.training.optim import build_optimizer
-from gnmr.training.parts import blocks_of
-from gnmr.wiring import build_plan
+from gnmr.training.parts import blocks_of, build_optim, check_sizes, device_of, with_paths
 
 GB = 10**9
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
@@ -40,6 +39,8 @@ class MemoryPlan:
 
     rows: list[tuple[str, int, str]]
     """(what, bytes, note)."""
+    assumed: list[str]
+    """Lines above them: what they go by."""
 
     @property
     def total(self) -> int:
@@ -47,7 +48,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         width = max(len(what) for what, _, _ in self.rows)
-        lines = [f"{what:<{width}}  {size / GB:9.3f} GB  {note}".rstrip() for what, size, note in self.rows]
+        lines = [*self.assumed]
+        lines += [f"{what:<{width}}  {size / GB:9.3f} GB  {note}".rstrip() for what, size, note in self.rows]
         lines.append(f"{'together':<{width}}  {self.total / GB:9.3f} GB")
         for name, size in DEVICES:
             left = size - self.total
@@ -61,19 +63,34 @@ def plan_run(config: Config) -> MemoryPlan:
     training, dtype = config.training, getattr(torch, config.training.dtype)
     if config.model.checkpoint is not None:
         model = pretrained.empty(config.model.checkpoint, dtype)
-        model.requires_grad_(config.model.adapter.rank == 0)
         vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        check_sizes(config, model, vocab_size)
     else:
         vocab_size = config.data.vocab_size
         with torch.device("meta"):
             model = models.build(config.model, vocab_size, training.seq_len).to(dtype)
-    plan = build_plan(model, config.paths, training.seed)
-    if config.model.adapter.rank:
-        pretrained.add_adapter(model, config.model.adapter, training.seed)
-    optimizer = build_optimizer(model, config.optim)
+    device = torch.device("cuda") if training.device == "cuda" else device_of(training.device)
+    plan = with_paths(model, config, device)
+    optimizer, transform = build_optim(model, config)
     checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
     max_o = config.controller.max_o if config.paths.recovery is not None else 0
-    return memory_plan(model, plan, optimizer, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed)
+    state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]
+    state += [] if transform is None else transform.state.values()
+    rows = _rows(model, plan, state, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed)
+    return MemoryPlan(rows, _assumed(config, plan, device))
+
+
+def _assumed(config: Config, plan: Plan, device: torch.device) -> list[str]:
+    """What the plan goes by and a reader could not know."""
+    paths = [path for path in (plan.low, plan.recovery) if path is not None]
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    lines = [f"for {device}{' (none here)' if elsewhere else ''}, paths: {' / '.join(map(described, paths))}"]
+    unsure = [path for path in paths if isinstance(path, Recipe) and path.casts and path.backend == "simulated"]
+    if elsewhere and config.paths.backend == "auto" and unsure:
+        lines.append(
+            "whether that GPU runs FP8 itself is not known here: planned as if not; paths.backend=scaled_mm plans as if"
+        )
+    return lines
 
 
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -87,26 +104,26 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def memory_plan(
+def _rows(
     model: nn.Module,
     plan: Plan,
-    optimizer: torch.optim.Optimizer,
+    state: Sequence[Tensor],
     batch_size: int,
     seq_len: int,
     max_o: int,
     vocab_size: int,
-    checkpointed: Sequence[nn.Module] = (),
-) -> MemoryPlan:
-    """The plan of one training step of `model`, which stands on the meta device with its paths.
+    checkpointed: Sequence[nn.Module],
+) -> list[tuple[str, int, str]]:
+    """`MemoryPlan.rows` of one training step of `model`, which stands on the meta device with its paths.
 
-    `checkpointed`: modules whose forward is recomputed in backward; one of them at a time is then held as a whole.
+    `state`: the optimizer's and the gradient transform's. `checkpointed`: modules whose forward is recomputed in
+    backward; one of them at a time is then held as a whole.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained, buffers = sum(p.nbytes for p in trainable), sum(b.nbytes for b in model.buffers())
     kept = [o.kept_codes(o.weight) for o in plan.operators if isinstance(o, Int8Linear) and o.weights == "beside"]
     codes = [tensor for own in kept if own is not None for tensor in (own.codes, own.scale)]
-    state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
     known = [*model.parameters(), *model.buffers(), *codes]
     saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
@@ -118,14 +135,14 @@ def memory_plan(
         ("INT8 copies of weights", sum(t.nbytes for t in codes), "paths.weights=beside"),
         ("buffers", buffers, ""),
         ("gradients", trained, ""),
-        ("optimizer", state, type(optimizer).__name__),
+        ("optimizer", sum(t.nbytes for t in state), "and gradient transform"),
         ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
         ("recomputed block", largest, "activation checkpointing: the largest of the blocks at a time"),
         ("recovery", round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"),
         # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
         ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
     ]
-    return MemoryPlan([row for row in rows if row[1] > 0 or row[0] == "recovery"])
+    return [row for row in rows if row[1] > 0 or row[0] == "recovery"]
 
 
 def _saved_bytes(run: Callable[[], Any], there: Sequence[Tensor], checkpointed: Sequence[nn.Module]) -> tuple[int, int]:

@@ -85,12 +85,11 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     stress = list[Stress]()
     if config.model.checkpoint is None:
         model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
-        plan = build_plan(model, config.paths, training.seed)
+        plan = with_paths(model, config)
     else:
         model, plan = pretrained_model(config, device)
-        _check_vocabulary(config, model, corpus.vocab_size)
+        check_sizes(config, model, corpus.vocab_size)
     torch.manual_seed(training.seed)
-    _check_watched(config, plan)
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
         raise UserError(
             "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
@@ -113,12 +112,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         monitored(model, controller, config.records.monitor)
     except ValueError as error:
         raise UserError(f"records.monitor: {error}") from error
-    try:
-        optimizer = build_optimizer(model, config.optim)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        transform = build_transform(config.optim.transform.name, config.optim.transform.options, named)
-    except ValueError as error:
-        raise UserError(f"optim: {error}") from error
+    optimizer, transform = build_optim(model, config)
     faults = build_faults(config, plan)
     if faults is not None:
         stress.append(faults)
@@ -181,27 +175,46 @@ def _new_model(config: Config, vocab_size: int, device: torch.device, stress: li
 
 
 def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, Plan]:
-    """The checkpoint's model with its two paths, frozen where it has adapters, which are new.
-
-    The paths come first: what they do with a weight may depend on whether it is trained.
-    """
-    training, checkpoint, adapter = config.training, config.model.checkpoint, config.model.adapter
+    """The checkpoint's model with its two paths."""
+    training, checkpoint = config.training, config.model.checkpoint
     assert checkpoint is not None
     model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
-    if adapter.rank:
-        model.requires_grad_(False)
-    plan = build_plan(model, config.paths, training.seed)
-    if adapter.rank:
-        pretrained.add_adapter(model, adapter, training.seed)
+    plan = with_paths(model, config)
     if training.activation_checkpointing:
         with pretrained.quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model, plan
 
 
+def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> Plan:
+    """Gives `model` its two paths; where it has adapters it is frozen, and they are new.
+
+    `device`: see `gnmr.paths.convert`. UserError for paths that it cannot have.
+    """
+    adapter, seed = config.model.adapter, config.training.seed
+    if adapter.rank:
+        model.requires_grad_(False)
+    # Before the adapters: what a path does with a weight may depend on whether it is trained.
+    plan = build_plan(model, config.paths, seed, device)
+    if adapter.rank:
+        pretrained.add_adapter(model, adapter, seed)
+    _check_watched(config, plan)
+    return plan
+
+
+def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
+    """The optimizer and the gradient transform of conf/optim. UserError for options that they do not have here."""
+    try:
+        optimizer = build_optimizer(model, config.optim)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
+    except ValueError as error:
+        raise UserError(f"optim: {error}") from error
+
+
 def _check_watched(config: Config, plan: Plan) -> None:
     """UserError where every converted weight is frozen and what was chosen needs their gradients."""
-    if any(operator.weight.requires_grad for operator in plan.operators):
+    if not plan.frozen:
         return
     if config.controller.observe == "parameters":
         raise UserError(
@@ -215,15 +228,16 @@ def _check_watched(config: Config, plan: Plan) -> None:
         )
 
 
-def _check_vocabulary(config: Config, model: nn.Module, vocab_size: int) -> None:
+def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
+    """UserError for blocks or a vocabulary that a checkpoint's model cannot read."""
     longest, length = int(model.config.max_position_embeddings), config.training.seq_len  # type: ignore[union-attr,arg-type]
     if length > longest:
         raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise UserError(
-            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer (or "
-            f"data.tokenizer) has {vocab_size}; they do not belong together"
+            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer has "
+            f"{vocab_size}; they do not belong together"
         )
 
 
@@ -283,8 +297,7 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
         raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")
     if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and paths.recovery is null")
-    frozen = not any(operator.weight.requires_grad for operator in plan.operators)
-    if frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+    if plan.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(
             f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
             "weights are frozen"

@@ -33,6 +33,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe, Window
 from gnmr.paths.convert import described
+from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
@@ -65,8 +66,8 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
     folder = run_folder(config)
     _check_folder(folder, config)
     reset_peak_memory(device_of(config.training.device))
-    if (folder / "DONE").exists():
-        say(f"{folder} is done: skipped")
+    if (folder / "DONE").exists() and not _unexported(config, folder):
+        _skip(config, folder, say)
         return folder
     try:
         parts = assemble(config, folder, say)
@@ -74,14 +75,46 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
         if not _out_of_memory(error):
             raise
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
-    check_scores(parts)
+    if not (folder / "DONE").exists():
+        check_scores(parts)
     with _locked(folder):
         _check_folder(folder, config)  # again: another process may have ended this run meanwhile
         if (folder / "DONE").exists():
-            say(f"{folder} is done: skipped")
+            if _unexported(config, folder):
+                checkpointer = _checkpointer(parts)
+                if (newest := checkpointer.newest()) != config.training.steps:
+                    raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
+                checkpointer.load(newest)
+                export(parts)
+                say(f"exported {folder / 'hf'}")
+            _skip(config, folder, say)
             return folder
         _train(parts, say, command or shlex.join(sys.argv))
     return folder
+
+
+def _unexported(config: Config, folder: Path) -> bool:
+    return config.training.export_hf and not (folder / "hf").is_dir()
+
+
+def _skip(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Says that a run is DONE, and what gives the scores that it was not asked for then."""
+    say(f"{folder} is done: skipped")
+    scores = config.scores
+    own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
+    there = [*read_jsonl(folder / "scores.jsonl"), own]
+    if set(scores.tasks) - {name for row in there for name in row.get("tasks", {})}:
+        given = {"tasks": f"[{','.join(scores.tasks)}]"}
+        given |= {key: getattr(scores, key) for key in ("limit", "shots", "data") if getattr(scores, key) is not None}
+        given |= {} if scores.path == "16bit" else {"path": scores.path}
+        words = [f"{key}={value}" for key, value in given.items()]
+        say(f"scores.tasks: it is trained, so score it with {shlex.join(['gnmr', 'eval', str(folder), *words])}")
+
+
+def _checkpointer(parts: Parts) -> Checkpointer:
+    keep = parts.config.training.keep_checkpoints
+    what = parts.model, parts.optimizer, parts.controller, parts.plan, _extras(parts)
+    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what)
 
 
 def run_folder(config: Config) -> Path:
@@ -113,16 +146,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     held_out = validation(config, parts.corpus, training.eval_blocks)
     if isinstance(blocks, PackedBlocks):
         say(blocks.packing.summary)
-    checkpointer = Checkpointer(
-        folder / "checkpoints",
-        _owner(parts),
-        training.keep_checkpoints,
-        parts.model,
-        parts.optimizer,
-        parts.controller,
-        parts.plan,
-        _extras(parts),
-    )
+    checkpointer = _checkpointer(parts)
     counters = Counters()
     newest = checkpointer.newest()
     if newest is not None:
@@ -200,6 +224,15 @@ def loop(
     def save() -> None:
         checkpointer.save(counters.step, {"counters": asdict(counters), "blocks": blocks.state_dict()})
 
+    def score_is_due() -> bool:
+        step, every = counters.step, config.scores.every
+        return bool(config.scores.tasks) and every is not None and 0 < step < training.steps and step % every == 0
+
+    def score() -> None:
+        recorder.scores(score_now(parts, counters.step, recorder.say))
+
+    if score_is_due() and counters.step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
+        score()  # the run ended in it
     streak_began, streak_unit = counters.step + 1 - counters.nonfinite_streak, "a step before the resumption"
     while counters.step < training.steps:
         began = time.perf_counter()
@@ -234,11 +267,10 @@ def loop(
             if not math.isfinite(val_loss):
                 raise RunFailed(f"the validation loss after step {step} is {val_loss}")
             recorder.eval({**row, "val_ppl": torch.tensor(val_loss, dtype=torch.float64).exp().item()})
-        scored = config.scores.tasks and config.scores.every is not None and step % config.scores.every == 0
-        if scored and not last:
-            recorder.scores(score_now(parts, step, recorder.say))
-        if stop or last or step % training.checkpoint_every == 0:
+        if stop or last or score_is_due() or step % training.checkpoint_every == 0:
             save()
+        if score_is_due():
+            score()
         if stop and not last:
             return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
     return "done", None

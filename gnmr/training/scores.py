@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gnmr.errors import UserError
+import torch
+
+from gnmr.config import ScoresConfig
+from gnmr.errors import RunFailed, UserError
 from gnmr.models.pretrained import need
 from gnmr.training.parts import Parts
 
-SAY_EVERY = 30.0  # seconds between two lines of progress
-
 
 def check_scores(parts: Parts) -> None:
-    """UserError for scores that this run cannot have, before it begins."""
+    """UserError for scores that this run cannot have, before it begins; their rows are read, from the hub fetched."""
     config = parts.config.scores
     if not config.tasks:
         return
     for package in ("lm_eval", "transformers"):
         need(package, f"scores.tasks={config.tasks}")
-    from gnmr.evaluation import tasks
-    from gnmr.evaluation.scoring import check
+    from gnmr.evaluation.scoring import check, check_rows
 
     check(config.tasks, config.limit, config.shots, None, config.batch_size)
-    if config.data is not None:
-        for name in config.tasks:
-            tasks.read(name, Path(config.data).expanduser())
     _subject(parts)
+    check_rows(config.tasks, config.shots, _data(config))
 
 
 def score_now(parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """A row of `SCORE_FIELDS`. The model and the generators of random numbers are afterwards as they were."""
+    """A row of `SCORE_FIELDS`. The model and the generators of random numbers are afterwards as they were.
+
+    RunFailed where it cannot be had; the checkpoint of `step` is saved by then.
+    """
     from gnmr.evaluation import score
+    from gnmr.evaluation.progress import now_and_then
 
-    config, said = parts.config.scores, time.monotonic()
+    config, subject, tell = parts.config.scores, _subject(parts), now_and_then(say)
+    size = config.batch_size
+    try:
+        found = score(subject, config.tasks, config.limit, config.shots, _data(config), batch_size=size, progress=tell)
+    except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+        why = error if isinstance(error, UserError) else f"out of memory, use a smaller scores.batch_size than {size}"
+        raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
+    return {"step": step, "path": subject.named_path, "tasks": found}
 
-    def tell(task: str, done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= SAY_EVERY:
-            said = time.monotonic()
-            say(f"scoring {task}: {done} of {total}")
 
-    data = None if config.data is None else Path(config.data).expanduser()
-    found = score(
-        _subject(parts), config.tasks, config.limit, config.shots, data, batch_size=config.batch_size, progress=tell
-    )
-    return {"step": step, "path": config.path, "tasks": found}
+def _data(config: ScoresConfig) -> Path | None:
+    return None if config.data is None else Path(config.data).expanduser()
 
 
 def _subject(parts: Parts) -> Any:

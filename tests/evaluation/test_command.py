@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
-from gnmr.evaluation import command
+from gnmr.evaluation import command, progress
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 
@@ -125,7 +125,7 @@ def test_without_its_packages(gnmr, monkeypatch) -> None:
 
 
 def test_progress_where_there_is_no_terminal(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(command, "SAY_EVERY", 0.0)
-    with command._bar() as progress:
-        progress("gsm8k", 3, 8)
+    monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
+    with command._bar() as tell:
+        tell("gsm8k", 3, 8)
     assert capsys.readouterr().err == "gnmr: scoring gsm8k: 3 of 8\n"

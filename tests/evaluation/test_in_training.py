@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnmr.errors import UserError
+from gnmr.errors import RunFailed, UserError
 from gnmr.records.reader import read_jsonl
 
 
@@ -39,6 +39,61 @@ def test_scores_that_a_run_cannot_have_are_refused_before_it_begins(train, task_
     assert line(f"scores.data={task_data}", "scores.path=low").startswith("scores.path=low: ")
     assert "hellaswag" in line(f"scores.data={tmp_path / 'nowhere'}")
     assert "scores.tasks=piqa" in line("scores.tasks=[piqa]")
+
+
+def test_rows_that_cannot_be_scored_are_refused_before_the_first_step(train, task_data, tmp_path) -> None:
+    def line(*words: str) -> str:
+        with pytest.raises(UserError) as told:
+            train(tmp_path / "run", *words)
+        assert not (tmp_path / "run").exists()
+        return str(told.value)
+
+    assert "Rowan/hellaswag cannot be read from the hub (ConnectionError: " in line("scores.tasks=[hellaswag]")
+    local = ["scores.tasks=[gsm8k]", f"scores.data={task_data}"]
+    assert line(*local, "scores.shots=13") == "gsm8k: 12 rows of train are too few for shots=13"
+
+
+def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_path, monkeypatch) -> None:
+    """No step is trained again, and the scores of that step are there in the end."""
+    from gnmr import evaluation
+    from gnmr.training.step import TrainStep
+
+    words = ["training.seq_len=64", "scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=1"]
+    words += ["scores.every=4", "training.checkpoint_every=100"]
+    plain, steps, score = TrainStep.__call__, [], evaluation.score
+
+    def call(self, *args):
+        steps.append(self.controller.t + 1)
+        return plain(self, *args)
+
+    def lost(*_args, **_named):
+        raise UserError("the disk with the rows is gone")
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    for broken, end in ((True, 4), (False, 8)):
+        with monkeypatch.context() as patch:
+            if broken:
+                patch.setattr(evaluation, "score", lost)
+                with pytest.raises(RunFailed, match="scores after step 4: the disk with the rows is gone; the same"):
+                    train(tmp_path / "run", *words)
+            else:
+                train(tmp_path / "run", *words)
+        assert steps == list(range(1, end + 1))
+    assert evaluation.score is score
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "scores.jsonl")] == [4, 8]
+
+
+def test_a_run_that_is_done_says_how_to_score_it(train, task_data, tmp_path) -> None:
+    words = ["training.seq_len=64", "training.steps=2"]
+    folder = train(tmp_path / "run", *words)
+    asked = ["scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=2"]
+    told: list[str] = []
+    train(folder, *words, *asked, say=told.append)
+    command = f"gnmr eval {folder} 'tasks=[hellaswag]' limit=2 data={task_data}"
+    assert told == [f"{folder} is done: skipped", f"scores.tasks: it is trained, so score it with {command}"]
+    scored, told = train(tmp_path / "scored", *words, *asked), []
+    train(scored, *words, *asked, say=told.append)
+    assert told == [f"{scored} is done: skipped"]
 
 
 def test_an_interrupted_run_scores_again_what_it_had_not_saved(train, task_data, tmp_path, monkeypatch) -> None:

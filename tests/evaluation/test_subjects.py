@@ -20,7 +20,7 @@ from gnmr.errors import UserError
 from gnmr.evaluation import load_subject, of_run, score
 from gnmr.evaluation.harness import Harness
 from gnmr.paths import convert
-from gnmr.records.reader import read_jsonl
+from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 
@@ -258,10 +258,10 @@ def test_what_is_no_subject(place, words, line, checkpoint, tmp_path, monkeypatc
 
 
 @pytest.fixture
-def fine_tuned(train, checkpoint, tmp_path) -> Path:
+def fine_tune(train, checkpoint, tmp_path) -> Callable[..., Path]:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "a b", "response": f"c d {i}"}) + "\n" for i in range(60)))
-    return train(
+    return lambda *more: train(
         tmp_path / "run",
         *("model.name=pretrained", f"model.checkpoint={checkpoint}", "model.adapter.rank=2", "training.dtype=float32"),
         *(
@@ -272,7 +272,24 @@ def fine_tuned(train, checkpoint, tmp_path) -> Path:
             "paths.unit=block",
         ),
         *("controller.observe=adapter", "optim.lr=0.05", "controller.max_o=1"),
+        *more,
     )
+
+
+@pytest.fixture
+def fine_tuned(fine_tune) -> Path:
+    return fine_tune()
+
+
+def test_weights_that_are_codes_alone_are_no_16_bit_path(fine_tune, gnmr, task_data) -> None:
+    asked = ["scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=1"]
+    run = fine_tune("paths.weights=instead", "training.steps=1", *asked)
+    assert [row["path"] for row in read_jsonl(run / "scores.jsonl")] == ["w8a16"]
+    words = ["tasks=[hellaswag]", f"data={task_data}", "limit=1", "device=cpu"]
+    assert "path in force: w8a16\n" in gnmr("eval", str(run), *words).out
+    assert read_json(run / "scores.json")["path"] == "w8a16"
+    low = load_subject(str(run), "low", device="cpu")
+    assert low.named_path == "low"
 
 
 def test_a_fine_tuned_run_is_its_base_under_its_adapter(fine_tuned, checkpoint) -> None:

@@ -609,6 +609,24 @@ def test_what_a_delayed_scale_remembers() -> None:
     assert history() == [0, 0, 2, 3]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) -> None:
+    """Frozen, and all before them: the projections of a first layer under LoRA. Recomputation counts nothing twice."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = convert(net.requires_grad_(False), "fp8_delayed", "bf16", ["*"])
+    net[2].weight.requires_grad_()
+    x = normal(3, 8)
+    x[1, 1] = math.nan
+    with torch.no_grad():
+        net(x)
+    assert plan.saturation()["input"].count_nonzero() == 0
+    y = checkpoint(net, x, use_reentrant=False) if checkpointing else net(x)
+    y.sum().backward()
+    assert plan.saturation()["input"].tolist() == [[0, x.numel()]] * 3
+    net(normal(3, 8)).sum().backward()
+    assert (plan.state_dict()["largest"][:, :2, 0] > 0).all()
+
+
 def test_delayed_scales_carry_on_from_their_state() -> None:
     """In the plan's own state and in that of an attached controller."""
     kwargs = {"low": "fp8_delayed", "recovery": "bf16", "max_o": 2}

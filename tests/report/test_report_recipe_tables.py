@@ -109,13 +109,18 @@ def test_table_4_has_the_time_of_a_step() -> None:
     for place, run in enumerate(runs.runs):
         run.__dict__["steps"] = steps(np.ones(5), [9.0, 0.25, 0.25, 0.25, 0.5]) if place < 4 else steps([])
         run.header["machine"] = {"device": "cpu", "cpu": "Test CPU", "cores": 2, "threads": 1 + (place > 0)}
+        run.header["paths"] = (
+            ["llm_int8, int_mm", "bf16"] if place else ["sim_e3m2, simulated", "fp8_hybrid, scaled_mm"]
+        )
     table = table_4(of(runs))
     assert table.rows[0] == ["sim_e3m2_fp8_hybrid-gnmr", "0.250 ± -", "8192 ± -"]
     assert table.rows[1:3] == [["fp8_hybrid", "0.250 ± -", "8192 ± -"], ["  the paper's", "1.266", "103532"]]
     assert [cells[1] for cells in theirs(table)] == ["1.266", "1.264", "1.294"]
     told = notes(table)
     assert "1 of 4 runs had a part of their machine's cores" in told
-    assert "a recipe is simulated" in told and "different machines" not in told
+    assert "Simulated: sim_e3m2, which takes more" in told and "different machines" not in told
+    del runs.runs[1].header["paths"]  # a run from before there were backends, of fp8_hybrid
+    assert "Simulated: fp8_hybrid, sim_e3m2, which takes more" in notes(table_4(of(runs)))
 
 
 def test_table_9_goes_by_size() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,9 +9,14 @@ import pytest
 import torch
 from everything import everything
 
+from gnmr.config import ModelConfig
 from gnmr.data import TrainBlocks
+from gnmr.models import Llama
+from gnmr.models.pretrained import save
 from gnmr.training import run as run_module
 from gnmr.training.step import TrainStep
+
+LETTERS = "abcdefghij"
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +71,46 @@ def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[run_module.
         monkeypatch.setattr(run_module, "assemble", assemble)
 
     return install
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA of three blocks and a tokenizer of letters, in Hugging Face's layout."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = Tokenizer(
+        models.WordLevel({"</s>": 0, "?": 1} | {x: 2 + i for i, x in enumerate(LETTERS)}, unk_token="?")
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shape = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4)
+    model = Llama(shape, 16, 64)
+    model.init_weights(torch.Generator().manual_seed(0))
+    save(model, folder / "hf", folder / "tokenizer.json")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and answers of some letters each."""
+    draw, file = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
+
+    def letters(least: int, most: int) -> str:
+        return " ".join(draw.choices(LETTERS, k=draw.randint(least, most)))
+
+    lines = [{"prompt": letters(2, 6), "response": letters(1, 8)} for _ in range(200)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="session")
+def lora(base: Path, rows: Path) -> list[str]:
+    """A tiny run that fine-tunes adapters on `base`."""
+    return [
+        *("model.name=pretrained", f"model.checkpoint={base}", "model.adapter.rank=2", "model.adapter.dropout=0.1"),
+        *("data.name=instructions", f"data.path={rows}", "paths.unit=block", "training.accumulation=2"),
+        *("paths.low=sim_int8", "paths.recovery=bf16", "controller.observe=adapter", "optim.lr=0.01"),
+        *("controller.max_o=1", "training.dtype=float32", "optim.clip_norm=1.0"),
+    ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,70 +12,25 @@ import pytest
 import torch
 from everything import differences, everything
 
-from gnmr.config import ModelConfig
 from gnmr.data import Batch
 from gnmr.errors import UserError
-from gnmr.models import Llama
-from gnmr.models.pretrained import load, save
+from gnmr.models.pretrained import load
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.training.parts import Parts, assemble, training_blocks, validation
 from gnmr.training.step import TrainStep, evaluate, loss_of, num_targets
 
-LETTERS = "abcdefghij"
 Words = list[str]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA of three blocks and a tokenizer of letters, in Hugging Face's layout."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = Tokenizer(
-        models.WordLevel({"</s>": 0, "?": 1} | {x: 2 + i for i, x in enumerate(LETTERS)}, unk_token="?")
-    )
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    shape = ModelConfig(hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4)
-    model = Llama(shape, 16, 64)
-    model.init_weights(torch.Generator().manual_seed(0))
-    save(model, folder / "hf", folder / "tokenizer.json")
-    return folder / "hf"
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts and answers of some letters each."""
-    draw, file = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
-
-    def letters(least: int, most: int) -> str:
-        return " ".join(draw.choices(LETTERS, k=draw.randint(least, most)))
-
-    lines = [{"prompt": letters(2, 6), "response": letters(1, 8)} for _ in range(200)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
-
-
 @pytest.fixture
-def words(base: Path, rows: Path) -> Words:
-    return [
-        *("model.name=pretrained", f"model.checkpoint={base}", "model.adapter.rank=2", "model.adapter.dropout=0.1"),
-        *("data.name=instructions", f"data.path={rows}", "paths.unit=block", "training.accumulation=2"),
-        *("paths.low=sim_int8", "paths.recovery=bf16", "controller.observe=adapter", "optim.lr=0.01"),
-        *("controller.max_o=1", "training.dtype=float32", "optim.clip_norm=1.0"),
-    ]
-
-
-@pytest.fixture
-def assembled(tiny, tmp_path: Path, words: Words) -> Callable[..., Parts]:
-    return lambda *more: assemble(tiny(*words, *more), tmp_path / "unused", lambda _: None)
+def assembled(tiny, tmp_path: Path, lora: Words) -> Callable[..., Parts]:
+    return lambda *more: assemble(tiny(*lora, *more), tmp_path / "unused", lambda _: None)
 
 
 def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
-    train, tmp_path: Path, words: Words, base: Path
+    train, tmp_path: Path, lora: Words, base: Path
 ) -> None:
-    folder = train(tmp_path / "run", *words)
+    folder = train(tmp_path / "run", *lora)
     header = read_json(folder / "header.json")
     assert header["units"] == [f"model.layers.{i}" for i in range(3)]
     assert header["trained_parameters"] == 3 * 2 * (4 * 64 + 3 * 80) < header["parameters"]
@@ -89,7 +43,7 @@ def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
     assert len(added) == 21 and all(p.abs().max() > 0 for p in added)
 
 
-def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, words: Words, monkeypatch) -> None:
+def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Words, monkeypatch) -> None:
     """Dropout and the order of the examples included."""
     plain = TrainStep.__call__
 
@@ -98,23 +52,23 @@ def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, words: Wor
             raise KeyboardInterrupt
         return plain(self, *args)
 
-    whole = everything(train(tmp_path / "whole", *words))
+    whole = everything(train(tmp_path / "whole", *lora))
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "__call__", call)
         with pytest.raises(KeyboardInterrupt):
-            train(tmp_path / "run", *words)
-    assert differences(whole, everything(train(tmp_path / "run", *words))) == []
+            train(tmp_path / "run", *lora)
+    assert differences(whole, everything(train(tmp_path / "run", *lora))) == []
 
 
-def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, words: Words) -> None:
-    plain = everything(train(tmp_path / "plain", *words))
-    seen = everything(train(tmp_path / "oracle", *words, "records.evidence=[true_gap]"))
+def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, lora: Words) -> None:
+    plain = everything(train(tmp_path / "plain", *lora))
+    seen = everything(train(tmp_path / "oracle", *lora, "records.evidence=[true_gap]"))
     assert differences(plain["state"]["model"], seen["state"]["model"]) == []
 
 
-def test_a_run_does_not_go_on_from_another_base(train, tmp_path: Path, words: Words, base: Path) -> None:
+def test_a_run_does_not_go_on_from_another_base(train, tmp_path: Path, lora: Words, base: Path) -> None:
     copy = copied(base, tmp_path / "base")
-    own = [f"model.checkpoint={copy}" if word.startswith("model.checkpoint") else word for word in words]
+    own = [f"model.checkpoint={copy}" if word.startswith("model.checkpoint") else word for word in lora]
     folder = train(tmp_path / "run", *own)
     (folder / "DONE").unlink()
     with (copy / "model.safetensors").open("r+b") as file:
@@ -174,15 +128,15 @@ def copied(base: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, words: Words, base: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, lora: Words, base: Path) -> None:
     from gnmr.data import prepare
 
     copy = copied(base, tmp_path / "base")
     own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path
     (copy / "tokenizer.json").write_bytes(own.read_bytes())
     (copy / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer .* has 300"):
-        assemble(tiny(*words, f"model.checkpoint={copy}"), tmp_path / "unused", lambda _: None)
+    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer has 300"):
+        assemble(tiny(*lora, f"model.checkpoint={copy}"), tmp_path / "unused", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +152,9 @@ def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, words: Wo
         ),
     ],
 )
-def test_what_a_frozen_base_cannot_have(train, tmp_path: Path, words: Words, words_more: Words, line: str) -> None:
+def test_what_a_frozen_base_cannot_have(train, tmp_path: Path, lora: Words, words_more: Words, line: str) -> None:
     with pytest.raises(UserError, match=line):
-        train(tmp_path / "run", *words, *words_more)
+        train(tmp_path / "run", *lora, *words_more)
     assert not (tmp_path / "run").exists()
 
 
@@ -220,10 +174,10 @@ def test_norms_of_micro_batches_with_unequal_targets_are_their_own(assembled) ->
     assert result.decision.evidence["micro_square"] == pytest.approx(expected.numpy(), rel=1e-4)
 
 
-def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, words: Words, rows: Path) -> None:
+def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, lora: Words, rows: Path) -> None:
     """Pre-training, export, fine-tuning: the whole path, and weights that arrive unchanged."""
     first = train(tmp_path / "first", "training.export_hf=true", "model.num_layers=2")
-    own = [f"model.checkpoint={first / 'hf'}" if word.startswith("model.checkpoint") else word for word in words]
+    own = [f"model.checkpoint={first / 'hf'}" if word.startswith("model.checkpoint") else word for word in lora]
     second = train(
         tmp_path / "second", *own, "training.export_hf=true", "model.adapter.rank=0", "controller.observe=parameters"
     )
@@ -232,6 +186,22 @@ def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, words
     trained = everything(second)["state"]["model"]
     again = load(str(second / "hf"), torch.float32, torch.device("cpu")).state_dict()
     assert differences(dict(trained), {name: again[name] for name in trained}) == []
+
+
+def test_a_run_that_is_done_is_exported_from_its_last_checkpoint(train, tmp_path: Path) -> None:
+    folder, told = train(tmp_path / "run"), list[str]()
+    losses = (folder / "steps.jsonl").read_bytes()
+    train(folder, "training.export_hf=true", say=told.append)
+    assert f"exported {folder / 'hf'}" in told and (folder / "steps.jsonl").read_bytes() == losses
+    whole = train(tmp_path / "whole", "training.export_hf=true")
+    ours, theirs = (load(str(place / "hf"), "auto", torch.device("cpu")).state_dict() for place in (folder, whole))
+    assert differences(dict(ours), dict(theirs)) == []
+    for left in (folder / "checkpoints").iterdir():
+        shutil.rmtree(left)
+    shutil.rmtree(folder / "hf")
+    with pytest.raises(UserError, match=r"training.export_hf=true: .* is done, and its last checkpoint is gone"):
+        train(folder, "training.export_hf=true")
+    assert (folder / "DONE").exists()
 
 
 def test_a_model_without_a_layout_there_is_refused_before_it_trains(tiny, train, tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from gnmr.config import Config
+from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.launch import compose
+from gnmr.paths.int8 import Int8Linear
 from gnmr.training.memory import GB, MemoryPlan, plan_run
-from gnmr.training.parts import Parts, assemble
+from gnmr.training.parts import Parts, assemble, training_blocks
 from gnmr.training.step import loss_of
 
 
@@ -20,9 +22,12 @@ def rows(plan: MemoryPlan) -> dict[str, int]:
     return {what: size for what, size, _ in plan.rows}
 
 
-def saved_by(parts: Parts, tokens: torch.Tensor) -> int:
-    """Bytes that autograd really saves of a forward pass besides the weights."""
-    known = {p.untyped_storage().data_ptr() for p in parts.model.parameters()}
+def saved_by(parts: Parts, tokens: torch.Tensor | Batch) -> int:
+    """Bytes that autograd really saves of a forward pass besides the weights and their codes."""
+    known = {t.untyped_storage().data_ptr() for t in (*parts.model.parameters(), *parts.model.buffers())}
+    for operator in parts.plan.operators:
+        codes = operator.kept_codes(operator.weight) if isinstance(operator, Int8Linear) else None
+        known |= set() if codes is None else {codes.codes.data_ptr(), codes.scale.data_ptr()}
     storages, alive = {}, []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,6 +105,65 @@ def test_activation_checkpointing_keeps_the_blocks_inputs_and_one_block(tiny) ->
     assert saved == pytest.approx(3 * sparing["recomputed block"] - 3 * per_block, rel=0.05)
 
 
+@pytest.mark.parametrize("weights", ["online", "beside", "instead"])
+def test_a_step_of_adapters_keeps_and_allocates_what_is_planned(tiny, lora, tmp_path: Path, weights: str) -> None:
+    words = [*lora, f"paths.weights={weights}", "paths.low=llm_int8", "training.batch_size=8", "training.seq_len=64"]
+    config: Config = tiny(*words)
+    parts = assemble(config, tmp_path / "unused", lambda _: None)
+    planned = rows(plan_run(config))
+    weights_of = [p for p in parts.model.parameters() if not p.requires_grad]
+    assert planned["frozen weights"] == sum(p.nbytes for p in weights_of)
+    copies = planned.get("INT8 copies of weights", 0)
+    assert copies == (parts.plan.weight_bytes()[1] if weights == "beside" else 0)
+    batch = training_blocks(config, parts.corpus, None).next(8)
+    expected = planned["kept for backward"] + planned["loss in backward"] + planned["gradients"]
+    for recovering in (False, True):
+        for operator in parts.plan.operators:
+            operator.switch(recovering)
+        assert planned["kept for backward"] == pytest.approx(saved_by(parts, batch), rel=0.02)
+        parts.optimizer.zero_grad()
+        assert peak_of(lambda: loss_of(parts.model, batch).backward()) == pytest.approx(expected, rel=0.15)
+    assert planned["recovery"] == 0  # a frozen weight's input is kept on no path
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_backend_is_that_of_the_device_that_is_named(tiny, monkeypatch, gpu: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    where, device = ("cuda (none here)", ["training.device=cuda"]) if gpu else ("cpu", [])
+    words = [*WORDS, "training.dtype=bfloat16", "paths.recovery=null", "paths.low=fp8_hybrid", *device]
+    simulated, real = plan_run(tiny(*words)), plan_run(tiny(*words, "paths.backend=scaled_mm"))
+    assert str(simulated).startswith(f"for {where}, paths: fp8_hybrid, simulated\n")
+    assert str(real).startswith(f"for {where}, paths: fp8_hybrid, scaled_mm\n")
+    assert ("whether that GPU runs FP8" in str(simulated)) == gpu and "whether that GPU" not in str(real)
+    # One byte instead of two: of the four tensors that a block's linears read, and of their weights.
+    inputs, weights = 4 * 128 * (3 * 64 + 160), 4 * 64 * 64 + 3 * 64 * 160
+    saved = rows(simulated)["kept for backward"] - rows(real)["kept for backward"]
+    assert saved == pytest.approx(3 * (inputs + weights), rel=0.01)
+
+
+def test_integers_are_planned_for_a_gpu_by_their_widths(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["paths.low=llm_int8", "paths.recovery=bf16", "paths.outlier_threshold=6.0", "training.device=cuda"]
+    told = str(plan_run(tiny(*WORDS, *words)))
+    assert told.startswith("for cuda (none here), paths: llm_int8, int_mm, columns from 6 in 16 bits / bf16\n")
+    with pytest.raises(UserError, match=r"164 outputs, and torch._int_mm needs a multiple of 8 on GPUs"):
+        plan_run(tiny(*WORDS, *words, "paths.backend=int_mm", "model.intermediate_size=164"))
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("optim.name=scale", "optim: optim.options.head=None: no matrix of the model lies below a module lm_head"),
+        ("training.seq_len=80", "training.seq_len=80: the checkpoint was made for 64 tokens at the most"),
+        ("controller.observe=parameters", "controller.observe=parameters: all converted weights are frozen"),
+        ("optim.transform.name=nope", "optim: "),
+    ],
+)
+def test_a_plan_refuses_what_the_run_refuses(tiny, lora, more: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        plan_run(tiny(*lora, more))
+
+
 @pytest.fixture
 def llama_13b(tmp_path: Path) -> Path:
     config = {
@@ -116,7 +180,7 @@ def llama_13b(tmp_path: Path) -> Path:
 
 
 def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> None:
-    words = ["model=pretrained", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
+    words = ["experiment=finetune", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
     planned = plan_run(compose(words))
     assert rows(planned)["frozen weights"] == 13_015_864_320 * 2
     # Rank 8 around seven projections: 8 x (inputs + outputs) numbers each, in FP32, and Adam's two moments.

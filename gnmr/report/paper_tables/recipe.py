@@ -65,10 +65,10 @@ def table_4(comparison: Comparison) -> Table:
             f"{len(sharing)} of {len(timed)} runs had a part of their machine's cores, as cells of a sweep that run "
             "side by side; what ran beside them is in their times."
         )
-    if any(_simulated(run) for run in timed):
+    if simulated := sorted({name for run in timed for name in _simulated(run)}):
         table.notes.append(
-            "On a CPU a recipe is simulated, which takes more arithmetic than the 16-bit path: these times say nothing "
-            "of hardware that has the formats."
+            f"Simulated: {', '.join(simulated)}, which takes more arithmetic than the 16-bit path: these times say "
+            "nothing of hardware that has the formats."
         )
     return note(table, comparison, _AT)
 
@@ -120,6 +120,9 @@ def _on_a_share(run: Run) -> bool:
     return machine.get("device") == "cpu" and bool(threads and cores and threads < cores)
 
 
-def _simulated(run: Run) -> bool:
-    on_cpu = (run.header.get("machine") or {}).get("device") == "cpu"
-    return on_cpu and run.settings.get("paths.low") not in (None, *FORMATS)
+def _simulated(run: Run) -> list[str]:
+    """Its recipes that were simulated; the header has them as "llm_int8, int_mm"."""
+    if (paths := run.header.get("paths")) is None:  # an older run: CPUs did nothing else
+        on_cpu, low = (run.header.get("machine") or {}).get("device") == "cpu", run.settings.get("paths.low")
+        return [low] if on_cpu and low not in (None, *FORMATS) else []
+    return [name for name, *rest in (path.split(", ") for path in paths) if "simulated" in rest]
