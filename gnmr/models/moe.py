@@ -86,15 +86,16 @@ class MoEMLP(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
         order_R = expert_Nk.flatten().argsort(stable=True)
+        token_R = order_R // self.top_k
         row_R = torch.arange(len(order_R), device=order_R.device)
         place_Nk = torch.empty_like(order_R).scatter_(0, order_R, row_R).view_as(expert_Nk)
 
-        rows_RD = _Dispatch.apply(x_ND, order_R, place_Nk)
+        rows_RD = _Dispatch.apply(x_ND, token_R, place_Nk)
         slices = rows_RD.split(_lengths(count_E, len(order_R)))
         # An expert without rows is called too, so that whoever watches its linears learns that they read nothing in
         # this pass; its output stays outside of the graph, so no gradient reaches it.
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
-        y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, place_Nk)
+        y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
         return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)
 
     def route(self, x_ND: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,9 +107,9 @@ class MoEMLP(nn.Module):
             assert tokens_BT is not None, "a fixed routing needs the tokens"
             scores_NE = hashed_scores(tokens_BT.flatten(), num_experts, self.seed)
         expert_Nk = scores_NE.topk(self.top_k, dim=-1).indices
-        p_NE = logits_NE.softmax(dim=-1)
+        p_NE = _softmax(logits_NE)
         if self.normalized:  # p_e / sum of the chosen p, but without a sum that can underflow
-            weight_Nk = logits_NE.gather(-1, expert_Nk).softmax(dim=-1)
+            weight_Nk = _softmax(logits_NE.gather(-1, expert_Nk))
         else:
             weight_Nk = p_NE.gather(-1, expert_Nk)
         count_E = torch.zeros(num_experts, dtype=torch.int64, device=x_ND.device)
@@ -202,17 +203,23 @@ def _lengths(count_E: Tensor, total: int) -> list[int]:
     return count_E.tolist()
 
 
+def _softmax(x_NE: Tensor) -> Tensor:
+    """Over the last dimension. Down the columns of the transpose: a CPU takes ten times as long for short rows."""
+    return x_NE.t().softmax(dim=0).t()
+
+
 class _Dispatch(torch.autograd.Function):
     """x_ND -> rows_RD, each token once for each of its experts, grouped by expert.
 
-    Row r is assignment order_R[r]; assignment (n, j) is row place_Nk[n, j]. Backward is a sum over each token's bag of
-    k rows: what autograd would do, adding rows by index, is slow on a CPU and has no fixed order on several threads.
+    Row r is assignment order_R[r], which is one of token_R[r]; assignment (n, j) is row place_Nk[n, j]. Backward is a
+    sum over each token's bag of k rows: what autograd would do, adding rows by index, is slow on a CPU and has no fixed
+    order on several threads.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, place_Nk: Tensor) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, place_Nk: Tensor) -> Tensor:
         ctx.save_for_backward(place_Nk)
-        return x_ND.index_select(0, order_R // place_Nk.shape[1])
+        return x_ND.index_select(0, token_R)
 
     @staticmethod
     @once_differentiable
@@ -225,15 +232,25 @@ class _Combine(torch.autograd.Function):
     """rows_RD -> y_ND, the sum of each token's k rows by weight_Nk; the way back of `_Dispatch`."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weight_Nk: Tensor, order_R: Tensor, place_Nk: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_RD, weight_Nk, order_R, place_Nk)
+    def forward(
+        ctx: Any, rows_RD: Tensor, weight_Nk: Tensor, order_R: Tensor, token_R: Tensor, place_Nk: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RD, weight_Nk, order_R, token_R, place_Nk)
         return F.embedding_bag(place_Nk, rows_RD, mode="sum", per_sample_weights=weight_Nk.to(rows_RD.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, weight_Nk, order_R, place_Nk = ctx.saved_tensors
-        grad_RD = grads[0].index_select(0, order_R // place_Nk.shape[1])
-        grad_weight_R = (grad_RD * rows_RD).sum(dim=-1).to(weight_Nk.dtype)
-        weight_R = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype)
-        return grad_RD * weight_R.unsqueeze(-1), grad_weight_R[place_Nk], None, None
+        rows_RD, weight_Nk, order_R, token_R, place_Nk = ctx.saved_tensors
+        grad_ND = grads[0].contiguous()
+        weight_R1 = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype).unsqueeze(1)
+        # Bags of one: a row times its weight as it is read.
+        grad_RD = F.embedding_bag(token_R.unsqueeze(1), grad_ND, mode="sum", per_sample_weights=weight_R1)
+        # What autograd would call: each token's gradient times each of its rows.
+        k, row_R = place_Nk.shape[1], place_Nk.flatten()
+        assignment_R = torch.arange(len(row_R), device=row_R.device)
+        grad_weight_R = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            grad_ND, rows_RD, row_R, assignment_R[::k].contiguous(), assignment_R // k, 0
+        )
+        grad_weight_Nk = grad_weight_R.view_as(place_Nk).to(weight_Nk.dtype)
+        return grad_RD, grad_weight_Nk, None, None, None
