@@ -88,19 +88,23 @@ def _quantize(
     largest = largest_magnitude(groups, (0, 1, 2, 3) if one_scale else (1, 3)).float()
     scale = scale_under(cast, largest if reference is None else reference(largest))
     values = torch.empty_like(groups, memory_format=torch.contiguous_format)
-    at_once = len(groups)
-    if x.device.type == "cpu":
-        at_once = max(1, _AT_ONCE // (height * padded.shape[1]))
+    on_cpu = x.device.type == "cpu"
+    # Pieces of one size: a short last one would cost its dozen calls for little.
+    at_once = math.ceil(len(groups) / max(1, round(padded.numel() / _AT_ONCE))) if on_cpu else len(groups)
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
     pieces = zip(groups.split(at_once), values.split(at_once), strict=True)
     scales = itertools.repeat(scale) if one_scale else scale.split(at_once)
     saturated = []
+    may_saturate = cast.scale in ("mx", "delayed")
+    if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
+        may_saturate = bool(largest / scale > cast.format.max * BEYOND)
+        saturated.append(torch.zeros((), dtype=torch.int64))
     for (piece, out), own in zip(pieces, scales, strict=False):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
         worked = wide[: len(piece)].copy_(piece).div_(own)
         room = scratch[: len(piece)]
-        if cast.scale in ("mx", "delayed"):
+        if may_saturate:
             beyond = torch.abs(worked, out=room.view(torch.float32))
             torch.gt(beyond, cast.format.max * BEYOND, out=beyond)  # 1.0 or 0.0: on CPUs much faster than bool
             saturated.append(beyond.flatten(1).sum(dim=1).sum(dtype=torch.int64))
