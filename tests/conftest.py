@@ -94,7 +94,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     forget()
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "stub_te"))
-    monkeypatch.setattr(te, "_device_missing", lambda _device, _least: None)
+    monkeypatch.setattr(te, "capability_missing", lambda *_: None)
     yield importlib.import_module("transformer_engine.pytorch")
     forget()
 

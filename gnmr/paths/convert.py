@@ -357,23 +357,23 @@ def convert(
     elif weights != "online" or outlier_threshold is not None:
         unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
         warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
+    here = next(iter(chosen.values())).weight.device
     if isinstance(low_path, Recipe):
-        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device)
+        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device or here)
     elif backend != "auto":
         warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
     if isinstance(recovery_path, Recipe):
-        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen, device)
+        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen, device or here)
 
     engine = te.engine_for(low_path, recovery_path)
-    device = next(iter(chosen.values())).weight.device
     generator = None
     if rounding == "stochastic":
-        generator = torch.Generator(device="cpu" if device.type == "meta" else device)
+        generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
     ledger = None
     if isinstance(low_path, Recipe):
         history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
-        ledger = Ledger(len(chosen), history, device)
+        ledger = Ledger(len(chosen), history, here)
     shared = SharedState(site, generator, ledger if engine is None else None, engine)
     if engine is not None and engine.delayed:
         engine.around(model, shared, next(p for p in (low_path, recovery_path) if isinstance(p, Recipe) and p.history))

@@ -44,19 +44,19 @@ _CAPABILITY = (8, 9)
 _MULTIPLE = 16
 
 
-def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear]) -> Recipe:
-    """The recipe as `backend` will run it in these linears. ValueError names what is missing."""
+def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
+    """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing."""
     if backend == "te":
         from gnmr.paths.te import with_te  # which needs this module
 
-        return with_te(recipe, linears)
+        return with_te(recipe, linears, device)
     if backend == "simulated" or not recipe.casts:
         return recipe
     if backend == "int_mm":
         raise ValueError(
             f"backend='int_mm': the recipe {recipe.name} multiplies no integers, as llm_int8 does; use backend='auto'"
         )
-    missing = _recipe_missing(recipe) or _device_missing(next(iter(linears.values())).weight.device, backend)
+    missing = _recipe_missing(recipe) or _device_missing(device, backend)
     missing = missing or next(filter(None, (width_missing(*named) for named in linears.items())), None)
     if missing is None:
         return replace(recipe, backend="scaled_mm")
@@ -88,13 +88,18 @@ def _recipe_missing(recipe: Recipe) -> str | None:
 
 
 def _device_missing(device: torch.device, backend: str) -> str | None:
-    needs = f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or newer (Ada, Hopper)"
-    if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
-        return None if found >= _CAPABILITY else f"{needs}, this one has {found[0]}.{found[1]}"
     if device.type == "cpu" and backend == "scaled_mm":
         return None
-    return f"{needs}, the model is on {device.type}"
+    return capability_missing(device, _CAPABILITY, " (Ada, Hopper)")
+
+
+def capability_missing(device: torch.device, least: tuple[int, int], known_as: str = "") -> str | None:
+    """Why `device` is no GPU of compute capability `least`; None: it is one."""
+    needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer{known_as}"
+    if device.type != "cuda":
+        return f"{needs}, the model is on {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
 
 def width_missing(name: str, linear: nn.Linear) -> str | None:

@@ -45,7 +45,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.utils import skip_init
 
 from gnmr.paths import fp8
 from gnmr.paths.formats import FORMATS
@@ -128,21 +127,16 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
 # ---- what runs it ----
 
 
-def with_backend(
-    recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device | None = None
-) -> Recipe:
-    """The recipe as `backend` will run it in these linears. ValueError names what is missing.
+def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
+    """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing.
 
-    `device`: where they will run; None: where they are. A GPU that this machine does not have is one that integers run
-    on, and that has FP8 if `backend` says so. The first time on a device it waits for it.
+    A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. The first
+    time on a device it waits for it.
     """
-    elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     if not recipe.integer or backend not in ("auto", "int_mm"):
-        if device is not None:  # fp8 asks the first weight; CPUs run what GPUs with FP8 do
-            small = skip_init(nn.Linear, 16, 16, device="cpu" if elsewhere else device)
-            linears = {"": small, **linears}
-        return fp8.with_backend(recipe, backend, linears)
-    device = device or next(iter(linears.values())).weight.device
+        # CPUs run what GPUs with FP8 do.
+        return fp8.with_backend(recipe, backend, linears, torch.device("cpu") if elsewhere else device)
     missing = None if elsewhere else _device_missing(device)
     if missing is None and device.type == "cuda":
         missing = next(filter(None, (_width_missing(*named) for named in linears.items())), None)

@@ -23,6 +23,8 @@ from torch import Tensor
 from gnmr.paths.formats import Format
 
 TINY = torch.finfo(torch.float32).tiny
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as a number of so many bytes."""
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,8 +53,7 @@ def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """max|x| over `dims`, which stay as dimensions of size 1; NaN where there is a NaN."""
     # The bits of magnitudes are ordered as they are, with NaN above all: on CPUs integers are compared much faster.
-    bits = torch.int32 if x.dtype == torch.float32 else torch.int16
-    return x.abs().view(bits).amax(dims, keepdim=True).view(x.dtype)
+    return x.abs().view(_BITS[x.element_size()]).amax(dims, keepdim=True).view(x.dtype)
 
 
 def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:

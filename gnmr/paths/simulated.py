@@ -110,21 +110,28 @@ def _quantize(
             saturated.append(beyond.flatten(1).sum(dim=1).sum(dtype=torch.int64))
             worked.clamp_(-cast.format.max, cast.format.max)
         out.copy_(cast.format.round(worked, room).mul_(own))
-    bad = nan_unless_finite(largest)
-    torch.ne(bad, bad, out=bad)
-    if not cut:
-        nonfinite = bad.sum(dtype=torch.int64) * (x.numel() // bad.numel())
-    else:  # the tensor's edge cuts its last groups
-        bad = bad.view(groups.shape[0], groups.shape[2])
-        heights, widths = (
-            (length - size * torch.arange(number, device=x.device)).clamp(max=size)
-            for length, size, number in zip((rows, columns), (height, width), bad.shape, strict=True)
-        )
-        nonfinite = (bad.long() * heights[:, None] * widths).sum()
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
+    nonfinite = _elements_spoilt(largest, x, (height, width) if cut else None)
     return values, Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
+
+
+def _elements_spoilt(largest: Tensor, x: Tensor, cut: tuple[int, int] | None) -> Tensor:
+    """Elements of `x` (N, D) in groups whose `largest` magnitude is not finite, a scalar (int64).
+
+    `cut`: the size of the groups where the tensor's edge cuts the last ones; None: they are all of one size.
+    """
+    bad = nan_unless_finite(largest)
+    torch.ne(bad, bad, out=bad)
+    if cut is None:
+        return bad.sum(dtype=torch.int64) * (x.numel() // bad.numel())
+    bad = bad.view(bad.shape[0], bad.shape[2])
+    heights, widths = (
+        (length - size * torch.arange(number, device=x.device)).clamp(max=size)
+        for length, size, number in zip(x.shape, cut, bad.shape, strict=True)
+    )
+    return (bad.long() * heights[:, None] * widths).sum()
 
 
 def scale_under(cast: Cast, largest: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.paths import fp8
+from gnmr.paths.fp8 import capability_missing, width_missing
 from gnmr.paths.recipes import Gemm, Recipe
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ _ROWS = 32
 UNREADABLE = "of Transformer Engine's casts nothing can be read; use backend='scaled_mm' or 'simulated'"
 
 
-def with_te(recipe: Recipe, linears: dict[str, nn.Linear]) -> Recipe:
-    """The recipe as Transformer Engine will run it in these linears. ValueError names what is missing."""
-    if missing := _missing(recipe, linears) if recipe.casts else None:
+def with_te(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
+    """The recipe as Transformer Engine will run it in these linears on `device`. ValueError names what is missing."""
+    if missing := _missing(recipe, linears, device) if recipe.casts else None:
         raise ValueError(f"backend='te': {missing}; use backend='scaled_mm' or 'simulated'")
     return replace(recipe, backend="te")
 
 
-def _missing(recipe: Recipe, linears: dict[str, nn.Linear]) -> str | None:
+def _missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
     if (found := _scaling(recipe)) is None:
         return (
             f"Transformer Engine does not run the recipe {recipe.name}, but fp8_hybrid, fp8_delayed, deepseek_v3 and "
@@ -69,8 +69,8 @@ def _missing(recipe: Recipe, linears: dict[str, nn.Linear]) -> str | None:
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install 'gnmr[te]', on a machine with CUDA)"
     name, least = found
-    missing = _device_missing(next(iter(linears.values())).weight.device, least)
-    missing = missing or next(filter(None, (fp8.width_missing(*named) for named in linears.items())), None)
+    missing = capability_missing(device, least)
+    missing = missing or next(filter(None, (width_missing(*named) for named in linears.items())), None)
     if missing is not None:
         return f"{recipe.name}: {missing}"
     try:
@@ -81,14 +81,6 @@ def _missing(recipe: Recipe, linears: dict[str, nn.Linear]) -> str | None:
     except (ImportError, OSError, AssertionError, RuntimeError, ValueError) as error:
         return f"Transformer Engine refuses {recipe.name} here ({str(error).strip().partition(chr(10))[0]})"
     return None
-
-
-def _device_missing(device: torch.device, least: tuple[int, int]) -> str | None:
-    needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer"
-    if device.type != "cuda":
-        return f"{needs}, the model is on {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
 
 def _scaling(recipe: Recipe) -> tuple[str, tuple[int, int]] | None:

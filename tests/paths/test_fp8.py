@@ -190,7 +190,7 @@ def test_widths_that_hardware_cannot_read() -> None:
 
 
 def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, linears = torch.device("cuda"), {"0": nn.Linear(32, 48)}
+    cuda, cpu, linears = torch.device("cuda"), torch.device("cpu"), {"0": nn.Linear(32, 48)}
     monkeypatch.setattr(
         fp8, "_device_missing", lambda _device, backend, plain=fp8._device_missing: plain(cuda, backend)
     )
@@ -199,13 +199,13 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
     with pytest.raises(
         ValueError, match=r"needs a GPU of compute capability 8.9 or newer \(Ada, Hopper\), this one has 8"
     ):
-        fp8.with_backend(hybrid, "scaled_mm", linears)
-    assert fp8.with_backend(hybrid, "auto", linears).backend == "simulated"
+        fp8.with_backend(hybrid, "scaled_mm", linears, cpu)
+    assert fp8.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert fp8.with_backend(hybrid, "auto", linears).backend == "scaled_mm"
-    assert fp8.with_backend(hybrid, "simulated", linears) is hybrid
-    assert fp8.with_backend(RECIPES["sim_e3m2"], "auto", linears).backend == "simulated"
-    assert fp8.with_backend(RECIPES["bf16"], "scaled_mm", linears) is RECIPES["bf16"]
+    assert fp8.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
+    assert fp8.with_backend(hybrid, "simulated", linears, cpu) is hybrid
+    assert fp8.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
+    assert fp8.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
 
 
 def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:

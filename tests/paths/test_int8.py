@@ -403,10 +403,10 @@ def test_widths_that_gpus_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             ValueError, match=f"backend='int_mm': {said}, and torch._int_mm needs a multiple of 8 on GPUs"
         ):
-            int8.with_backend(recipe, "int_mm", linears)
-        assert int8.with_backend(recipe, "auto", linears) is recipe
+            int8.with_backend(recipe, "int_mm", linears, on_gpu.device)
+        assert int8.with_backend(recipe, "auto", linears, on_gpu.device) is recipe
     fits: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=40, out_features=16)}
-    assert int8.with_backend(recipe, "auto", fits).backend == "int_mm"
+    assert int8.with_backend(recipe, "auto", fits, on_gpu.device).backend == "int_mm"
 
 
 def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.scaling import compress, decompress, pack, row_bytes, unpack
+from gnmr.paths.scaling import compress, decompress, largest_magnitude, pack, row_bytes, unpack
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 
@@ -110,3 +110,12 @@ def test_the_input_is_left_as_it_was() -> None:
     for name in FEW_BITS:
         compress(rows, FORMATS[name])
         assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_magnitude_in_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor(
+        [[1.0, -3.0, 2.0], [0.0, -0.0, 0.0], [1.0, math.nan, math.inf], [1.0, -math.inf, 2.0]], dtype=dtype
+    )
+    found = largest_magnitude(x, (1,))
+    torch.testing.assert_close(found, torch.tensor([[3.0], [0.0], [math.nan], [math.inf]], dtype=dtype), equal_nan=True)

@@ -97,8 +97,8 @@ def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", None, ["0"], backend="te")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     cuda = torch.device("cuda")
-    assert te._device_missing(cuda, (10, 0)) == "needs a GPU of compute capability 10.0 or newer, this one has 9.0"
-    assert te._device_missing(cuda, (8, 9)) is None
+    assert te.capability_missing(cuda, (10, 0)) == "needs a GPU of compute capability 10.0 or newer, this one has 9.0"
+    assert te.capability_missing(cuda, (8, 9)) is None
 
 
 def test_auto_never_takes_it(stub: Any) -> None:
