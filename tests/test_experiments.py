@@ -362,7 +362,7 @@ PAPER = {
 }
 SETTINGS = {
     # unit, hierarchy, cpu size, units, the paper's size
-    "deepseek_recipe": ("block", "6/8", "recipe_cpu", 8, "recipe_1.3b"),
+    "deepseek_recipe": ("block", "6/8", "recipe_cpu", 4, "recipe_1.3b"),
     "moe_stress": ("expert", "8/16_moe", "moe_cpu", 4 * 8, "moe_3.7b"),
     "pangu_4bit": ("operator", "4/16", "pangu_cpu", 4 * 7, "pangu_1b"),
 }
@@ -504,10 +504,11 @@ def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
 
 @pytest.mark.parametrize("scale", RECIPE_CPU)
 def test_a_cpu_size_of_the_recipe_setting(scale):
-    """The quarter of its blocks, widths for every recipe, and marks for table 2."""
+    """The quarter of its blocks, widths for every recipe but in the smallest, and marks for table 2."""
     loaded = compose("experiment=deepseek_recipe", f"scale={scale}")
     assert loaded.controller.max_o * 4 == loaded.model.num_layers
-    assert loaded.model.hidden_size % 128 == loaded.model.intermediate_size % 128 == 0
+    widths = loaded.model.hidden_size, loaded.model.intermediate_size
+    assert all(width % 128 == 0 for width in widths) == (scale != "recipe_cpu_small")
     assert loaded.training.eval_every * 10 == loaded.training.steps
 
 
