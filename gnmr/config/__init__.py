@@ -1,0 +1,233 @@
+"""The schema of `conf/`: one frozen dataclass per group, merged strictly.
+
+Hydra composes the YAML tree; these files say which keys exist, their types, and which values make sense. An unknown
+key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
+`__post_init__`, before anything is created on disk. Neither torch nor any other module of ours is imported here, but
+for recipes that a config declares itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gnmr.config.checks import require
+from gnmr.config.controller import THRESHOLDS, ControllerConfig, SignalConfig
+from gnmr.config.data import DataConfig
+from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
+from gnmr.config.optim import OptimConfig
+from gnmr.config.paths import BACKENDS, FORMATS, GEMMS, RECIPES, UNITS, WEIGHTS, PathsConfig
+from gnmr.config.records import RecordsConfig, ScoresConfig
+from gnmr.config.stress import StressConfig
+from gnmr.config.training import TrainingConfig
+from gnmr.errors import UserError
+
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "GEMMS",
+    "RECIPES",
+    "THRESHOLDS",
+    "UNITS",
+    "WEIGHTS",
+    "AdapterConfig",
+    "Config",
+    "ControllerConfig",
+    "DataConfig",
+    "ExpertsConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OutlierConfig",
+    "PathsConfig",
+    "RecordsConfig",
+    "ScoresConfig",
+    "SignalConfig",
+    "StressConfig",
+    "TrainingConfig",
+    "config_hash",
+    "flatten",
+    "identity",
+    "load",
+    "one_line",
+    "read",
+    "schema",
+    "to_dict",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    stress: StressConfig = field(default_factory=StressConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    scores: ScoresConfig = field(default_factory=ScoresConfig)
+    experiment_name: str = "custom"
+    """First folder of the run's path."""
+    scale_name: str = "custom"
+    """Name of the scale; the report puts the paper's figures beside runs of the paper's scales."""
+    arm: str | None = None
+    """Name of the arm; null: from paths.name and controller.name."""
+    run_dir: str | None = None
+    """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    runs_dir: str = "runs"
+    plan: bool = False
+    """Print what memory the run will need, and train nothing."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.training.export_hf or self.model.name in ("llama", "pretrained"),
+            "training.export_hf",
+            True,
+            f"Hugging Face's layout is written for llama and pretrained, not for model.name={self.model.name}",
+        )
+        require(
+            not self.training.export_hf or self.model.adapter.rank == 0,
+            "training.export_hf",
+            True,
+            "with adapters the run leaves adapter/, for peft to put on the checkpoint; use model.adapter.rank=0 for a "
+            "whole model",
+        )
+        require(
+            self.model.checkpoint is None or self.data.tokenizer is None,
+            "data.tokenizer",
+            self.data.tokenizer,
+            "model=pretrained reads its checkpoint's own tokenizer; leave it null",
+        )
+        if (
+            self.training.activation_checkpointing
+            and self.paths.site == "forward"
+            and self.paths.rounding == "stochastic"
+        ):
+            raise UserError(
+                "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
+                "recomputed forward pass would differ from the first; use paths.rounding=nearest"
+            )
+        if self.controller.warmup_frac > 0 and self.paths.recovery is None:
+            raise UserError(
+                f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
+            )
+
+    @property
+    def arm_name(self) -> str:
+        if self.arm is not None:
+            return self.arm
+        parts = [self.paths.name]
+        if self.paths.recovery is not None:
+            signal = self.controller.signal.name.rpartition(":")[2]
+            parts.append(self.controller.name if signal == "gnmr_delta" else signal)
+            parts += ["ranked"] if self.controller.routing == "ranked" else []
+        parts += [self.optim.name] if self.optim.name != "adamw" else []
+        parts += [self.optim.transform.name] if self.optim.transform.name else []
+        return "-".join(parts)
+
+
+# Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
+# stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
+# hash in the folder's name.
+_OUTSIDE_THE_HASH = (
+    "plan",
+    "run_dir",
+    "runs_dir",
+    "data.cache_dir",
+    "training.seed",
+    "training.resume",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.export_hf",
+    "records.live",
+    "records.plain_every",
+    "records.wandb",
+    "records.wandb_project",
+    "records.wandb_every",
+    "records.monitor",
+    *(f"scores.{key.name}" for key in fields(ScoresConfig)),
+)
+
+
+def schema() -> DictConfig:
+    """The empty schema for Hydra: typed (so an unknown key is refused) and writable.
+
+    OmegaConf makes frozen dataclasses read-only, which would forbid every override; the objects that `load` returns
+    are frozen all the same.
+    """
+    node = OmegaConf.structured(Config)
+
+    def unlock(config: DictConfig) -> None:
+        OmegaConf.set_readonly(config, None)
+        for key in config:
+            child = config._get_node(key)
+            if isinstance(child, DictConfig):
+                unlock(child)
+
+    unlock(node)
+    OmegaConf.set_struct(node.paths.recipes, False)  # its keys are the user's: they need no +
+    return node
+
+
+def load(composed: DictConfig | dict[str, Any]) -> Config:
+    """Strictly typed, frozen `Config` of a composed (or saved) tree.
+
+    Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
+    """
+    try:
+        # As plain containers: a key that `+` forced into a typed node would otherwise pass as the node's own.
+        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True, throw_on_missing=True)
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def read(path: Path) -> Config:
+    """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
+    try:
+        return load(OmegaConf.load(path))  # type: ignore[arg-type]
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
+
+
+def one_line(error: Exception) -> str:
+    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
+    text = lines[0] if lines else type(error).__name__
+    return f"{text} (key {full_key})" if full_key and full_key not in text else text
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The flat keys that decide a run's numbers, the seed aside."""
+    return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits over `identity`: equal for two seeds of one arm, different for two arms."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:8]

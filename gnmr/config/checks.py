@@ -1,0 +1,31 @@
+"""What a value must be; each raises UserError in one line that names the key."""
+
+from __future__ import annotations
+
+import math
+
+from gnmr.errors import UserError
+
+
+def require(condition: bool, key: str, value: object, right: str) -> None:
+    if not condition:
+        raise UserError(f"{key}={value}: {right}")
+
+
+def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    require(value in choices, key, value, f"must be one of {', '.join(choices)}")
+
+
+def positive(key: str, value: float | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    require(
+        value is not None and value > 0 and math.isfinite(value),
+        key,
+        value,
+        "must be a positive number" + (" or null" if optional else ""),
+    )
+
+
+def share(key: str, value: float) -> None:
+    require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")

@@ -1,0 +1,102 @@
+"""controller.*: signal, routing and thresholds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gnmr.config.checks import one_of, positive, require, share
+
+
+@dataclass(frozen=True)
+class SignalConfig:
+    """The risk signal (gnmr/controller/signals)."""
+
+    name: str = "gnmr_delta"
+    """One of docs/signals.md, or package.module:Class for one of your own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the signal's constructor takes; its own defaults where nothing is said."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "controller.signal.name", self.name, "give the name, package.module:Class")
+        for key in ("alpha", "beta", "delta"):
+            require(
+                key not in self.options or ":" in self.name,
+                f"controller.signal.options.{key}",
+                self.options.get(key),
+                f"is controller.{key}",
+            )
+
+
+THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
+"""The paper's signals, whose thresholds have keys of their own in conf/controller."""
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Algorithms 1 and 2 (gnmr/controller)."""
+
+    name: str = "gnmr"
+    """Name of this choice, part of the arm's name."""
+    signal: SignalConfig = field(default_factory=SignalConfig)
+    observe: str = "parameters"
+    """What a unit's norm is taken of (gnmr/controller/observed.py): parameters (its operators'), adapter (everything
+    trainable below its name) or input_grad (the gradient of its output)."""
+    routing: str = "thresholded"
+    """thresholded (max_o is a cap) or ranked (the max_o largest risks are always taken)."""
+    trigger: float = 1.0
+    """Multiplies all thresholds of the signal: over where R > trigger. `gnmr replay RUN calibrate=...` finds it."""
+    alpha: float | None = 1.5
+    """Threshold of GNMR; null switches this signal off. alpha, beta, delta and eps belong to the signals gnmr_delta,
+    gnmr and delta_gnmr; the others do not read them."""
+    beta: float | None = 1.3
+    """Threshold of dGNMR; null switches this signal off."""
+    alpha_init: float | None = None
+    """Threshold of GNMR during the first init_frac of the steps; null: alpha throughout (section 3, two stages)."""
+    beta_init: float | None = None
+    """Threshold of dGNMR during the first init_frac of the steps; null: beta throughout."""
+    init_frac: float = 0.025
+    """Length of the first stage as a share of training.steps; without effect unless an *_init is set."""
+    warmup_frac: float = 0.0
+    """High-fidelity warm-up: share of training.steps with every unit on the recovery path before control starts."""
+    delta: int = 5
+    """Window of dGNMR, steps."""
+    max_o: int = 4
+    """Most units on the recovery path at once, once control has started."""
+    t_lock: int = 1
+    """Steps for which a triggered unit stays a candidate."""
+    hold: int = 1
+    """Steps for which a chosen set stays in force; 1: a new choice in every step (section 3)."""
+    eps: float = 1e-8
+    """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
+
+    def __post_init__(self) -> None:
+        for key in ("alpha", "beta", "alpha_init", "beta_init"):
+            positive(f"controller.{key}", getattr(self, key), optional=True)
+        one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
+        one_of("controller.routing", self.routing, ("thresholded", "ranked"))
+        for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
+            positive(f"controller.{key}", getattr(self, key))
+            require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
+        for key in ("alpha", "beta"):
+            require(
+                getattr(self, key) is not None or getattr(self, f"{key}_init") is None,
+                f"controller.{key}_init",
+                getattr(self, f"{key}_init"),
+                f"needs controller.{key} too",
+            )
+        share("controller.init_frac", self.init_frac)
+        share("controller.warmup_frac", self.warmup_frac)
+
+    def unread(self) -> dict[str, str]:
+        """Keys that choose nothing as the others stand, and the setting that makes it so."""
+        signal = f"signal.name={self.signal.name}"
+        read = THRESHOLDS.get(self.signal.name, ())
+        found = {key: signal for one in ("alpha", "beta") if one not in read for key in (one, f"{one}_init")}
+        if not read:
+            found |= {"delta": signal, "eps": signal}
+        if self.routing == "ranked":
+            found["trigger"] = "routing=ranked"
+            if self.signal.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
+                found["t_lock"] = "routing=ranked"
+        return found

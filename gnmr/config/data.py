@@ -1,0 +1,50 @@
+"""data.*: the corpus and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gnmr.config.checks import one_of, positive, require
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpus, tokenizer and their cache."""
+
+    name: str = "stdlib"
+    """stdlib (this Python's own library sources), c4, gsm8k, wikitext2 (hub, or local in its layout), text (local
+    files) or instructions (local files of prompts and answers)."""
+    path: str | None = None
+    """File or folder for data=text and data=instructions; for the others a local copy, or null to read from the hub."""
+    text_column: str = "text"
+    """Column that holds the text in .jsonl, .json.gz and .parquet files."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt; data=instructions."""
+    response_column: str = "response"
+    """Column that holds the answer; data=instructions."""
+    input_column: str | None = None
+    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); data=instructions."""
+    answers_only: bool = True
+    """Loss on the answers alone; false: on prompts too. Plain text has no prompts."""
+    vocab_size: int = 4096
+    """Largest vocabulary of the byte-level BPE; a tiny corpus may give a smaller one."""
+    tokenizer: str | None = None
+    """A tokenizer.json to use instead of training one; for fine-tuning, instead of the checkpoint's: a folder too."""
+    tokenizer_bytes: int = 50_000_000
+    """Text that the tokenizer is trained on at the most, bytes of UTF-8."""
+    max_tokens: int | None = None
+    """Training tokens to prepare at the most; null: the whole corpus, for the hub what the run needs."""
+    cache_dir: str = "~/.cache/gnmr"
+    """Where tokenizers and token files are kept."""
+
+    def __post_init__(self) -> None:
+        one_of("data.name", self.name, ("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"))
+        require(
+            self.name not in ("text", "instructions") or self.path is not None,
+            "data.path",
+            self.path,
+            f"data={self.name} needs a file or folder",
+        )
+        require(257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more")
+        positive("data.tokenizer_bytes", self.tokenizer_bytes)
+        positive("data.max_tokens", self.max_tokens, optional=True)

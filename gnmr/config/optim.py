@@ -1,0 +1,61 @@
+"""optim.*: the optimizer, its schedule and what stands before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gnmr.config.checks import one_of, positive, require, share
+from gnmr.errors import UserError
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """A gradient transform before the optimizer (gnmr/training/transforms)."""
+
+    name: str | None = None
+    """See conf/optim/transform; null: none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the transform's constructor takes; its published defaults where nothing is said."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
+    name: str = "adamw"
+    """adamw or scale."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer's constructor takes besides the keys below; adamw has none."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    lr: float = 1e-3
+    """Peak rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.1
+    """Linear warm-up, share of training.steps."""
+    min_lr_frac: float = 0.1
+    """Rate at the end of the cosine, share of the peak."""
+    clip_norm: float | None = None
+    """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
+
+    def __post_init__(self) -> None:
+        one_of("optim.name", self.name, ("adamw", "scale"))
+        if self.name != "adamw" and self.transform.name in ("spam", "stable_spam"):
+            raise UserError(
+                f"optim.transform.name={self.transform.name}: resets Adam's moments; it needs optim.name=adamw"
+            )
+        require(self.name != "adamw" or not self.options, "optim.options", self.options, "adamw has none")
+        positive("optim.lr", self.lr)
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "optim.betas",
+            self.betas,
+            "two numbers in [0, 1)",
+        )
+        positive("optim.eps", self.eps)
+        require(0 <= self.weight_decay < 1e6, "optim.weight_decay", self.weight_decay, "must be a number, 0 or more")
+        share("optim.warmup_frac", self.warmup_frac)
+        share("optim.min_lr_frac", self.min_lr_frac)
+        positive("optim.clip_norm", self.clip_norm, optional=True)

@@ -1,0 +1,71 @@
+"""training.*: length, batch, device and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gnmr.config.checks import one_of, positive, require
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length, batch, precision of the weights, checkpoints."""
+
+    steps: int = 600
+    seq_len: int = 256
+    """Tokens in a block."""
+    batch_size: int = 8
+    """Blocks in a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches in a step; tokens a step = seq_len * batch_size * accumulation."""
+    seed: int = 0
+    """Initialisation, data order and stochastic rounding."""
+    dtype: str = "bfloat16"
+    """Weights, gradients and optimizer state: bfloat16 (the paper) or float32."""
+    device: str = "auto"
+    """auto (cuda where there is one, else cpu), cpu or cuda."""
+    threads: int | None = None
+    """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit
+    for equal thread counts."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_blocks: int = 64
+    """Validation blocks, the same in every arm."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    resume: str = "auto"
+    """auto: continue from the newest checkpoint of the run folder; never: refuse a folder that holds a run."""
+    max_nonfinite_streak: int = 10
+    """Skipped steps in a row (non-finite loss or gradient) after which the run ends FAILED."""
+    activation_checkpointing: bool = False
+    """Recompute each block's forward during backward."""
+    compile: bool = False
+    """torch.compile for each block; converted linears run outside the graphs."""
+    export_hf: bool = False
+    """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
+    gnmr[finetune])."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "steps",
+            "seq_len",
+            "batch_size",
+            "accumulation",
+            "eval_every",
+            "eval_blocks",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "max_nonfinite_streak",
+        ):
+            positive(f"training.{key}", getattr(self, key))
+        positive("training.threads", self.threads, optional=True)
+        require(0 <= self.seed < 2**62, "training.seed", self.seed, "must lie between 0 and 2^62")
+        require(self.threads is None or self.threads <= 4096, "training.threads", self.threads, "must be 4096 or less")
+        one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("training.device", self.device, ("auto", "cpu", "cuda"))
+        one_of("training.resume", self.resume, ("auto", "never"))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.batch_size * self.accumulation
