@@ -29,8 +29,8 @@ from gnmr.controller import (
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters
 from gnmr.paths import Plan, Recipe, convert
-from gnmr.paths.convert import nominal_bits
 from gnmr.paths.groups import Group
+from gnmr.paths.plan import nominal_bits
 
 
 def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "parameters") -> list[Unit]:

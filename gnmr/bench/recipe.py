@@ -18,7 +18,7 @@ from gnmr.errors import UserError
 from gnmr.models.layers import GELUMLP
 from gnmr.models.moe import MoEMLP
 from gnmr.paths import RECIPES
-from gnmr.paths.convert import described
+from gnmr.paths.plan import described
 from gnmr.training.parts import assemble, device_of
 
 REFERENCE = "bf16"

@@ -25,8 +25,8 @@ from gnmr.data import cache
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
-from gnmr.paths.convert import described
 from gnmr.paths.formats import KeepFormat
+from gnmr.paths.plan import described
 from gnmr.training.checkpoint import load_model
 from gnmr.training.parts import pretrained_model
 from gnmr.wiring import build_plan

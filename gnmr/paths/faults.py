@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from gnmr.names import select
-from gnmr.paths.convert import Plan
 from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
 from gnmr.paths.simulated import BEYOND, Met, scale_of_each, scale_under

@@ -25,8 +25,8 @@ from gnmr import models
 from gnmr.config import Config
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
-from gnmr.paths.convert import described
 from gnmr.paths.int8 import Int8Linear
+from gnmr.paths.plan import described
 from gnmr.training.parts import blocks_of, build_optim, check_sizes, device_of, with_paths
 
 GB = 10**9

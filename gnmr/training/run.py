@@ -32,7 +32,7 @@ from gnmr.data import Batch, PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe, Window
-from gnmr.paths.convert import described
+from gnmr.paths.plan import described
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.recorder import Recorder
 from gnmr.records.schema import RatioRows

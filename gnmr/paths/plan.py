@@ -1,0 +1,273 @@
+"""What `convert` makes of a model: the converted operators, their units, and what they hold in memory."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.paths import te
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.groups import Group
+from gnmr.paths.int8 import Int8Linear
+from gnmr.paths.probe import Probe
+from gnmr.paths.recipes import RECIPES, Recipe
+from gnmr.paths.saved import Path, PathLinear, SharedState, exact
+from gnmr.paths.scaling import row_bytes, scale_dtype
+from gnmr.paths.simulated import OPERANDS
+
+
+@dataclass(eq=False)
+class Plan:
+    """The converted operators of a model, in module order, the units that they make up, and what they share."""
+
+    operators: list[PathLinear]
+    groups: list[Group]
+    low: Path
+    recovery: Path | None
+    shared: SharedState
+    _predicted: tuple[object, int] | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no operator's weight is trained: then there is no weight gradient."""
+        return not any(operator.weight.requires_grad for operator in self.operators)
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation)."""
+        return exact(self.shared)
+
+    def end_step(self) -> None:
+        """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
+        note of the step, and `saturation` begins anew."""
+        self.shared.forget()
+        if self.shared.ledger is not None:
+            self.shared.ledger.end_step()
+
+    def saturation(self) -> dict[str, Tensor]:
+        """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
+        as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
+        empty where the paths are formats, and under backend=te. Counts every cast once: of a tensor that several
+        operators read, for the first that cast it. Does not wait for the device.
+        """
+        ledger = self.shared.ledger
+        return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
+
+    def restore(self) -> None:
+        """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time.
+
+        Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
+        """
+        if self.shared.engine is not None:
+            self.shared.engine.close()
+        for operator in self.operators:
+            if not isinstance(operator, PathLinear):
+                continue
+            if isinstance(operator, Int8Linear):
+                operator.unstore()
+            for name in ("unit_name", "index", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
+                delattr(operator, name)
+            operator.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
+        """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
+
+        ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, under backend=te,
+        and where every weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap
+        where both recipes have the same wgrad: it is 0.
+        """
+        if self.shared.engine is not None:
+            raise ValueError(f"{', '.join(names)}: {te.UNREADABLE}")
+        if self.frozen:
+            raise ValueError(
+                f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
+            )
+        gaps = ", ".join(name for name in ("gap_recovery", "gap_exact") if name in names)
+        if gaps and self.recovery is None:
+            raise ValueError(f"{gaps}: this plan has no recovery path")
+        if gaps and _same_wgrad(self.low, self.recovery):
+            warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
+        self.shared.forget()  # and what an earlier probe measured of the last tensor
+        self.shared.probe = Probe(self.groups, names, tokens)
+        return self.shared.probe
+
+    def unprobe(self) -> None:
+        """Ends it; operators are as if there had never been a probe."""
+        self.shared.probe = None
+
+    def saved_bytes(self) -> int:
+        """Bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
+
+        Read from the graph's own nodes; a storage that several operators share counts once. Under activation
+        checkpointing the graph holds no inputs at this point and reading them would recompute them: do not call it.
+        ValueError under backend=te.
+        """
+        if self.shared.engine is not None:
+            raise ValueError(f"saved_bytes: {te.UNREADABLE}")
+        storages = {}
+        for operator in self.operators:
+            for tensor in operator.kept():
+                storages[tensor.data_ptr()] = tensor.nbytes
+        return sum(storages.values())
+
+    def predicted_bytes(self) -> int:
+        """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
+
+        A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
+        On real hardware it is codes of one byte and a scale.
+        """
+        now = [(operator.recovering, operator.read) for operator in self.operators]
+        if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
+            copies = {}
+            for operator in self.operators:
+                if operator.read is not None:
+                    rows, first_reader = operator.read
+                    copies[first_reader, kept_as(operator.path)] = kept_bytes(operator, operator.path, rows)
+            self._predicted = now, sum(copies.values())
+        return self._predicted[1]
+
+    def extra_bytes(self) -> float:
+        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself.
+
+        0 under simulated recipes: whatever the path, the input is kept in its own width.
+        """
+        return sum(self._extra(operator) for operator in self.operators if operator.recovering)
+
+    def extra_bytes_bound(self, max_o: int) -> float:
+        """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); never exceeded by `extra_bytes`."""
+        extra = (sum(map(self._extra, group.operators)) for group in self.groups)
+        return sum(sorted(extra, reverse=True)[:max_o])
+
+    def _extra(self, operator: PathLinear) -> float:
+        if self.recovery is None or operator.read is None:
+            return 0.0
+        more_bits = max(0, _kept_bits(self.recovery) - _kept_bits(self.low))
+        return more_bits / 8 * operator.read[0] * operator.in_features
+
+    def weight_bytes(self) -> tuple[int, int]:
+        """(bytes of the operators' weights in their own dtype, bytes of INT8 codes and scales that are kept of them).
+
+        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights kept `beside` (2 O I, O (I + 4)); with
+        `instead` (0, O (I + 4)). What the graph holds of them between forward and backward are these very tensors.
+        A parameter of several operators counts once, and biases do not.
+        """
+        own = {id(o.weight): o.weight.nbytes for o in self.operators if o.weight.is_floating_point()}
+        return sum(own.values()), sum(o.code_bytes for o in self.operators if isinstance(o, Int8Linear))
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Rows (unit, operator, low path, recovery path); layers that differ by their number alone stand together."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for operator in self.operators:
+            shape = f"Linear {operator.in_features} -> {operator.out_features}"
+            groups.setdefault((re.sub(r"\b\d+\b", "*", operator.unit_name), shape), []).append(operator.unit_name)
+        low, recovery = described(self.low), "none (static)" if self.recovery is None else described(self.recovery)
+        kind = "units" if len(self.groups) == len(self.operators) else "operators"
+        return [
+            (names[0] if len(names) == 1 else f"{pattern}  ({len(names)} {kind})", shape, low, recovery)
+            for (pattern, shape), names in groups.items()
+        ]
+
+    def __str__(self) -> str:
+        rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+        if len(self.groups) < len(self.operators):
+            first, last = self.groups[0].name, self.groups[-1].name
+            lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
+        if self.shared.engine is not None:
+            lines.append("Transformer Engine casts: saturation, the paths' errors and saved bytes are not measured")
+        if isinstance(self.operators[0], Int8Linear):
+            own, codes = self.weight_bytes()
+            weights = self.operators[0].weights
+            lines.append(f"weights {weights}: {own:,} bytes in their own dtype, {codes:,} of INT8 codes and scales")
+            if weights == "instead":
+                lines.append("the recovery path and evaluation read codes times scale: W8A16, not the 16-bit weights")
+        return "\n".join(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are.
+
+        Waits for the device under backend=te with delayed scales.
+        """
+        state: dict[str, Any] = {"paths": self._owner()}
+        if self.shared.generator is not None:
+            state["generator"] = self.shared.generator.get_state()
+        if self.shared.engine is not None and self.shared.engine.delayed:
+            state["te"] = self.shared.engine.state()
+        history = None if self.shared.ledger is None else self.shared.ledger.history
+        return state if history is None else state | {"largest": history.clone()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError if it belongs to other paths, another rounding or another number of operators."""
+        if (owner := state.get("paths")) != self._owner():
+            raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
+
+    def _owner(self) -> str:
+        recovery = "none" if self.recovery is None else self.recovery.name  # names the GEMMs where it has some only
+        rounding = "nearest" if self.shared.generator is None else "stochastic"
+        # Of a recipe of the user's the name alone says nothing.
+        own = "".join(
+            f", {path.name}: {path.words()}"
+            for path in (self.low, self.recovery)
+            if isinstance(path, Recipe) and path.name.partition(" ")[0] not in RECIPES
+        )
+        return f"low={self.low.name}, recovery={recovery}, rounding={rounding}, {len(self.operators)} operators{own}"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, before anything is loaded: see `check_state`."""
+        self.check_state(state)
+        if self.shared.generator is not None:
+            self.shared.generator.set_state(state["generator"].cpu())
+        if "te" in state and self.shared.engine is not None:
+            self.shared.engine.load(state["te"], self.operators)
+        if self.shared.ledger is not None and self.shared.ledger.history is not None:
+            self.shared.ledger.history.copy_(state["largest"])
+
+
+def _same_wgrad(low: Path, recovery: Path | None) -> bool:
+    return isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad
+
+
+def described(path: Path) -> str:
+    """Its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
+    if not isinstance(path, Recipe) or not path.casts:
+        return path.name
+    outliers = None if path.fprop.input is None else path.fprop.input.outliers
+    return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"
+
+
+def kept_as(path: Path) -> str:
+    """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
+    if isinstance(path, Format):
+        return path.name
+    return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
+
+
+def kept_bytes(operator: PathLinear, path: Path, rows: int) -> int:
+    """Bytes that `rows` rows (tokens) of the operator's input occupy on `path`, their scales counted."""
+    dtype, width = operator.weight.dtype, operator.in_features
+    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+        return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
+    if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
+        return rows * width + torch.float32.itemsize  # codes under one scale
+    return rows * width * dtype.itemsize
+
+
+def nominal_bits(path: Path) -> int:
+    """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
+    if isinstance(path, Format):
+        return path.bits
+    return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
+
+
+def _kept_bits(path: Path) -> int:
+    """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
+    if isinstance(path, Format):
+        return path.bits
+    return 8 if path.backend in ("scaled_mm", "te") and path.wgrad.input is not None else 16
