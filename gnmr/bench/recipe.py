@@ -56,7 +56,8 @@ def _recipes(setting: Setting) -> list[Figure]:
 
 
 def _dispatch(setting: Setting) -> list[Figure]:
-    """Forward and backward of one mixture against a dense MLP with as many multiplications: k experts wide."""
+    """Forward and backward of one mixture against a dense MLP with as many multiplications (k experts wide), and
+    against its own experts on rows that lie sorted already: what is left then is the dispatch."""
     config = setting.config.model
     if config.name != "moe":
         config = replace(
@@ -66,31 +67,44 @@ def _dispatch(setting: Setting) -> list[Figure]:
     dense = replace(config, intermediate_size=config.intermediate_size * config.experts.top_k)
     training, device = setting.config.training, device_of(setting.config.training.device)
     torch.manual_seed(training.seed)
-    modules = {"mixture": MoEMLP(config, 0), "dense": GELUMLP(dense)}
-    x_BTD = torch.randn(training.batch_size, training.seq_len, config.hidden_size)
-    x_BTD = x_BTD.to(device, getattr(torch, training.dtype)).requires_grad_()
+    dtype = getattr(torch, training.dtype)
+    mixture, mlp = MoEMLP(config, 0).to(device, dtype), GELUMLP(dense).to(device, dtype)
+    x_BTD = torch.randn(training.batch_size, training.seq_len, config.hidden_size).to(device, dtype).requires_grad_()
+    x_ND = x_BTD.detach().flatten(0, 1)
+    with torch.no_grad():
+        lengths = mixture.route(x_ND, None)[2].tolist()
+    rows_RD = x_ND.repeat(config.experts.top_k, 1).requires_grad_()
 
-    def run(module: torch.nn.Module) -> Callable[[], None]:
-        module.to(device, x_BTD.dtype)
+    def experts() -> Tensor:
+        pairs = zip(mixture.experts, rows_RD.split(lengths), strict=True)
+        return torch.cat([expert(rows) for expert, rows in pairs])
 
+    def step(forward: Callable[[], Tensor]) -> Callable[[], None]:
         def once() -> None:
-            result = module(x_BTD)
-            y_BTD: Tensor = result[0] if isinstance(result, tuple) else result
-            y_BTD.sum().backward()
-            module.zero_grad(set_to_none=True)
-            x_BTD.grad = None
+            forward().sum().backward()
+            for module in (mixture, mlp):
+                module.zero_grad(set_to_none=True)
+            x_BTD.grad = rows_RD.grad = None
 
         return once
 
-    experts = f"{config.experts.number} experts, top-{config.experts.top_k}"
-    rounds = setting.rounds(f"recipe: a mixture of {experts}, and a dense MLP", 30, warm_up=3)
-    seconds = alternate(
-        {name: run(module) for name, module in modules.items()}, rounds, clock_of(device, setting.clock)
-    )
-    note = f"{experts} of width {config.intermediate_size}, {training.batch_size * training.seq_len} tokens"
-    ratio = seconds["mixture"] / seconds["dense"]
+    arms = {"mixture": step(lambda: mixture(x_BTD)[0]), "dense": step(lambda: mlp(x_BTD)), "experts": step(experts)}
+    experts_are = f"{config.experts.number} experts, top-{config.experts.top_k}"
+    rounds = setting.rounds(f"recipe: a mixture of {experts_are}, its experts alone, and a dense MLP", 30, warm_up=3)
+    seconds = alternate(arms, rounds, clock_of(device, setting.clock))
+    note = f"{experts_are} of width {config.intermediate_size}, {training.batch_size * training.seq_len} tokens"
     return [
-        median("mixture over its dense arithmetic", ratio, "x", DISPATCH, note, interval=True),
+        median(
+            "mixture over its dense arithmetic",
+            seconds["mixture"] / seconds["dense"],
+            "x",
+            DISPATCH,
+            note,
+            interval=True,
+        ),
+        median(
+            "mixture over its experts alone", seconds["mixture"] / seconds["experts"], "x", note=note, interval=True
+        ),
         median("dense MLP, forward and backward", seconds["dense"], "s"),
     ]
 

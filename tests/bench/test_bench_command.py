@@ -119,6 +119,7 @@ def test_recipes_mixture_and_switching(measure, gnmr):
         and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"
     )
     assert "8 experts, top-2 of width 48, 32 tokens" in figures["mixture over its dense arithmetic"]["note"]
+    assert "mixture over its experts alone" in figures
     assert figures["step that switches every unit"]["note"].startswith("7 units")
     assert "recipes need paths.site=saved" in gnmr("bench", "recipe", "paths.site=forward").mistake
 
