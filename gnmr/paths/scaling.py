@@ -52,8 +52,13 @@ def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """max|x| over `dims`, which stay as dimensions of size 1; NaN where there is a NaN."""
-    # The bits of magnitudes are ordered as they are, with NaN above all: on CPUs integers are compared much faster.
-    return x.abs().view(_BITS[x.element_size()]).amax(dims, keepdim=True).view(x.dtype)
+    return largest_of(x.abs(), dims)
+
+
+def largest_of(magnitudes: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The same of numbers that are magnitudes already: none has a sign, be it that of a NaN."""
+    # Their bits are ordered as they are, with NaN above all: on CPUs integers are compared much faster.
+    return magnitudes.view(_BITS[magnitudes.element_size()]).amax(dims, keepdim=True).view(magnitudes.dtype)
 
 
 def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:

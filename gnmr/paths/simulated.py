@@ -17,7 +17,6 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast, Recipe
-from gnmr.paths.scaling import TINY, largest_magnitude, nan_unless_finite, scale_of
+from gnmr.paths.scaling import TINY, largest_magnitude, largest_of, nan_unless_finite, scale_of
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -85,36 +84,45 @@ def _quantize(
     padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
     # As groups (rows, rows of a group, columns, columns of a group).
     groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    largest = largest_magnitude(groups, (0, 1, 2, 3) if one_scale else (1, 3)).float()
-    scale = scale_under(cast, largest if reference is None else reference(largest))
     values = torch.empty_like(groups, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
     # Pieces of one size: a short last one would cost its dozen calls for little.
     at_once = math.ceil(len(groups) / max(1, round(padded.numel() / _AT_ONCE))) if on_cpu else len(groups)
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
-    pieces = zip(groups.split(at_once), values.split(at_once), strict=True)
-    scales = itertools.repeat(scale) if one_scale else scale.split(at_once)
-    saturated = []
+    limit = cast.format.max * BEYOND
     may_saturate = cast.scale in ("mx", "delayed")
-    if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
-        may_saturate = bool(largest / scale > cast.format.max * BEYOND)
-        saturated.append(torch.zeros((), dtype=torch.int64))
-    for (piece, out), own in zip(pieces, scales, strict=False):
+    met, saturated = [], []
+    if one_scale:
+        met.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
+        scale = scale_under(cast, met[0] if reference is None else reference(met[0]))
+        if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
+            may_saturate = bool(met[0] > scale * limit)
+            saturated.append(torch.zeros(1, dtype=torch.int64))
+    for piece, out in zip(groups.split(at_once), values.split(at_once), strict=True):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
-        worked = wide[: len(piece)].copy_(piece).div_(own)
+        worked = wide[: len(piece)].copy_(piece)
         room = scratch[: len(piece)]
+        magnitudes = room.view(torch.float32)
+        if may_saturate or not one_scale:
+            torch.abs(worked, out=magnitudes)
+        if not one_scale:
+            met.append(largest_of(magnitudes, (1, 3)))
+            scale = scale_under(cast, met[-1])
         if may_saturate:
-            beyond = torch.abs(worked, out=room.view(torch.float32))
-            torch.gt(beyond, cast.format.max * BEYOND, out=beyond)  # 1.0 or 0.0: on CPUs much faster than bool
-            saturated.append(beyond.flatten(1).sum(dim=1).sum(dtype=torch.int64))
+            # 1.0 or 0.0: on CPUs much faster than bool.
+            beyond = torch.gt(magnitudes, scale * limit, out=magnitudes)
+            saturated.append(beyond.flatten(1).sum(dim=1))
+        worked.div_(scale)
+        if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
-        out.copy_(cast.format.round(worked, room).mul_(own))
+        out.copy_(cast.format.round(worked, room).mul_(scale))
+    largest = met[0] if len(met) == 1 else torch.cat(met)
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     nonfinite = _elements_spoilt(largest, x, (height, width) if cut else None)
-    return values, Met(largest, torch.stack(saturated).sum() if saturated else None, nonfinite)
+    return values, Met(largest, torch.cat(saturated).sum(dtype=torch.int64) if saturated else None, nonfinite)
 
 
 def _elements_spoilt(largest: Tensor, x: Tensor, cut: tuple[int, int] | None) -> Tensor:
