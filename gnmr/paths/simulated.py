@@ -92,12 +92,12 @@ def _quantize(
     scratch = torch.empty_like(wide, dtype=torch.int32)
     limit = cast.format.max * BEYOND
     may_saturate = cast.scale in ("mx", "delayed")
-    met, saturated = [], []
+    each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
     if one_scale:
-        met.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
-        scale = scale_under(cast, met[0] if reference is None else reference(met[0]))
+        each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
+        scale = scale_under(cast, each[0] if reference is None else reference(each[0]))
         if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
-            may_saturate = bool(met[0] > scale * limit)
+            may_saturate = bool(each[0] > scale * limit)
             saturated.append(torch.zeros(1, dtype=torch.int64))
     for piece, out in zip(groups.split(at_once), values.split(at_once), strict=True):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
@@ -107,8 +107,8 @@ def _quantize(
         if may_saturate or not one_scale:
             torch.abs(worked, out=magnitudes)
         if not one_scale:
-            met.append(largest_of(magnitudes, (1, 3)))
-            scale = scale_under(cast, met[-1])
+            each.append(largest_of(magnitudes, (1, 3)))
+            scale = scale_under(cast, each[-1])
         if may_saturate:
             # 1.0 or 0.0: on CPUs much faster than bool.
             beyond = torch.gt(magnitudes, scale * limit, out=magnitudes)
@@ -117,7 +117,7 @@ def _quantize(
         if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
         out.copy_(cast.format.round(worked, room).mul_(scale))
-    largest = met[0] if len(met) == 1 else torch.cat(met)
+    largest = each[0] if len(each) == 1 else torch.cat(each)
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
