@@ -144,7 +144,10 @@ class ModelConfig:
             right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
             require(bool(self.checkpoint), "model.checkpoint", self.checkpoint, right)
             number = self.outlier_channels.number
-            require(number == 0, "model.outlier_channels.number", number, "model=pretrained has its own outliers")
+            right = (
+                "a checkpoint has its own outliers: choose scale=finetune_cpu or finetune_13b, or 0 (scale=cpu has 2)"
+            )
+            require(number == 0, "model.outlier_channels.number", number, right)
             return
         require(self.checkpoint is None, "model.checkpoint", self.checkpoint, "belongs to model=pretrained")
         require(self.adapter.rank == 0, "model.adapter.rank", self.adapter.rank, "belongs to model=pretrained")
