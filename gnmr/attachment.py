@@ -25,6 +25,7 @@ from gnmr.controller import (
     Signal,
     Threshold,
     Unit,
+    build_signal,
 )
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters
@@ -145,7 +146,7 @@ def attach(
     backend: str = "auto",
     weights: str = "online",
     outlier_threshold: float | None = None,
-    signal: Signal | Callable[[Context], Signal] | None = None,
+    signal: str | Signal | Callable[[Context], Signal] | None = None,
     ranked: bool = False,
     trigger: float = 1.0,
     probe_tokens: int = 1,
@@ -161,8 +162,8 @@ def attach(
             `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
-        signal: another risk signal in place of GNMR (docs/signals.md): the class or any function from a `Context` to
-            one; alpha, beta and delta are then not used.
+        signal: another risk signal in place of GNMR (docs/signals.md): its name, the class or any function from a
+            `Context` to one; alpha, beta and delta are then not used.
         ranked, trigger, record, hold: see `gnmr.controller.Controller`.
         probe_tokens: of this many tokens one is measured, where the signal needs the paths' errors.
         observe: what a unit's norm is taken of: the gradients of its own `parameters`; of the `adapter` in it, where
@@ -178,8 +179,22 @@ def attach(
         raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
     one = Context(("unit",), (1.0,), torch.device("cpu"))
     GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
+    if probe_tokens < 1:
+        raise ValueError(f"probe_tokens={probe_tokens}: must be 1 or more")
     plan = convert(
-        model, low, recovery, targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold
+        model,
+        low,
+        recovery,
+        targets,
+        site,
+        rounding,
+        seed,
+        recovers,
+        unit,
+        backend,
+        weights,
+        outlier_threshold,
+        store=False,
     )
     norms = None
     try:
@@ -197,10 +212,13 @@ def attach(
         made: Signal
         if signal is None:
             made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
+        elif isinstance(signal, str):
+            made = build_signal(signal, {}, context)
         else:
             made = signal(context) if callable(signal) else signal
         controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked, trigger, record, hold, norms)
         controller.attach_plan(plan, probe_tokens)
+        plan.store(weights)  # last: it cannot be undone to the bit
     except BaseException:
         plan.restore()
         if norms is not None:

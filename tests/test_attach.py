@@ -79,7 +79,8 @@ def test_detach_gives_the_model_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"alpha": -1.0}, {"max_o": 0}, {"low": "int9"}, {"targets": ["nothing"]}, {"delta": 0}]
+    "wrong",
+    [{"alpha": -1.0}, {"max_o": 0}, {"low": "int9"}, {"targets": ["nothing"]}, {"delta": 0}, {"probe_tokens": 0}],
 )
 def test_a_mistake_leaves_the_model_as_it_was(wrong: dict) -> None:
     model = net()
@@ -134,8 +135,9 @@ def one_step(controller: gnmr.AttachedController, model: nn.Module, scale: float
         partial(SIGNALS["mse"], threshold=1e-9),
         lambda context: SIGNALS["mse"](context, threshold=1e-9),
         SIGNALS["mse"](Context(("a",) * 4, (1.0,) * 4, torch.device("cpu")), threshold=1e-9),
+        "mse",
     ],
-    ids=["class", "partial", "function", "made"],
+    ids=["class", "partial", "function", "made", "name"],
 )
 def test_a_signal_however_it_is_given(make: Signal | Callable[[Context], Signal]) -> None:
     """What it needs of the paths is measured without a word of the loop."""
@@ -241,13 +243,60 @@ def explode(_context: Context) -> Signal:
         ({"signal": SIGNALS["first_last"]}, ValueError),  # there are no layers.N here
         ({"signal": partial(SIGNALS["mse"], level=1.0)}, TypeError),
         ({"signal": explode}, RuntimeError),
+        ({"signal": "colour"}, ValueError),
         ({"record": ["colour"]}, ValueError),
         ({"trigger": 0.0}, ValueError),
     ],
-    ids=["no_recovery", "value", "names", "option", "defect", "record", "trigger"],
+    ids=["no_recovery", "value", "names", "option", "defect", "unknown", "record", "trigger"],
 )
 def test_a_signal_that_cannot_be_leaves_the_model_as_it_was(wrong: dict, error: type[Exception]) -> None:
     model = net()
     with pytest.raises(error):
         gnmr.attach(model, **{"targets": ["?"], "max_o": 2, **wrong})
     assert [type(module) for module in model] == [nn.Linear] * 4
+
+
+def test_a_mistake_does_not_cost_the_16_bit_weights() -> None:
+    """The codes that would take their place are made when nothing can go wrong any more."""
+    model = net().requires_grad_(False)
+    before = [(module.weight, module.weight.clone()) for module in model]
+    how = {"low": "llm_int8", "recovery": "bf16", "weights": "instead", "targets": "?", "observe": "input_grad"}
+    with pytest.raises(ValueError, match="max_o=0"):
+        gnmr.attach(model, max_o=0, **how)
+    for module, (weight, values) in zip(model, before, strict=True):
+        assert module.weight is weight and torch.equal(weight, values)
+    gnmr.attach(model, max_o=2, **how)
+    assert all(module.weight.dtype == torch.int8 for module in model)
+
+
+def test_units_are_called_alike_in_wrappers() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = net()
+
+    for observe in ("parameters", "adapter", "input_grad"):
+        names = [gnmr.attach(m, targets=["?"], observe=observe).names for m in (net(), Wrapper(), torch.compile(net()))]
+        assert names == [["0", "1", "2", "3"]] * 3
+
+
+def test_ranks_that_would_choose_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for how in ({"signal": "gap"}, {"signal": "gsnr"}, {"observe": "input_grad"}):
+        with pytest.raises(ValueError, match="2 processes: this signal or observe='input_grad' reads"):
+            gnmr.attach(net(), targets=["?"], **how)
+    assert gnmr.attach(net(), targets=["?"]).names == ["0", "1", "2", "3"]
+
+
+def test_sharded_parameters_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = distribute_module(net(), init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="sharded parameters"):
+            gnmr.attach(model, targets=["?"])
+    finally:
+        torch.distributed.destroy_process_group()

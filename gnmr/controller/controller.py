@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.controller.evidence import MicroNorms, missing, weight_std
+from gnmr.controller.evidence import PATH_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals.base import TINY, Evidence, Signal
@@ -89,6 +89,21 @@ class Decision:
         return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
 
 
+def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
+    """ValueError where ranks would choose different units: each decides for itself, from numbers that must be equal.
+
+    `rank_local`: something besides the reduced gradients decides, which each rank measures of its own batch.
+    """
+    if any(hasattr(parameter, "device_mesh") for unit in units for parameter in unit.parameters):
+        raise ValueError("sharded parameters (DTensor): their norms would be those of the shards; shard no unit")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank_local and distributed and (size := torch.distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"{size} processes: this signal or observe='input_grad' reads what each rank measures of its own batch, "
+            "and ranks would choose different units; use a signal of the parameters' gradients"
+        )
+
+
 class Controller:
     """GNMR's controller over any units (paper, sections 2 and 3).
 
@@ -149,6 +164,7 @@ class Controller:
                 "micro_square is of the gradients of the units' parameters, and the norms are of others "
                 "(observe='input_grad'): use another signal"
             )
+        _check_ranks(units, norms is not None or bool({"micro_square", *PATH_EVIDENCE} & set(self.needs)))
         if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
             raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
         self.units = list(units)

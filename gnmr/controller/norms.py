@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 
+def flags(values: Sequence[bool], device: torch.device) -> Tensor:
+    """`values` as a bool tensor on the device, without waiting for it: a copy from pageable memory would."""
+    here = torch.tensor(values)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+
+
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     """2-norm of each parameter's gradient, (P,) float64; accumulated in float32 (float64 if
     there are float64 gradients); 0 where there is no gradient.
 
     NaN and Inf pass through; squares that leave float32 show as norm Inf (elements above about 1e19) or 0 (below about
-    1e-23). Does not wait for the device where every parameter has a gradient.
+    1e-23). Does not wait for the device.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device
@@ -25,7 +31,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
     if len(gradients) == len(parameters):
         return norms
-    present = torch.tensor([p.grad is not None for p in parameters], device=device)
+    present = flags([p.grad is not None for p in parameters], device)
     return torch.zeros(len(parameters), dtype=torch.float64, device=device).masked_scatter_(present, norms)
 
 
@@ -64,4 +70,4 @@ class UnitNorms:
                 "parameters that the model had when the controller was made",
                 stacklevel=4,
             )
-        return norms, torch.tensor(observed, device=norms.device)
+        return norms, flags(observed, norms.device)

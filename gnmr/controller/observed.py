@@ -27,14 +27,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gnmr.controller.norms import flags
+
 OBSERVE = ("parameters", "adapter", "input_grad")
 
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
     """The module in which or at whose output a unit is watched. ValueError where the model has none of its name."""
-    for name in (unit, f"base_model.model.{unit}"):  # what peft's own model puts in front
-        with suppress(AttributeError):
-            return model.get_submodule(name.removesuffix(".base_layer"))
+    for wrapped in ("", "module."):  # DistributedDataParallel
+        for adapted in ("", "base_model.model."):  # what peft's own model puts in front
+            with suppress(AttributeError):
+                return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
     raise ValueError(f"unit {unit!r}: the model has no module of this name to observe")
 
 
@@ -94,7 +97,7 @@ class OutputGradients:
         self._squares.zero_()
         observed = self._all_observed
         if len(self._seen) < len(norms):
-            observed = torch.tensor([i in self._seen for i in range(len(norms))], device=norms.device)
+            observed = flags([i in self._seen for i in range(len(norms))], norms.device)
         if not self._seen and not self._warned:
             self._warned = True
             warnings.warn(

@@ -35,6 +35,7 @@ def convert(
     weights: str = "online",
     outlier_threshold: float | None = None,
     device: torch.device | None = None,
+    store: bool = True,
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
@@ -58,16 +59,20 @@ def convert(
             pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
         outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
         device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
+            A model is planned on the meta device, not trained: convert it again where it gets its weights.
+        store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
 
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
     that matches no linear, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of
-    `nn.Linear` (converted already, or another library's), a kind of unit that the model does not have, a backend that
-    cannot run the recipe here, and codes that would be kept of trainable weights. Warns of a recovery path that is
-    coarser than the low one in any operand or result, or is the low path itself, and of `recovers`, `backend`,
-    `weights` and `outlier_threshold` where they have no effect.
+    `nn.Linear` (converted already, or another library's), linears on several devices, a kind of unit that the model
+    does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable weights. Warns
+    of a recovery path that is coarser than the low one in any operand or result, or is the low path itself, and of
+    `recovers`, `backend`, `weights` and `outlier_threshold` where they have no effect.
     """
+    targets = [targets] if isinstance(targets, str) else targets
+    recovers = [recovers] if isinstance(recovers, str) else recovers
     check_backend(backend)
     check_settings(weights, outlier_threshold)
     low_path, recovery_path = resolve(low, recovery, recovers)
@@ -103,7 +108,9 @@ def convert(
     elif weights != "online" or outlier_threshold is not None:
         unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
         warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
-    here = next(iter(chosen.values())).weight.device
+    here, *others = {module.weight.device: None for module in chosen.values()}
+    if others:
+        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
     if isinstance(low_path, Recipe):
         low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device or here)
     elif backend != "auto":
@@ -130,9 +137,12 @@ def convert(
         module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
         if isinstance(module, Int8Linear):
-            module.store(weights)
+            module.store("online")
         operators.append(module)
-    return Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
+    plan = Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
+    if store:
+        plan.store(weights)
+    return plan
 
 
 def resolve(

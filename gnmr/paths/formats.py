@@ -42,7 +42,8 @@ class Format:
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
         """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
-        `encode`, without the codes. NaN stays NaN. `scratch`: int32 of the same shape, overwritten; None: allocated."""
+        `encode`, without the codes and up to the sign of zero. NaN stays NaN. `scratch`: int32 of the same shape,
+        overwritten; None: allocated."""
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:

@@ -98,6 +98,8 @@ def capability_missing(device: torch.device, least: tuple[int, int], known_as: s
     needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer{known_as}"
     if device.type != "cuda":
         return f"{needs}, the model is on {device.type}"
+    if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
+        return f"{needs}, this one is AMD's"
     found = torch.cuda.get_device_capability(device)
     return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
@@ -132,9 +134,8 @@ class _RealPass(Pass):
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "with_backend refuses"
         largest = largest_magnitude(wide, (0, 1))
         scale = scale_of(largest if reference is None else reference(largest), fmt, torch.float32)
-        scaled = wide / scale
-        saturated = (scaled.abs() > fmt.max * BEYOND).sum() if cast.scale == "delayed" else None
-        codes = scaled.clamp_(-fmt.max, fmt.max).to(fmt.native)
+        saturated = (wide.abs() > scale * (fmt.max * BEYOND)).sum() if cast.scale == "delayed" else None
+        codes = (wide / scale).clamp_(-fmt.max, fmt.max).to(fmt.native)
         return Codes(codes, scale.view(())), Met(largest, saturated, (~largest.isfinite()).sum() * x.numel())
 
     def break_(

@@ -35,6 +35,8 @@ _LACKING = {
     "block": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
 }
 UNITS = tuple(_NAMES)
+_WRAPPERS = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."
+"""What DistributedDataParallel and torch.compile put into names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +67,17 @@ def unit_of(name: str, unit: str) -> str:
 
 
 def operator_names(names: Sequence[str]) -> list[str]:
-    """The operators' names without what peft adds to them: units are called alike before and after it wraps them.
+    """The operators' names without what wrappers add to them (peft, DistributedDataParallel, torch.compile): units are
+    called alike before and after.
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
+    >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj"])
+    ['layers.3.self_attn.q_proj']
     """
-    short = [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in names]
+    short = [
+        re.sub(_WRAPPERS, "", name).removeprefix("base_model.model.").removesuffix(".base_layer") for name in names
+    ]
     return short if len(set(short)) == len(short) else list(names)
 
 

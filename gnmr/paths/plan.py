@@ -39,8 +39,17 @@ class Plan:
         """Whether no operator's weight is trained: then there is no weight gradient."""
         return not any(operator.weight.requires_grad for operator in self.operators)
 
+    def store(self, weights: str) -> None:
+        """Makes the INT8 codes of the weights that are kept `beside` or `instead` of them; others have none."""
+        for operator in self.operators:
+            if isinstance(operator, Int8Linear):
+                operator.store(weights)
+
     def exact(self) -> AbstractContextManager[None]:
-        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation)."""
+        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation).
+
+        A copy of the model (an average of its weights) is not the plan's: it stays on the paths that it was copied on.
+        """
         return exact(self.shared)
 
     def end_step(self) -> None:
@@ -53,8 +62,8 @@ class Plan:
     def saturation(self) -> dict[str, Tensor]:
         """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
         as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
-        empty where the paths are formats, and under backend=te. Counts every cast once: of a tensor that several
-        operators read, for the first that cast it. Does not wait for the device.
+        so read it before the controller's `step`. Empty where the paths are formats, and under backend=te. Counts every
+        cast once: of a tensor that several operators read, for the first that cast it. Does not wait for the device.
         """
         ledger = self.shared.ledger
         return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
@@ -104,8 +113,9 @@ class Plan:
     def saved_bytes(self) -> int:
         """Bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
 
-        Read from the graph's own nodes; a storage that several operators share counts once. Under activation
-        checkpointing the graph holds no inputs at this point and reading them would recompute them: do not call it.
+        Read from the graph's own nodes; a storage that several operators share counts once, an operator that ran
+        several times with its last pass. Under activation checkpointing the graph holds no inputs at this point and
+        reading them would recompute them: do not call it.
         ValueError under backend=te.
         """
         if self.shared.engine is not None:
@@ -127,8 +137,8 @@ class Plan:
             copies = {}
             for operator in self.operators:
                 if operator.read is not None:
-                    rows, first_reader = operator.read
-                    copies[first_reader, kept_as(operator.path)] = kept_bytes(operator, operator.path, rows)
+                    rows, first_reader, dtype = operator.read
+                    copies[first_reader, kept_as(operator.path)] = kept_bytes(operator, operator.path, rows, dtype)
             self._predicted = now, sum(copies.values())
         return self._predicted[1]
 
@@ -209,7 +219,8 @@ class Plan:
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
 
     def _owner(self) -> str:
-        recovery = "none" if self.recovery is None else self.recovery.name  # names the GEMMs where it has some only
+        # Recipes name the GEMMs that are recovered where it is not all of them.
+        low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
         rounding = "nearest" if self.shared.generator is None else "stochastic"
         # Of a recipe of the user's the name alone says nothing.
         own = "".join(
@@ -217,7 +228,8 @@ class Plan:
             for path in (self.low, self.recovery)
             if isinstance(path, Recipe) and path.name.partition(" ")[0] not in RECIPES
         )
-        return f"low={self.low.name}, recovery={recovery}, rounding={rounding}, {len(self.operators)} operators{own}"
+        site = ", site=forward" if self.shared.quantize_forward else ""
+        return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, before anything is loaded: see `check_state`."""
@@ -249,9 +261,9 @@ def kept_as(path: Path) -> str:
     return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
 
 
-def kept_bytes(operator: PathLinear, path: Path, rows: int) -> int:
-    """Bytes that `rows` rows (tokens) of the operator's input occupy on `path`, their scales counted."""
-    dtype, width = operator.weight.dtype, operator.in_features
+def kept_bytes(operator: PathLinear, path: Path, rows: int, dtype: torch.dtype) -> int:
+    """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
+    width = operator.in_features
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:

@@ -31,7 +31,7 @@ from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.fp8 import scaled_mm_linear
 from gnmr.paths.recipes import Recipe
 from gnmr.paths.scaling import compress, decompress
-from gnmr.paths.simulated import Ledger, simulated_linear
+from gnmr.paths.simulated import Ledger, in_backward, simulated_linear
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -173,8 +173,8 @@ class PathLinear(nn.Linear):
     shared: SharedState
     fault: Injector | None
     """What may break the low path."""
-    read: tuple[int, str] | None
-    """(rows, first reader of the same tensor) of the last forward pass that kept something."""
+    read: tuple[int, str, torch.dtype] | None
+    """(rows, first reader of the same tensor, dtype of what was kept) of the last forward pass that kept something."""
     _node: weakref.ref[Any] | None
 
     def switch(self, recovering: bool) -> None:
@@ -199,8 +199,15 @@ class PathLinear(nn.Linear):
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
         if shared.exact or not (keeps or quantizes):
             return self.plain(input)
+        if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
+            self.read, self._node = None, None
+            return self.plain(input)
         if shared.engine is not None and isinstance(path, Recipe):
-            self.read = (input.numel() // input.shape[-1], self.unit_name) if keeps else None
+            self.read = (
+                (input.numel() // input.shape[-1], self.unit_name, autocast_dtype(input) or input.dtype)
+                if keeps
+                else None
+            )
             self._node = None  # its graph is not ours to read
             return shared.engine(self, path, input)
         x = input
@@ -213,7 +220,8 @@ class PathLinear(nn.Linear):
             output, first_reader = self.runner(path)(self, path, input, x, weight, bias, keeps, fault)
         else:
             output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes, fault)
-        self.read = (input.numel() // input.shape[-1], first_reader) if keeps else None
+        kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
+        self.read = (input.numel() // input.shape[-1], first_reader, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
 
@@ -239,6 +247,11 @@ class PathLinear(nn.Linear):
         """(output, first reader of the same copy) under a format; `x`, `weight`, `bias`: after autocast's cast."""
         shared = self.shared
         copy: tuple[Tensor, ...]
+        if quantizes and shared.generator is not None and in_backward():
+            raise RuntimeError(
+                f"{self.unit_name}: with site='forward' and rounding='stochastic' a forward pass that activation "
+                "checkpointing recomputes differs from the first; use rounding='nearest'"
+            )
         if fault is not None and not self.recovering:
             copy, first_reader = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
         else:

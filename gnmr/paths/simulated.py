@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2**17
 """Elements that a CPU takes at a time, so that they stay in its cache between the dozen passes over them."""
+_MOST = 2**26
+"""Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
 
 BEYOND = 1 + 2.0**-20
 """Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
@@ -87,7 +89,8 @@ def _quantize(
     values = torch.empty_like(groups, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
     # Pieces of one size: a short last one would cost its dozen calls for little.
-    at_once = math.ceil(len(groups) / max(1, round(padded.numel() / _AT_ONCE))) if on_cpu else len(groups)
+    pieces = round(padded.numel() / _AT_ONCE) if on_cpu else math.ceil(padded.numel() / _MOST)
+    at_once = math.ceil(len(groups) / max(1, pieces))
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
     limit = cast.format.max * BEYOND
@@ -432,11 +435,11 @@ def simulated_linear(
     if keeps and probe is not None and probe.enabled:
         measured = probe.measure_casts(operator, read, rows, fault, the_pass, made)
     output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, measured)
-    if torch.is_grad_enabled() and not output.requires_grad and not _in_backward():
+    if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         the_pass.end()  # frozen, and so is all before it: no backward pass will
     return output, the_pass.first_reader(read)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether a backward pass runs: what runs forward in one is recomputed, by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -254,6 +254,55 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> N
         assert torch.equal(ours, theirs)
 
 
+def test_a_forward_pass_that_would_differ_when_recomputed_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    convert(net, "int4", None, targets=["?"], site="forward", rounding="stochastic")
+    output = checkpoint(net, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="recomputes differs from the first; use rounding='nearest'"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("low", ["int4", "bf16", "mxfp8"])
+def test_predicted_bytes_under_autocast(low: str) -> None:
+    """Of weights in float32, as Trainers have them."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    plan = convert(net, low, None, targets=["?"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = net(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("low", ["int4", "mxfp8"])
+def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(32, 32))
+    plan = convert(net, low, None, targets=["?"])
+    monkeypatch.setattr("gnmr.paths.simulated._quantize", None)
+    monkeypatch.setattr("gnmr.paths.saved.compress", None)
+    net(torch.randn(0, 32, requires_grad=True)).sum().backward()
+    assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
+    assert plan.predicted_bytes() == plan.saved_bytes() == 0
+
+
+def test_a_state_of_another_site_or_backend_is_refused() -> None:
+    def plan(low: str, **how: str) -> Plan:
+        return convert(nn.Sequential(nn.Linear(32, 32)), low, None, targets="?", **how)
+
+    for one, other in (
+        (plan("int4"), plan("int4", site="forward")),
+        (plan("fp8_hybrid", backend="simulated"), plan("fp8_hybrid", backend="scaled_mm")),
+    ):
+        with pytest.raises(ValueError, match="the paths' state belongs to"):
+            other.load_state_dict(one.state_dict())
+
+
+def test_linears_on_several_devices_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
+    with pytest.raises(ValueError, match=r"linears on several devices \(cpu, meta\)"):
+        convert(net, "int4", None, targets=["?"])
+    assert type(net[0]) is nn.Linear
+
+
 def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
     net = model()
     plan = convert(net, "int4", "int8")
