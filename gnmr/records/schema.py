@@ -17,6 +17,8 @@ A run folder holds
     summary.json    `SUMMARY_FIELDS`
     order/          the saved permutations of the training blocks
     checkpoints/    step-<number>/
+    adapter/        what peft loads; where model.adapter.rank > 0
+    hf/             the model in Hugging Face's layout; with training.export_hf
     wandb/          W&B's own files
     DONE or FAILED  last; FAILED holds the reason in one line
     .reserve        while it runs: space given up when the disk is full, so that summary.json and FAILED fit
