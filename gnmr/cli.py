@@ -58,6 +58,9 @@ def _run(command: str, words: list[str]) -> int:
     if command == "train":
         from gnmr.launch import train
 
+        # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
+        # thousands. Read when torch multiplies for the first time.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
         train(words)
         return 0
     if command == "report":

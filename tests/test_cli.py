@@ -32,6 +32,18 @@ def test_help_loads_nothing_heavy():
     assert all(command in ended.stdout for command in _COMMANDS)
 
 
+def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+    """Experts of a mixture read a different number of rows in every step."""
+    program = (
+        "import os, sys; from gnmr.cli import main; main(['train', '--cfg', 'job']);"
+        "sys.exit(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
+    )
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    assert process("-c", program).stderr.split() == ["16384"]
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    assert process("-c", program).stderr.split() == ["7"]
+
+
 def test_composing_loads_no_torch():
     """What `--help`, `--cfg job` and a mistake cost."""
     program = (
