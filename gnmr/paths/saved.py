@@ -200,7 +200,7 @@ class PathLinear(nn.Linear):
         if shared.exact or not (keeps or quantizes):
             return self.plain(input)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
-            self.read, self._node = None, None
+            self.read, self._node = (0, self.unit_name, input.dtype) if keeps else None, None
             return self.plain(input)
         if shared.engine is not None and isinstance(path, Recipe):
             self.read = (
