@@ -350,7 +350,13 @@ def test_first_last_takes_both_ends_alike_under_the_cap() -> None:
     names = ("head", *(f"model.layers.{i}.{p}" for i in (0, 2, 11) for p in ("q_proj", "o_proj")), "layers.5")
     risk, _ = feed(make("first_last", names=names), (1.0,) * 8)
     assert risk == [0, 2, 1.5, 0, 0, 2, 1.5, 0], "layers.2 is neither the first nor, as text is sorted, the last"
-    assert feed(make("first_last", names=names, blocks=2), (1.0,) * 8)[0] == [0, 2, 1.5, 2, 1.5, 2, 1.5, 2]
+    both, ends = [0, 2, 1.5, 2, 1.5, 2, 1.5, 2], {"names": names, "first": 2}
+    assert feed(make("first_last", **ends, last=2), (1.0,) * 8)[0] == both
+    assert feed(make("first_last", **ends, last=9), (1.0,) * 8)[0] == both, "more than there are"
+    assert feed(make("first_last", **ends, last=0), (1.0,) * 8)[0] == [0, 2, 1.5, 2, 1.5, 0, 0, 0]
+    assert feed(make("first_last", names=names, first=0), (1.0,) * 8)[0] == [0, 0, 0, 0, 0, 2, 1.5, 0]
+    with pytest.raises(ValueError, match="first=0 and last=0: one of them must be at least 1"):
+        make("first_last", names=names, first=0, last=0)
 
 
 @pytest.mark.parametrize(("num_units", "max_o", "every"), [(12, 4, 1), (7, 3, 1), (7, 3, 2), (3, 5, 1)])

@@ -29,7 +29,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "random": [{}, {"share": 0.1}],
     "static_k": [{"calibration_steps": 15}, {"calibration_steps": 25, "k": 2, "share": 0.03}],
     "round_robin": [{}, {"every": 3, "share": 0.1}],
-    "first_last": [{}, {"blocks": 2, "share": 0.1}],
+    "first_last": [{}, {"first": 2, "last": 0, "share": 0.1}],
 }
 CASES = [pytest.param(name, o, id=f"{name}-{i}") for name in SIGNALS for i, o in enumerate(OPTIONS.get(name, [{}]))]
 every_signal = pytest.mark.parametrize(("name", "options"), CASES)
@@ -229,7 +229,8 @@ def test_risk_is_the_largest_column_over_its_threshold(name: str, options: dict[
 
 BAD: dict[str, list[Any]] = {
     **{key: [0, -1.0, math.nan, math.inf, "1.5", True] for key in ("alpha", "beta", "threshold", "eps")},
-    **{key: [0, -1, 1.5, True] for key in ("delta", "window", "warmup", "every", "calibration_steps", "k", "blocks")},
+    **{key: [0, -1, 1.5, True] for key in ("delta", "window", "warmup", "every", "calibration_steps", "k")},
+    **{key: [-1, 1.5, True] for key in ("first", "last")},
     "decay": [0.0, 1.0, 1, -0.5, "0.9"],
     "history": ["mean", None],
     "two_sided": [1, "yes"],
