@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from gnmr.paths.formats import FloatFormat
 from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
-from gnmr.paths.scaling import largest_magnitude, scale_of
+from gnmr.paths.scaling import count_nonfinite, largest_magnitude, scale_of
 from gnmr.paths.simulated import BEYOND, Met, Pass, linear_backward, remember, simulated_linear
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class _RealPass(Pass):
         scale = scale_of(largest if reference is None else reference(largest), fmt, torch.float32)
         saturated = (wide.abs() > scale * (fmt.max * BEYOND)).sum() if cast.scale == "delayed" else None
         codes = (wide / scale).clamp_(-fmt.max, fmt.max).to(fmt.native)
-        return Codes(codes, scale.view(())), Met(largest, saturated, (~largest.isfinite()).sum() * x.numel())
+        return Codes(codes, scale.view(())), Met(largest, saturated, count_nonfinite(x, largest))
 
     def break_(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None

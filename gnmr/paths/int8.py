@@ -50,7 +50,7 @@ from gnmr.paths import fp8
 from gnmr.paths.formats import FORMATS
 from gnmr.paths.recipes import Cast, Gemm, Recipe
 from gnmr.paths.saved import Path, PathLinear, autocast_dtype
-from gnmr.paths.scaling import largest_magnitude, scale_of
+from gnmr.paths.scaling import count_nonfinite, largest_magnitude, scale_of
 from gnmr.paths.simulated import Met, Pass, linear_backward, remember, simulated_linear
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, Met]:
     largest = largest_magnitude(wide, (1,))
     scale = scale_of(largest, _INT8, torch.float32)
     codes = _INT8.round(wide.div_(scale)).to(torch.int8)
-    nonfinite = (~largest.isfinite()).sum() * x.shape[1]
+    nonfinite = count_nonfinite(x, largest)
     if kept is not None:  # delayed scales of another path look back on all of the tensor
         largest = torch.maximum(largest, largest_magnitude(kept, (1,)).float())
     return Integers(codes, scale, columns, kept), Met(largest, None, nonfinite)

@@ -72,6 +72,18 @@ def nan_unless_finite(x: Tensor) -> Tensor:
     return x - x
 
 
+def count_nonfinite(x: Tensor, largest: Tensor) -> Tensor:
+    """How many elements of `x`, whose largest magnitudes these are, are Inf or NaN: a scalar (int64) on its device.
+
+    On CPUs, where looking waits for nothing, elements are looked at only where one of the largest tells of some.
+    """
+    of_largest = nan_unless_finite(largest)
+    if x.device.type == "cpu" and not bool((of_largest != of_largest).any()):
+        return torch.zeros((), dtype=torch.int64)
+    bad = nan_unless_finite(x)
+    return (bad != bad).sum()
+
+
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
     """The rows (N, width) in `dtype` that `compress` made `packed` and `scale` of."""
     # In bfloat16 directly: same range as float32. The scale of a float16 row need not be a float16 number.

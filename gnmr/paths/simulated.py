@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast, Recipe
-from gnmr.paths.scaling import TINY, largest_magnitude, largest_of, nan_unless_finite, scale_of
+from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
@@ -67,7 +67,8 @@ class Met:
     saturated: Tensor | None
     """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
     nonfinite: Tensor
-    """Elements that came back as NaN (of a broken scale, as Inf), a scalar."""
+    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one comes back as NaN); under an
+    injected fault those that it made so too."""
     unit: int | None = None
     """The operator for which it counts: the first that ran with it."""
     counted: bool = False
@@ -124,25 +125,8 @@ def _quantize(
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    nonfinite = _elements_spoilt(largest, x, (height, width) if cut else None)
-    return values, Met(largest, torch.cat(saturated).sum(dtype=torch.int64) if saturated else None, nonfinite)
-
-
-def _elements_spoilt(largest: Tensor, x: Tensor, cut: tuple[int, int] | None) -> Tensor:
-    """Elements of `x` (N, D) in groups whose `largest` magnitude is not finite, a scalar (int64).
-
-    `cut`: the size of the groups where the tensor's edge cuts the last ones; None: they are all of one size.
-    """
-    bad = nan_unless_finite(largest)
-    torch.ne(bad, bad, out=bad)
-    if cut is None:
-        return bad.sum(dtype=torch.int64) * (x.numel() // bad.numel())
-    bad = bad.view(bad.shape[0], bad.shape[2])
-    heights, widths = (
-        (length - size * torch.arange(number, device=x.device)).clamp(max=size)
-        for length, size, number in zip(x.shape, cut, bad.shape, strict=True)
-    )
-    return (bad.long() * heights[:, None] * widths).sum()
+    over = torch.cat(saturated).sum(dtype=torch.int64) if saturated else None
+    return values, Met(largest, over, count_nonfinite(x, largest))
 
 
 def scale_under(cast: Cast, largest: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ STEP_FIELDS: dict[str, str] = {
     "monitored": "gradient norms of the modules that records.monitor names, before clipping: {module: norm}; 0 where "
     "one had no gradient",
     "saturation": "what the casts of the recipes met in this step, all units together: {operand: [elements that "
-    "saturated, elements that came back as NaN]} for input, weight, grad_output and result, each cast counted once; "
-    "empty where the paths are formats",
+    "saturated, elements that were Inf or NaN before the cast]} for input, weight, grad_output and result, each cast "
+    "counted once; empty where the paths are formats",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
@@ -127,7 +127,7 @@ SUMMARY_FIELDS: dict[str, str] = {
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
     "that is not done",
-    "saturation_total": "elements that casts saturated, and that came back as NaN, in the whole run: {operand: [n, n]}",
+    "saturation_total": "saturation, summed over the run",
     "monitored": "of each module of records.monitor {mean: of its gradient norms, largest_gnmr: its largest norm over "
     "the mean of those before}; norms that are not finite are left out",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",

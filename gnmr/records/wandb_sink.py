@@ -160,7 +160,7 @@ class WandbSink:
         metrics |= {f"model/{name}": number for name, number in row["statistics"].items()}
         metrics |= {f"monitored/{name}": norm for name, norm in row["monitored"].items()}
         for operand, (saturated, nonfinite) in row["saturation"].items():
-            metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nan": nonfinite}
+            metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nonfinite": nonfinite}
         if ratios is not None:
             self._count(ratios)
             if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:

@@ -127,7 +127,7 @@ def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
     x[3, 4] = bad
     assert net(x.requires_grad_()).isnan().all()
     net(x).sum().backward()
-    assert plan.saturation()["input"].tolist() == [[0, X.numel()]]
+    assert plan.saturation()["input"].tolist() == [[0, 1]]
 
 
 def test_delayed_scales_saturate_and_are_counted_alike() -> None:

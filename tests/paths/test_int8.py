@@ -127,7 +127,7 @@ def test_a_bad_number_spoils_its_token_or_channel_and_no_other(bad: float) -> No
     x[2, 7] = bad
     y, _ = passed(net, x)
     assert y.isnan().any(dim=1).tolist() == [False, False, True, False, False] and y[2].isnan().all()
-    assert plan.saturation()["input"].tolist() == [[0, 40]]
+    assert plan.saturation()["input"].tolist() == [[0, 1]]
     net[0].weight.data[3, 1] = bad
     assert net(normal(5, 40)).isnan().any(dim=0).nonzero().tolist() == [[3]]
 

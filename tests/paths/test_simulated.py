@@ -90,7 +90,7 @@ def test_a_group_with_a_bad_number_comes_back_as_nan_and_no_other(scale: str, ba
             values, met = simulated._quantize(x, cast, dim)
             expected[place] = math.nan
             torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
-            assert met.nonfinite == expected.isnan().sum()
+            assert met.nonfinite == 1, "the element alone"
 
 
 @pytest.mark.parametrize("name", MAX)
@@ -539,7 +539,7 @@ def test_a_cast_that_several_operators_read_is_counted_once(backend: str, first_
     x = normal(TOKENS, INPUTS)
     x[0, 0] = math.nan
     sum(net[name](x).sum() for name in "abc").backward()
-    assert plan.saturation()["input"].tolist() == [[0, x.numel()], [0, 0], [0, 0]]
+    assert plan.saturation()["input"].tolist() == [[0, 1], [0, 0], [0, 0]]
     plan.end_step()
     assert plan.saturation()["input"].count_nonzero() == 0
 
@@ -622,7 +622,7 @@ def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) 
     assert plan.saturation()["input"].count_nonzero() == 0
     y = checkpoint(net, x, use_reentrant=False) if checkpointing else net(x)
     y.sum().backward()
-    assert plan.saturation()["input"].tolist() == [[0, x.numel()]] * 3
+    assert plan.saturation()["input"].tolist() == [[0, 1], [0, x.numel()], [0, x.numel()]]
     net(normal(3, 8)).sum().backward()
     assert (plan.state_dict()["largest"][:, :2, 0] > 0).all()
 
