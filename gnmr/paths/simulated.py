@@ -67,8 +67,8 @@ class Met:
     saturated: Tensor | None
     """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
     nonfinite: Tensor
-    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one comes back as NaN); under an
-    injected fault those that it made so too."""
+    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one becomes NaN); and those
+    that an injected fault made so."""
     unit: int | None = None
     """The operator for which it counts: the first that ran with it."""
     counted: bool = False
