@@ -57,8 +57,8 @@ class PathsConfig:
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     backend: str = "auto"
-    """What runs a recipe (gnmr/paths/fp8.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto: a
-    real one where device, recipe and widths allow it, else simulated."""
+    """What runs a recipe (gnmr/paths/backends.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto:
+    a real one where device, recipe and widths allow it, else simulated."""
     weights: str = "online"
     """Where the weights' INT8 codes are under llm_int8 (gnmr/paths/int8.py): online (made in every forward pass),
     beside or instead of the 16-bit weights; the latter two for frozen weights."""

@@ -1,9 +1,9 @@
 """Low-cost and recovery paths of linear operators. Knows nothing of the controller."""
 
+from gnmr.paths.backends import BACKENDS
 from gnmr.paths.convert import convert
 from gnmr.paths.faults import Fault, FaultSchedule, Window
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.fp8 import BACKENDS
 from gnmr.paths.groups import UNITS
 from gnmr.paths.int8 import WEIGHTS
 from gnmr.paths.plan import Plan

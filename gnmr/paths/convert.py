@@ -11,12 +11,12 @@ from torch import nn
 
 from gnmr.names import select
 from gnmr.paths import te
+from gnmr.paths.backends import check_backend, with_backend
 from gnmr.paths.formats import FORMATS, Format
-from gnmr.paths.fp8 import check_backend
 from gnmr.paths.groups import check_unit, grouped, operator_names
-from gnmr.paths.int8 import Int8Linear, check_settings, check_weights, with_backend, with_outliers
+from gnmr.paths.int8 import Int8Linear, check_settings, check_weights, with_outliers
 from gnmr.paths.plan import Plan
-from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Recipe
+from gnmr.paths.recipes import GEMMS, KEPT, RECIPES, SCALES, Recipe
 from gnmr.paths.saved import Path, PathLinear, SharedState
 from gnmr.paths.simulated import OPERANDS, Ledger
 
@@ -48,13 +48,14 @@ def convert(
             (`gnmr.paths.recipes.RECIPES`), by name; bf16 is both. Or a `Recipe` of one's own (`Recipe.of`).
             `recovery=None` makes the run static.
         targets: patterns with `*` and `?`, matched against the end of the dotted name at a component's border:
-            `down_proj` is every layer's, `layers.2.*` is not layer 20's.
+            `down_proj` is every layer's, `layers.2.*` is not layer 20's. Under recipes they pass over output heads and
+            the gates of experts (`gnmr.paths.recipes.KEPT`), and linears tied to an embedding.
         site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
         rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
         recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
         unit: which operators change their path together: `operator`, `expert`, `layer` or `block`
             (`gnmr.paths.groups`).
-        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.fp8`).
+        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.backends`).
         weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
             pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
         outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
@@ -65,11 +66,13 @@ def convert(
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
-    that matches no linear, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of
-    `nn.Linear` (converted already, or another library's), linears on several devices, a kind of unit that the model
-    does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable weights. Warns
-    of a recovery path that is coarser than the low one in any operand or result, or is the low path itself, and of
-    `recovers`, `backend`, `weights` and `outlier_threshold` where they have no effect.
+    that matches no linear, or under recipes only such as stay in 16 bits, a linear whose widths the tiles of a recipe
+    do not divide, a linear that is a subclass of `nn.Linear` (converted already, or another library's) or sharded,
+    linears on several devices, a kind of unit that the model does not have, a backend that cannot run the recipe here,
+    and codes that would be kept of trainable weights. Warns of a recovery path that is the low path itself, or coarser
+    in any operand or result: fewer bits, fewer significant ones, or the same format under a coarser scale
+    (`gnmr.paths.recipes.SCALES`); of `recovers`, `backend`, `weights` and `outlier_threshold` where they have no
+    effect; and under backend=auto of recipes that a GPU does not run (`gnmr.paths.backends`).
     """
     targets = [targets] if isinstance(targets, str) else targets
     recovers = [recovers] if isinstance(recovers, str) else recovers
@@ -89,13 +92,26 @@ def convert(
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names, empty = select(linears, targets)
-    chosen = {name: linears[name] for name in names}
     if empty or not targets:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
         raise ValueError(f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'}")
+    if isinstance(low_path, Recipe):
+        free = _without_kept(model, linears)
+        names, empty = select(free, targets)
+        if empty:
+            kept = sorted({name.rpartition(".")[2] for name in select(linears, empty)[0]})
+            raise ValueError(
+                f"targets {empty}: recipes keep {', '.join(kept)} in 16 bits (output head and gates); name others"
+            )
+    chosen = {name: linears[name] for name in names}
     for name, module in chosen.items():
         if type(module) is not nn.Linear:
             raise ValueError(f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths")
+        shape, whole = tuple(module.weight.shape), (module.out_features, module.in_features)
+        if shape != whole:
+            raise ValueError(
+                f"{name} is sharded, its weight is {shape} in place of {whole}: shard no unit (FSDP, ZeRO-3)"
+            )
         for path in (low_path, recovery_path):
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
@@ -198,21 +214,35 @@ def resolve(
 
 
 def _coarser(low: Path, recovery: Path) -> str:
-    """Where `recovery` has fewer bits than `low`, as the end of a warning; empty: nowhere."""
-    if isinstance(low, Format) or isinstance(recovery, Format):
-        return f" ({recovery.bits} bits, {low.bits})" if recovery.bits < low.bits else ""
+    """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
+    if isinstance(low, Format) and isinstance(recovery, Format):
+        if recovery.bits < low.bits:
+            return f" ({recovery.bits} bits, {low.bits})"
+        ours, theirs = recovery.significant_bits, low.significant_bits
+        return f" ({ours} significant bits, {theirs})" if ours < theirs else ""
 
-    def bits(recipe: Recipe, gemm: str, operand: str) -> int:
-        cast: Cast | None = getattr(getattr(recipe, gemm), operand)
-        return 16 if cast is None else cast.format.bits
+    def coarser(gemm: str, operand: str) -> bool:
+        before, after = (getattr(getattr(path, gemm), operand) for path in (low, recovery))
+        if before is None or after is None:
+            return after is not None
+        ours, theirs = after.format, before.format
+        if ours == theirs:
+            return SCALES.index(after.scale) < SCALES.index(before.scale)
+        return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
 
-    places = [
-        f"{gemm}.{operand}"
-        for gemm in GEMMS  # those that are not recovered are the low path's own
-        for operand in OPERANDS
-        if bits(recovery, gemm, operand) < bits(low, gemm, operand)
-    ]
+    # Of GEMMs that are not recovered the casts are the low path's own.
+    places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
     return f" in {', '.join(places)}" if places else ""
+
+
+def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+    """The linears without those that every recipe leaves in 16 bits: by name, and output heads tied to an embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: module
+        for (name, module), short in zip(linears.items(), operator_names(list(linears)), strict=True)
+        if short.rpartition(".")[2] not in KEPT and id(module.weight) not in embeddings
+    }
 
 
 def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:

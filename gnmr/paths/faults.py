@@ -121,6 +121,7 @@ class Fault:
         order = self._order(count, generator)
         hit = order[: self._hits(count)]
         scale, groups = scale_of_each(x, cast, contraction_dim, reference)
+        lost = scale.isnan()  # they share a scale with an Inf or NaN, fault or no fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
 
         scaled = x.float() / scale
@@ -136,7 +137,8 @@ class Fault:
         if flipped is not None:
             values[hit] = flipped
         values.mul_(scale)
-        return values, scale, order[-1:], Met(groups, saturated, (~values.isfinite()).sum())
+        nonfinite = torch.where(lost, ~x.isfinite(), ~values.isfinite()).sum()
+        return values, scale, order[-1:], Met(groups, saturated, nonfinite)
 
     def _hits(self, count: int) -> int:
         return max(1, round(self.share * count))
@@ -196,11 +198,11 @@ class Injector:
 
     def for_step(self, input: Tensor, remember: bool = True) -> Injector | None:
         """The fault, if it is armed. Takes note of the size of `input` where the fault needs it."""
-        if remember and self._history is not None and input.numel():
+        if remember and self._history is not None:
             # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
             largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
             self._history[0] = torch.maximum(self._history[0], largest)
-        return None if self._seed is None or not input.numel() else self
+        return None if self._seed is None else self
 
     def compress(self, input: Tensor, fmt: Format, shared: SharedState) -> tuple[Tensor, Tensor]:
         """The broken copy of `input` (..., D); the same each time it is asked for in a step."""

@@ -28,6 +28,11 @@ class Format:
     bits: int
     max: float
 
+    @property
+    def significant_bits(self) -> int:
+        """Binary digits that its most precise values have: an integer's without its sign, a mantissa's and one."""
+        raise NotImplementedError
+
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         """Codes (uint8) of `scaled` (float32, magnitudes up to `max`; overwritten), any shape.
 
@@ -59,6 +64,10 @@ class Format:
 class IntFormat(Format):
     """Symmetric integers; the lowest code would be -max - 1 and is never produced."""
 
+    @property
+    def significant_bits(self) -> int:
+        return self.bits - 1
+
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None:
             scaled.round_()
@@ -86,6 +95,10 @@ class FloatFormat(Format):
     native: torch.dtype | None = None
     """PyTorch's own type with the same codes, whose casts are then used."""
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def significant_bits(self) -> int:
+        return self.mantissa_bits + 1
 
     def magnitudes(self) -> Tensor:
         """Finite values from 0 to max, ascending, (n,) float32; the index of a value is its code without the sign."""
@@ -167,6 +180,10 @@ class FloatFormat(Format):
 @dataclass(frozen=True)
 class KeepFormat(Format):
     """The tensor itself, in the 16 bits (or 32, in an FP32 run) that it has: nothing is encoded."""
+
+    @property
+    def significant_bits(self) -> int:
+        return 8
 
 
 FORMATS: dict[str, Format] = {

@@ -1,11 +1,4 @@
-"""FP8 GEMMs as the hardware runs them, and which backend runs a recipe.
-
-    simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
-    scaled_mm    `torch._scaled_mm` on operands of one byte: GPUs of compute capability 8.9 or newer (Ada, Hopper,
-                 Blackwell). CPUs have the function too, without being faster: good for testing this file
-    int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
-    te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
-    auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which
+"""FP8 GEMMs as the hardware runs them: backend scaled_mm (`backends.py`).
 
 scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
 casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
@@ -21,7 +14,6 @@ model is converted, and missing tokens of wgrad's contraction are filled with ze
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,39 +31,22 @@ if TYPE_CHECKING:
     from gnmr.paths.probe import MeasuredCasts
     from gnmr.paths.saved import PathLinear
 
-BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
 
 
-def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
-    """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing."""
-    if backend == "te":
-        from gnmr.paths.te import with_te  # which needs this module
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device, auto: bool) -> str | None:
+    """Why `torch._scaled_mm` cannot run the recipe in these linears on `device`; None: it can.
 
-        return with_te(recipe, linears, device)
-    if backend == "simulated" or not recipe.casts:
-        return recipe
-    if backend == "int_mm":
-        raise ValueError(
-            f"backend='int_mm': the recipe {recipe.name} multiplies no integers, as llm_int8 does; use backend='auto'"
-        )
-    missing = _recipe_missing(recipe) or _device_missing(device, backend)
-    missing = missing or next(filter(None, (width_missing(*named) for named in linears.items())), None)
-    if missing is None:
-        return replace(recipe, backend="scaled_mm")
-    if backend == "auto":
-        return recipe
-    raise ValueError(f"backend='scaled_mm': {missing}; use backend='simulated'")
-
-
-def check_backend(backend: str) -> None:
-    """ValueError for an unknown one."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
+    `auto`: nobody asked for it. Then CPUs, which have it for tests, count as without.
+    """
+    if (unfit := _recipe_missing(recipe)) is not None:
+        return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
+    return _device_missing(device, "auto" if auto else "scaled_mm") or width_missing(linears)
 
 
 def _recipe_missing(recipe: Recipe) -> str | None:
+    """What it does that scaled_mm cannot, as a predicate; None: it runs."""
     takes = "torch._scaled_mm takes E4M3 and E5M2 under one scale a tensor"
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
@@ -79,11 +54,11 @@ def _recipe_missing(recipe: Recipe) -> str | None:
         for cast in gemm.casts:
             one_scale = cast.scale in ("tensor", "delayed")
             if not (one_scale and isinstance(cast.format, FloatFormat) and cast.format.native is not None):
-                return f"the recipe {recipe.name} has {cast} in {name}, and {takes}"
+                return f"has {cast} in {name}, and {takes}"
         if gemm.result is not None or len(operands) == 1:
-            return f"the recipe {recipe.name} casts something else than both operands of {name}"
+            return f"casts something else than both operands of {name}"
         if {cast.format.name for cast in operands} == {"e5m2"}:
-            return f"the recipe {recipe.name} has E5M2 for both operands of {name}, which no hardware multiplies"
+            return f"has E5M2 for both operands of {name}, which no hardware multiplies"
     return None
 
 
@@ -104,11 +79,14 @@ def capability_missing(device: torch.device, least: tuple[int, int], known_as: s
     return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
 
-def width_missing(name: str, linear: nn.Linear) -> str | None:
-    """Why FP8 hardware cannot read a linear of these widths; None: it can."""
-    for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
-        if width % _MULTIPLE:
-            return f"{name} has {width} {kind}, and FP8 hardware needs a multiple of {_MULTIPLE}"
+def width_missing(
+    linears: dict[str, nn.Linear], multiple: int = _MULTIPLE, reader: str = "FP8 hardware", where: str = ""
+) -> str | None:
+    """The first width of these linears that `reader` cannot read; None: it can read all."""
+    for name, linear in linears.items():
+        for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
+            if width % multiple:
+                return f"{name} has {width} {kind}, and {reader} needs a multiple of {multiple}{where}"
     return None
 
 
@@ -131,7 +109,7 @@ class _RealPass(Pass):
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
     ) -> tuple[Codes, Met]:
         fmt, wide = cast.format, x.float()
-        assert isinstance(fmt, FloatFormat) and fmt.native is not None, "with_backend refuses"
+        assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
         largest = largest_magnitude(wide, (0, 1))
         scale = scale_of(largest if reference is None else reference(largest), fmt, torch.float32)
         saturated = (wide.abs() > scale * (fmt.max * BEYOND)).sum() if cast.scale == "delayed" else None
@@ -165,12 +143,12 @@ class _RealPass(Pass):
 def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
     """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        assert isinstance(a, Tensor) and isinstance(b, Tensor), "with_backend refuses"
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
         return a @ b
     # Rows of a and columns of b lie in one piece, and so does what fills them up.
     rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
-    if missing := -rows.shape[1] % _MULTIPLE:
-        rows, columns = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (rows, columns))
+    if short := -rows.shape[1] % _MULTIPLE:
+        rows, columns = (F.pad(x.view(torch.uint8), (0, short)).view(x.dtype) for x in (rows, columns))
     return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
 
 
@@ -217,8 +195,6 @@ def scaled_mm_linear(
     fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """As `simulated.simulated_linear`, really in eight bits."""
-    if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
-        return simulated_linear(operator, recipe, input, x, weight, bias, keeps)
     return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _RealPass, _ScaledLinear)
 
 

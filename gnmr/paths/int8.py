@@ -127,24 +127,18 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
 # ---- what runs it ----
 
 
-def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
-    """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing.
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
+    """Why `torch._int_mm` cannot run the recipe in these linears on `device`; None: it can.
 
-    A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. The first
-    time on a device it waits for it.
+    A GPU that this machine does not have can. The first time on a device it waits for it.
     """
+    if not recipe.integer:
+        return f"the recipe {recipe.name} multiplies no integers, as llm_int8 does"
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-    if not recipe.integer or backend not in ("auto", "int_mm"):
-        # CPUs run what GPUs with FP8 do.
-        return fp8.with_backend(recipe, backend, linears, torch.device("cpu") if elsewhere else device)
-    missing = None if elsewhere else _device_missing(device)
-    if missing is None and device.type == "cuda":
-        missing = next(filter(None, (_width_missing(*named) for named in linears.items())), None)
-    if missing is None:
-        return replace(recipe, backend="int_mm")
-    if backend == "auto":
-        return recipe
-    raise ValueError(f"backend='int_mm': {missing}; use backend='simulated'")
+    found = None if elsewhere else _device_missing(device)
+    if found is None and device.type == "cuda":
+        found = fp8.width_missing(linears, _MULTIPLE, "torch._int_mm", " on GPUs")
+    return found
 
 
 @cache
@@ -159,13 +153,6 @@ def _device_missing(device: torch.device) -> str | None:
         return f"torch._int_mm does not run on this {device.type} ({str(error).partition(chr(10))[0]})"
     exact = 64 * 127**2
     return None if sums == [exact, exact, -exact, -exact] else "torch._int_mm does not add up exactly on this machine"
-
-
-def _width_missing(name: str, linear: nn.Linear) -> str | None:
-    for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
-        if width % _MULTIPLE:
-            return f"{name} has {width} {kind}, and torch._int_mm needs a multiple of {_MULTIPLE} on GPUs"
-    return None
 
 
 # ---- one linear ----
@@ -293,7 +280,7 @@ class Int8Linear(PathLinear):
             self.kept_codes(self.weight)
         if weights == "instead":
             own, _ = integers(self.weight.detach())
-            # Another parameter: an embedding may be tied to this one.
+            # Another parameter: another module may share this one.
             self.weight = nn.Parameter(own.codes, requires_grad=False)
             self.register_buffer("weight_scale", own.scale)
 
@@ -374,9 +361,6 @@ def int8_linear(
     fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """As `simulated.simulated_linear`, with integers in fprop."""
-    if input.numel() == 0:  # there is nothing to multiply: an expert without tokens
-        run = simulated_linear if weight.is_floating_point() else _linear_of_codes
-        return run(operator, recipe, input, x, weight, bias, keeps)
     return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _IntPass, _IntLinear)
 
 

@@ -122,13 +122,11 @@ class Probe:
 
     def measure(
         self, operator: PathLinear, input: Tensor, x: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
-    ) -> Measured | None:
+    ) -> Measured:
         """What the forward pass knows of `input`: x is its cast, `copy` what backward will read, `fault` one in force.
 
-        Readers of the same tensor share all of it but a fault's. None where there is nothing to measure.
+        Readers of the same tensor share all of it but a fault's. It has a row at least.
         """
-        if x.numel() == 0:
-            return None
         read = operator.shared.read_of(input, operator.unit_name)
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
@@ -170,13 +168,11 @@ class Probe:
         fault: Injector | None,
         the_pass: Pass,
         made: dict[Any, tuple[Any, Met]],
-    ) -> MeasuredCasts | None:
+    ) -> MeasuredCasts:
         """As `measure`, of an operator whose paths are recipes; `rows` (T, D) are its input.
 
         `the_pass` is under way and has `made` casts of them.
         """
-        if rows.numel() == 0:
-            return None
 
         def looking(recipe: Recipe, fault: Injector | None) -> tuple[Pass, dict[Any, tuple[Any, Met]]]:
             look = pass_kind(recipe)(operator, recipe, fault, looks_on=True)

@@ -50,6 +50,14 @@ Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or
 **Choice**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
 channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
 grad_output as it came in, because that is no GEMM; delayed scales look back on optimizer steps, not on micro-batches.
+
+**Choice**: FP32 accumulation, which DeepSeek-V3's recipe asks for, is left to the kernels of the tensors' own dtype, in
+which simulated GEMMs run: those of 16 bits add up in FP32. Where cuBLAS splits a sum it may join the parts in bfloat16;
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False forbids it, and is for the user to set.
+**Choice**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32: for
+that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14 bits
+(partial sums to FP32 every 128 products) has no counterpart. **Choice**: deepseek_v3 and mxfp8 are simulated, or run by
+Transformer Engine (`backend=te`); `torch._scaled_mm` is used here with one scale a tensor only.
 """
 
 from __future__ import annotations
@@ -61,7 +69,8 @@ from typing import Any
 from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-SCALES = ("tensor", "row", "tile", "block", "mx", "delayed")
+SCALES = ("delayed", "tensor", "block", "row", "tile", "mx")
+"""The coarsest first."""
 TILE, MX = 128, 32
 
 
@@ -152,7 +161,7 @@ class Recipe:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     backend: str = "simulated"
-    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.paths.fp8`)."""
+    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.paths.backends`)."""
 
     @staticmethod
     def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
@@ -296,8 +305,6 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def get_recipe(name: str) -> Recipe:
-    """The recipe of that name. ValueError names the known ones."""
-    if name not in RECIPES:
-        raise ValueError(f"recipe {name!r} is not known: use one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+KEPT = ("lm_head", "gate", "router")
+"""Linears of these names are left in 16 bits by every recipe: output head and gates of experts, from the list of
+DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head, MoE gates, normalization and attention operators)."""

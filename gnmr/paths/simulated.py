@@ -237,8 +237,6 @@ class Pass:
         made: dict[Any, tuple[Any, Met]] | None = None,
     ) -> Any:
         """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
-        if x.numel() == 0:
-            return x
         place = OPERANDS.index(operand)
         observed = self.ledger.history is not None and operand != "result" and not self._looks_on
         if cast is None:

@@ -53,14 +53,8 @@ _ROWS = 32
 UNREADABLE = "of Transformer Engine's casts nothing can be read; use backend='scaled_mm' or 'simulated'"
 
 
-def with_te(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
-    """The recipe as Transformer Engine will run it in these linears on `device`. ValueError names what is missing."""
-    if missing := _missing(recipe, linears, device) if recipe.casts else None:
-        raise ValueError(f"backend='te': {missing}; use backend='scaled_mm' or 'simulated'")
-    return replace(recipe, backend="te")
-
-
-def _missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
+    """Why Transformer Engine cannot run the recipe in these linears on `device`; None: it can."""
     if (found := _scaling(recipe)) is None:
         return (
             f"Transformer Engine does not run the recipe {recipe.name}, but fp8_hybrid, fp8_delayed, deepseek_v3 and "
@@ -69,10 +63,9 @@ def _missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install 'gnmr[te]', on a machine with CUDA)"
     name, least = found
-    missing = capability_missing(device, least)
-    missing = missing or next(filter(None, (width_missing(*named) for named in linears.items())), None)
-    if missing is not None:
-        return f"{recipe.name}: {missing}"
+    lacking = capability_missing(device, least) or width_missing(linears)
+    if lacking is not None:
+        return f"{recipe.name}: {lacking}"
     try:
         if not hasattr(import_module("transformer_engine.common.recipe"), name):
             return f"this version of Transformer Engine has no {name}, which {recipe.name} needs"
@@ -96,7 +89,7 @@ def _scaling(recipe: Recipe) -> tuple[str, tuple[int, int]] | None:
 
 
 def _engines(recipe: Recipe) -> Any:
-    """Transformer Engine's recipe of the same casts, which it has (`_missing`)."""
+    """Transformer Engine's recipe of the same casts, which it has (`missing`)."""
     found, known = _scaling(recipe), import_module("transformer_engine.common.recipe")
     assert found is not None and recipe.fprop.input is not None and recipe.wgrad.grad_output is not None
     fmt = _FORMATS["e4m3", "e4m3", recipe.wgrad.grad_output.format.name]
@@ -151,7 +144,7 @@ class Engine:
 
         RuntimeError for delayed scales outside of the model's forward pass.
         """
-        if not recipe.casts or input.numel() == 0:
+        if not recipe.casts:
             return F.linear(input, operator.weight, operator.bias)
         if self.delayed and self._region is None:
             raise RuntimeError(
@@ -159,7 +152,7 @@ class Engine:
                 "checkpointing?), where delayed scales cannot be; use a recipe without, or backend='scaled_mm'"
             )
         rows = input.reshape(-1, input.shape[-1])
-        filled = F.pad(rows, (0, 0, 0, missing)) if (missing := -len(rows) % _ROWS) else rows
+        filled = F.pad(rows, (0, 0, 0, short)) if (short := -len(rows) % _ROWS) else rows
         linear = self._linear(operator, recipe)
         with nullcontext() if self.delayed else _autocast(self._recipe(recipe)):
             output: Tensor = linear(filled)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,47 @@ def test_what_is_refused() -> None:
             convert(net(), **{"low": "int4", "recovery": "int8", key: value})
     with pytest.raises(ValueError, match="no linear"):
         convert(nn.Sequential(nn.ReLU()), "int4", None)
+
+
+@pytest.mark.parametrize("shape", [(0,), (32,), (16, 4)])
+def test_a_shard_is_refused_and_nothing_is_changed(shape: tuple[int, ...]) -> None:
+    """What FSDP1 and ZeRO-3 leave in place of a weight."""
+    model = net()
+    model["layers"][1]["down_proj"].weight.data = torch.zeros(shape)
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.down_proj is sharded, its weight is \(.*in place of \(4, 8\): [^\n]+$"
+    ):
+        convert(model, "int4", "int8")
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def mixture() -> nn.Module:
+    """With what a recipe keeps: a gate, a router, an output head and another, which is tied to the embedding."""
+    experts = {"gate": nn.Linear(4, 2), "gate_proj": nn.Linear(4, 8), "router": nn.Linear(4, 2)}
+    heads = {"lm_head": nn.Linear(4, 9), "head": nn.Linear(4, 9, bias=False)}
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "mlp": nn.ModuleDict(experts), **heads})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+@pytest.mark.parametrize("target", ["*", "mlp.*", "gate*"])
+def test_recipes_pass_over_heads_and_gates(target: str) -> None:
+    for low, recovery in (("sim_int4", None), ("sim_e2m1", "fp8_hybrid"), ("llm_int8", "bf16"), ("bf16", "sim_int8")):
+        with warnings.catch_warnings(action="ignore"):
+            assert [o.unit_name for o in convert(mixture(), low, recovery, target).operators] == ["mlp.gate_proj"]
+    assert len(convert(mixture(), "int4", "int8", ["*"]).operators) == 5, "formats convert what they are told to"
+
+
+@pytest.mark.parametrize(
+    ("target", "kept"),
+    [("lm_head", "lm_head"), ("gate", "gate"), ("mlp.router", "router"), ("head", "head"), ("*head*", "head, lm_head")],
+)
+def test_a_recipe_converts_no_head_or_gate_by_its_name_either(target: str, kept: str) -> None:
+    model = mixture()
+    line = f"targets ['{target}']: recipes keep {kept} in 16 bits (output head and gates); name others"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        convert(model, "sim_int4", None, ["gate_proj", target])
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
 def test_the_plan_is_a_table_of_units_and_paths() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gnmr import config
-from gnmr.paths import BACKENDS, Plan, convert, fp8
+from gnmr.paths import BACKENDS, Plan, backends, convert, fp8
 from gnmr.paths.recipes import GEMMS, RECIPES
 
 RECOVERED = [
@@ -199,13 +200,46 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
     with pytest.raises(
         ValueError, match=r"needs a GPU of compute capability 8.9 or newer \(Ada, Hopper\), this one has 8"
     ):
-        fp8.with_backend(hybrid, "scaled_mm", linears, cpu)
-    assert fp8.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
+        backends.with_backend(hybrid, "scaled_mm", linears, cpu)
+    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert fp8.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
-    assert fp8.with_backend(hybrid, "simulated", linears, cpu) is hybrid
-    assert fp8.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
-    assert fp8.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
+    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
+    assert backends.with_backend(hybrid, "simulated", linears, cpu) is hybrid
+    assert backends.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
+    assert backends.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("low", "capability", "said"),
+    [
+        (
+            "deepseek_v3",
+            (9, 0),
+            "recipe deepseek_v3 is simulated: it has e4m3/tile in fprop, and torch._scaled_mm takes",
+        ),
+        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx in fprop"),
+        ("fp8_hybrid", (8, 0), "recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"),
+        ("fp8_hybrid", (9, 0), None),
+        ("sim_e3m2", (9, 0), None),
+        ("bf16", (9, 0), None),
+    ],
+)
+def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
+    low: str, capability: tuple[int, int], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+
+    def warned(device: str) -> list[str]:
+        net = nn.Sequential(nn.Linear(128, 128, device="meta"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            convert(net, low, "bf16" if low != "bf16" else "fp8_hybrid", ["0"], device=torch.device(device))
+        return [str(one.message) for one in caught if "simulated" in str(one.message)]
+
+    assert warned("cpu") == []
+    found = warned("cuda")
+    assert found == [] if said is None else len(found) == 1 and found[0].startswith(said)
 
 
 def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from gnmr import attach, config
+from gnmr import attach, config, launch
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear, convert
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Gemm, Recipe, get_recipe
+from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Gemm, Recipe
 
 
 def words(name: str) -> dict[str, dict[str, str]]:
@@ -59,6 +59,11 @@ def test_conf_knows_the_same_recipes_and_their_bits() -> None:
     assert GEMMS == config.GEMMS
 
 
+def test_every_recipe_is_a_static_run_by_a_word() -> None:
+    """recipe=NAME; tests/test_experiments.py composes them."""
+    assert {file.stem for file in (launch.conf_dir() / "recipe").glob("*.yaml")} == RECIPES.keys()
+
+
 def test_a_recipe_with_some_gemms_recovered() -> None:
     low, recovery = RECIPES["sim_e2m1"], RECIPES["fp8_hybrid"]
     assert low.with_recovered(recovery, GEMMS) is recovery
@@ -75,7 +80,7 @@ def test_a_recipe_with_some_gemms_recovered() -> None:
 def test_what_a_recipe_cannot_be() -> None:
     cast = Cast.of("e4m3/tile")
     assert Cast.of("bf16") is None and str(cast) == "e4m3/tile"
-    for word, said in (("e4m3/tiles", "tile, block"), ("e4m4/tile", "e4m3"), ("bf16/row", "None"), ("e4m3", "tensor")):
+    for word, said in (("e4m3/tiles", "tile, mx"), ("e4m4/tile", "e4m3"), ("bf16/row", "None"), ("e4m3", "tensor")):
         with pytest.raises(ValueError, match=said):
             Cast.of(word)
     for word in ("int4/row/codes", "int8/tensor/codes"):
@@ -96,8 +101,6 @@ def test_what_a_recipe_cannot_be() -> None:
         Recipe("odd", dgrad=Gemm(input=cast))
     with pytest.raises(ValueError, match="fprop's result cannot be e4m3/tile"):
         Recipe("odd", fprop=Gemm(result=cast))
-    with pytest.raises(ValueError, match=r"fp9.*fp8_hybrid"):
-        get_recipe("fp9")
 
 
 def test_a_recipe_of_ones_own_is_what_its_words_say() -> None:
@@ -111,7 +114,7 @@ OWN = [
     ({"fprp": {}}, "recipe mine: 'fprp' is no GEMM: use fprop, dgrad, wgrad"),
     ({"fprop": {"grad_output": "e4m3/row"}}, "recipe mine: fprop has no 'grad_output': use input, weight, result"),
     ({"fprop": {"input": "e4m4/row"}}, "recipe mine: fprop: format 'e4m4' is not known: use one of int2"),
-    ({"fprop": {"input": "e4m3/rows"}}, "recipe mine: fprop: scale 'rows' is not known: use one of tensor"),
+    ({"fprop": {"input": "e4m3/rows"}}, "recipe mine: fprop: scale 'rows' is not known: use one of delayed"),
     ({"fprop": {"input": "e4m3/row/3"}}, "recipe mine: fprop: e4m3/row/3: behind the scale stands the history of"),
     ({"fprop": {"input": "e4m3/delayed/x"}}, "recipe mine: fprop: e4m3/delayed/x: behind the scale stands the history"),
     ({"fprop": {"input": 8}}, "recipe mine: fprop.input=8: must be a word such as e4m3/tile, or bf16"),
@@ -242,6 +245,41 @@ def test_warnings_for_what_has_no_effect_or_cannot_be_meant() -> None:
         convert(net(), "sim_int4", "bf16", ["0"])
         convert(net(), "int4", "bf16", ["0"])
         convert(net(), "int4", None, ["0"])
+
+
+@pytest.mark.parametrize(
+    ("low", "recovery", "where"),
+    [
+        ("deepseek_v3", "fp8_hybrid", " in fprop.input, fprop.weight, dgrad.weight, dgrad.grad_output, wgrad"),
+        ("mxfp8", "fp8_hybrid", " in fprop.input"),
+        ("deepseek_v3", "deepseek_v3_blocks", " in dgrad.grad_output, wgrad.grad_output"),
+        ("fp8_hybrid", "fp8_delayed_1024", " in fprop.input"),
+        ("sim_e2m3", "sim_e3m2", " in fprop.input"),
+        ("sim_int8", "fp8_hybrid", " in fprop.input"),
+        ("bf16", "sim_int8", " in fprop.input"),
+        ("e4m3", "e5m2", " (3 significant bits, 4)"),
+        ("e2m3", "e5m2", " (3 significant bits, 4)"),
+        ("int8", "e5m2", " (3 significant bits, 7)"),
+        ("int8", "int4", " (4 bits, 8)"),
+    ],
+)
+def test_a_recovery_path_that_is_coarser(low: str, recovery: str, where: str) -> None:
+    """In bits, in significant bits, or of the same format in its scale."""
+    with pytest.warns(UserWarning, match=f"{recovery} is coarser than the low path {low}{re.escape(where)}"):
+        convert(net(), low, recovery, ["0"])
+
+
+@pytest.mark.parametrize(
+    ("low", "recovery"),
+    [
+        *(("sim_e3m2", "fp8_hybrid"), ("sim_e2m1", "fp8_hybrid"), ("sim_int4", "sim_int8"), ("int4", "int8")),
+        *(("fp8_delayed", "fp8_hybrid"), ("deepseek_v3_blocks", "deepseek_v3")),
+        *((low, "bf16") for low in [*FORMATS, *RECIPES] if low != "bf16"),
+    ],
+)
+def test_a_recovery_path_that_is_not_coarser(low: str, recovery: str) -> None:
+    with warnings.catch_warnings(action="error"):
+        convert(net(), low, recovery, ["0"])
 
 
 def test_every_operand_of_the_recovered_gemms_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

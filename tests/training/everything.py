@@ -14,6 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
+MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
+"""What the summary says of the machine."""
+
 
 def weights(folder: Path) -> dict[str, Any]:
     """The newest checkpoint as it was saved: model, optimizer, controller, plan and generators."""
@@ -34,14 +37,14 @@ def everything(folder: Path) -> dict[str, Any]:
         "eval": read_jsonl(folder / "eval.jsonl"),
         "events": read_jsonl(folder / "events.jsonl"),
         "ratios": read_ratios(folder).to_pylist(),
-        "summary": summary and without(without(summary, "wall_time_s"), "peak_memory_bytes"),
+        "summary": summary and without(summary, *MEASURED),
         "host": json.loads((newest / "meta.json").read_text())["host"],
         "state": weights(folder),
     }
 
 
-def without(row: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != key}
+def without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in keys}
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:

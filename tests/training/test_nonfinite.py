@@ -15,6 +15,7 @@ from gnmr.training import run as run_module
 LR = 1e-2
 UNIT = "layers.1.mlp.up_proj"
 TWO_LAYERS = "model.num_layers=2"
+MOE_DELAYED = ["model.name=moe", "model.experts.number=4", "paths.low=fp8_delayed", "paths.recovery=bf16"]
 
 
 def state_of(parts) -> list[torch.Tensor]:
@@ -46,21 +47,23 @@ def spoil(parts, unit: str, calls: set[int], value: float = math.nan) -> None:
         pytest.param(["optim.clip_norm=0.1", "training.dtype=float32"], id="fp32_clipped"),
         pytest.param(["paths.low=fp8_delayed", "paths.recovery=bf16"], id="fp8_delayed"),
         pytest.param(["paths.low=sim_e2m1", "paths.recovery=fp8_hybrid"], id="sim_e2m1"),
+        pytest.param(MOE_DELAYED, id="moe_fp8_delayed"),
     ],
 )
 def test_a_gradient(value, words, assembled, blocks_of, step_of):
     parts = assembled(TWO_LAYERS, *words)
     step, blocks = step_of(parts), blocks_of(parts, 6).split(2)
-    spoil(parts, UNIT, {2}, value)
+    unit = "layers.1.mlp.experts.0.up_proj" if "model.name=moe" in words else UNIT
+    spoil(parts, unit, {2}, value)
     step([blocks[0]], LR)
     before = state_of(parts)
     result = step([blocks[1]], LR)
     assert all(same_bits(a, b) for a, b in zip(before, state_of(parts), strict=True))
-    assert result.skipped and result.nonfinite_unit == UNIT
+    assert result.skipped and result.nonfinite_unit == unit
     assert math.isfinite(result.loss) and not math.isfinite(result.grad_norm_pre_clip)
-    place = result.decision.units.index(UNIT)
+    place = result.decision.units.index(unit)
     assert result.decision.risk[place] == math.inf and result.decision.active[place]
-    assert [(e.event, e.cause) for e in result.decision.events if e.unit == UNIT] == [("promote", "nonfinite")]
+    assert [(e.event, e.cause) for e in result.decision.events if e.unit == unit] == [("promote", "nonfinite")]
 
     after = step([blocks[2]], LR)
     assert not after.skipped and after.nonfinite_unit is None
@@ -165,6 +168,29 @@ def test_a_streak_ends_the_run_which_can_go_on_when_its_cause_is_gone(train, tmp
     tampered(lambda parts: None)
     train(folder, *words)  # from the checkpoint of step 4
     assert differences(want, everything(folder)) == []
+
+
+def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampered):
+    """Of the step whose loss was Inf their history holds what was finite, and nothing else."""
+
+    def infect(parts) -> None:
+        def hook(_module, _inputs, output: torch.Tensor) -> torch.Tensor:
+            return output * (math.inf if parts.controller.t == 2 else 1.0)
+
+        parts.model.get_submodule("layers.1.input_layernorm").register_forward_hook(hook)
+
+    tampered(infect)
+    words = [TWO_LAYERS, *MOE_DELAYED, "controller.signal.name=always_low"]
+    folder = train(tmp_path / "run", *words)
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [row["skipped"] for row in rows] == [row["step"] == 3 for row in rows]
+    largest = everything(folder)["state"]["plan"]["largest"]
+    assert largest.isfinite().all()
+    ran = largest[:, 0, 1:9].flip(1) > 0  # (units, steps) of the input
+    gradient = largest[:, 2, 1:9].flip(1) > 0
+    assert ran[:, 2].any() and not gradient[:, 2].any(), "the loss had no finite gradient"
+    others = [0, 1, 3, 4, 5, 6, 7]
+    assert (gradient[:, others] == ran[:, others]).all() and ran[0].all()
 
 
 def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from everything import differences, everything
 
 from gnmr import models
 from gnmr.config import ExpertsConfig, ModelConfig, config_hash, read
-from gnmr.paths import RECIPES, PathLinear, convert
+from gnmr.paths import RECIPES, PathLinear, convert, simulated
+from gnmr.paths.formats import FloatFormat, IntFormat
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
 
@@ -129,7 +132,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
-    """And between the operators, in the attention core too, there is nothing of eight bits."""
+    """And between the operators, in the attention core too, nothing is rounded to a format, forward or backward."""
     model = model_of(name).to(torch.bfloat16)
     plan = convert(model, "deepseek_v3", None)
     owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
@@ -138,16 +141,32 @@ def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
     assert {operator.path.name for operator in plan.operators} == {"deepseek_v3"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
-    seen: list[torch.dtype] = []
-    core = torch.nn.functional.scaled_dot_product_attention
+    places: list[str] = ["outside"]
+    seen: set[str] = set()
 
-    def spy(q, k, v, *args, **kwargs):
-        seen.extend(x.dtype for x in (q, k, v))
-        return core(q, k, v, *args, **kwargs)
+    def within(place_of: Callable[[Any], str], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first, *args):
+            places.append(place_of(first))
+            try:
+                return plain(first, *args)
+            finally:
+                places.pop()
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    model(torch.randint(0, 64, (2, 16)))
-    assert len(seen) == 2 * 3 and set(seen) <= {torch.bfloat16, torch.float32}
+        return call
+
+    def spied(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.add(places[-1]), plain(*args))[1]
+
+    for kind in (FloatFormat, IntFormat):
+        for method in ("round", "encode"):
+            monkeypatch.setattr(kind, method, spied(getattr(kind, method)))
+    forward, backward = (lambda o: f"{o.unit_name} forward"), (lambda ctx: f"{ctx.the_pass._name} backward")
+    monkeypatch.setattr(PathLinear, "forward", within(forward, PathLinear.forward))
+    monkeypatch.setattr(simulated, "linear_backward", within(backward, simulated.linear_backward))
+    output = model(torch.randint(0, 64, (2, 16)))
+    getattr(output, "logits", output).float().square().mean().backward()
+    ran = [o.unit_name for o in plan.operators if o.read[0]]  # an expert may have no token
+    assert seen == {f"{unit} {when}" for unit in ran for when in ("forward", "backward")} and len(ran) >= 12
 
 
 # ---- what is recorded of casts, and units of several operators ----

@@ -1,0 +1,63 @@
+"""Which backend runs a recipe.
+
+simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
+scaled_mm    `torch._scaled_mm` on operands of one byte (`fp8.py`): GPUs of compute capability 8.9 or newer (Ada,
+             Hopper, Blackwell). CPUs have the function too, without being faster: good for testing
+int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
+te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
+auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and
+             on GPUs a warning says why of recipes that are no simulations by name
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gnmr.paths import fp8, int8, te
+from gnmr.paths.recipes import Recipe
+
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
+
+
+def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
+    """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing.
+
+    A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. Integers
+    are tried the first time on a device, which waits for it.
+    """
+    if backend == "simulated" or not recipe.casts:
+        return recipe
+    kind = backend
+    if backend == "auto":
+        kind = "int_mm" if recipe.integer else "scaled_mm"
+    missing, instead = _missing(kind, recipe, linears, device, backend == "auto")
+    if missing is None:
+        return replace(recipe, backend=kind)
+    if backend != "auto":
+        raise ValueError(f"backend={backend!r}: {missing}; use {instead}")
+    if device.type == "cuda" and torch.cuda.is_available() and not recipe.name.startswith("sim_"):
+        warnings.warn(f"recipe {recipe.name} is simulated: {missing}", stacklevel=3)
+    return recipe
+
+
+def _missing(
+    kind: str, recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device, auto: bool
+) -> tuple[str | None, str]:
+    """(why `kind` does not run it; None: it does; what to use then). `auto`: nobody asked for `kind`."""
+    if kind == "int_mm":
+        return int8.missing(recipe, linears, device), "backend='simulated'" if recipe.integer else "backend='auto'"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")  # which runs what GPUs with FP8 do
+    if kind == "te":
+        return te.missing(recipe, linears, device), "backend='scaled_mm' or 'simulated'"
+    return fp8.missing(recipe, linears, device, auto), "backend='simulated'"
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for an unknown one."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
