@@ -133,18 +133,24 @@ class Arm:
 
     @property
     def promoted(self) -> float | None:
-        """Mean promotion share over the done seeds."""
-        return self.mean("promotion_frac")
+        """Mean promotion share over the seeds that are done or diverged: what diverged had its budget too.
+
+        Without the latter an arm that lost all seeds would meet no random arm and stand on no curve.
+        """
+        ended = [run for run in self.runs if run.status == "done" or run.seed in self.outcomes]
+        found = stat(run.summary.get("promotion_frac") for run in ended)
+        return None if found is None else found.mean
 
     @property
     def always(self) -> str | None:
         """The one format that every unit has throughout: a static arm's, or that of the signals that never choose.
 
-        `always_high` counts from 99 % promotion on, since its set acts one step late and max_o caps it.
+        `always_high` counts from 99 % promotion on, since its set acts one step late and max_o caps it; the done seeds
+        decide where there are any, since in a run that diverged at once that step weighs more.
         """
         if not self.routed or self.signal == "always_low":
             return self.settings.get("paths.low")
-        if self.signal == "always_high" and (self.promoted or 0) > 0.99:
+        if self.signal == "always_high" and (self.mean("promotion_frac") or self.promoted or 0) > 0.99:
             return self.settings.get("paths.recovery")
         return None
 
@@ -213,6 +219,12 @@ def paired_difference(arm: Arm, reference: Arm) -> Stat | None:
     if found.mean is None:
         return None
     return Stat(found.n, as_percent(found.mean), None if found.sd is None else as_percent(found.sd))
+
+
+def plain_adamw(arm: Arm) -> bool:
+    """Whether the optimizer is AdamW that neither clips nor transforms the gradient."""
+    get = arm.settings.get
+    return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")
 
 
 def levels(arms: Iterable[Arm], keys: list[str]) -> int:

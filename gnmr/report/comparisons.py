@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gnmr.errors import UserError
-from gnmr.report.arms import QUANTIZER, Arm, levels, same, tell, varying
+from gnmr.report.arms import QUANTIZER, Arm, levels, plain_adamw, same, tell, varying
 from gnmr.report.runs import Run
 
 _WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
 _MODEL = ("model.", "training.dtype", "training.eval_blocks")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
-_SAME_BUDGET = 1.5
-"""Largest factor between two mean promotion shares that count as one budget."""
+SAME_BUDGET = 0.1
+"""By how much of the larger one two mean promotion shares may differ and still count as one budget.
+
+Arms that were set to one share end within a few percent of it (a set acts one step late, a lock lasts), while the next
+budget of a sweep is a factor away. Quality rises steeply with the budget, so a wider tolerance would test the budget.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Comparison:
     """Other comparisons of the same experiment and scale: not to be compared with this one."""
     against: Arm | None = None
     """The arm that all others are held against where one was asked for; see `choose_baseline`."""
+    siblings: list[Comparison] = field(default_factory=list, repr=False, compare=False)
+    """All comparisons of the experiment, this one among them; empty where it stands alone."""
 
     @property
     def name(self) -> str:
@@ -74,16 +80,16 @@ class Comparison:
         return self.against or self.low(arm)
 
     def random(self, arm: Arm) -> Arm | None:
-        """The routed arm whose signal is `random` and whose mean promotion is nearest, at most a factor of 1.5 away.
+        """The `nearest_random` arm where its mean promotion is the arm's own to within `SAME_BUDGET`."""
+        nearest = self.nearest_random(arm)
+        return nearest if nearest and _apart(arm, nearest) <= SAME_BUDGET else None
+
+    def nearest_random(self, arm: Arm) -> Arm | None:
+        """The routed arm whose signal is `random` and whose mean promotion is nearest.
 
         It differs from the arm in nothing but its controller, and holds a set for as many steps. None for static arms
-        and random ones.
+        and random ones, and where one of the two promotes nothing.
         """
-
-        def distance(other: Arm) -> float:
-            shares = (arm.promoted, other.promoted)
-            return abs(math.log(shares[0] / shares[1])) if shares[0] and shares[1] else math.inf
-
         if arm.always or arm.signal == "random":
             return None
         candidates = [
@@ -91,8 +97,8 @@ class Comparison:
             for other in self.arms
             if other.signal == "random" and other.routed and other.hold == arm.hold and _same_but_routing(arm, other)
         ]
-        nearest = min(candidates, key=distance, default=None)
-        return nearest if nearest and distance(nearest) <= math.log(_SAME_BUDGET) else None
+        nearest = min(candidates, key=lambda other: _apart(arm, other), default=None)
+        return nearest if nearest and _apart(arm, nearest) < math.inf else None
 
     def undisturbed(self, arm: Arm) -> Arm | None:
         """The same arm without what disturbs it: injected faults, or outlier channels that come and go."""
@@ -143,14 +149,14 @@ class Comparison:
             for other in self.arms
             if fits(other)
             and same(arm, other, _MODEL)
-            and (same(arm, other, ("optim.",)) or (_plain(other) and not _plain(arm)))
+            and (same(arm, other, ("optim.",)) or (plain_adamw(other) and not plain_adamw(arm)))
         ]
 
         def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, int]:
             faults = other.settings.get("stress.kind") not in (None, "none")
             same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
             common = len(arm.outcomes.keys() & other.outcomes.keys())
-            return _plain(other), same_rate, not faults, other.routed == faults, other is arm, common
+            return plain_adamw(other), same_rate, not faults, other.routed == faults, other is arm, common
 
         return max(candidates, key=rank, default=None)
 
@@ -184,6 +190,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
         kind = comparison.kind
         others = [other.kind for other in comparisons if other is not comparison]
         comparison.rivals = [o for o in others if (o.experiment, o.scale) == (kind.experiment, kind.scale)]
+        comparison.siblings = [other for other in comparisons if other.kind.experiment == kind.experiment]
     for experiment in {comparison.kind.experiment for comparison in comparisons}:
         _label([comparison for comparison in comparisons if comparison.kind.experiment == experiment])
     for comparison in comparisons:
@@ -291,12 +298,13 @@ def _telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
     return kept
 
 
+def _apart(arm: Arm, other: Arm) -> float:
+    """Difference of the mean promotion shares relative to the larger one; inf where one is 0 or unknown."""
+    if not arm.promoted or not other.promoted:
+        return math.inf
+    return abs(arm.promoted - other.promoted) / max(arm.promoted, other.promoted)
+
+
 def _same_but_routing(arm: Arm, other: Arm) -> bool:
     apart = ("controller.", "records.", "paths.probe_tokens")
     return all(key.startswith(apart) for key in varying([arm, other]))
-
-
-def _plain(arm: Arm) -> bool:
-    """Whether the optimizer is AdamW that neither clips nor transforms the gradient."""
-    get = arm.settings.get
-    return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")

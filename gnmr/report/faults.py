@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from gnmr.errors import UserError
-from gnmr.records.reader import read_jsonl
+from gnmr.records.reader import read_jsonl, stored
 from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, measure, percent
@@ -230,7 +230,7 @@ def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
 
 
 def has_faults(comparison: Comparison) -> bool:
-    return any((run.folder / "faults.jsonl").exists() for run in comparison.runs)
+    return any(stored(run.folder / "faults.jsonl") for run in comparison.runs)
 
 
 def lead_table(comparison: Comparison, found: Mapping[Path, Mapping[str, Leads]]) -> Table:

@@ -41,6 +41,9 @@ TABLE_1 = (
 )
 """Act-quant stress (section 5.1), validation perplexity."""
 
+RATES = {"60m": 2.5e-3, "130m": 2.5e-3, "350m": 1e-3, "1.3b": 6e-4}
+"""Scale -> peak learning rate of the act-quant stress (table 8)."""
+
 TABLE_3 = {
     ("60m", 2.0, 1.5): (0.070e-2, 0.081e-2),
     ("60m", 3.0, 2.0): (0.019e-2, 0.033e-2),
@@ -56,10 +59,16 @@ TABLE_6 = {2: (26.56, 23.97, 23.59), 4: (26.49, 23.92, 23.54), 6: (26.50, 23.94,
 """max_o -> validation perplexity at `TOKENS_5_AND_6`; 130M. Its row 4 is table 5's 1.5 then 1.1."""
 
 SCALE_5_6_11 = "130m"
+MAX_O, T_LOCK = 4, 1
+"""Of the act-quant stress; table 6 varies the first."""
 TOKENS_5_AND_6 = (1.3e9, 2.1e9, 2.6e9)
 
 TABLE_10 = {"130m": 215.10, "350m": 88.97}
 """Scale -> validation perplexity of the ADAPT-style static baseline, 4-bit and 8-bit, at table 1's tokens."""
+CALIBRATION_10, K_FRAC_10 = 500, 0.25
+"""Steps of the static baseline's calibration, which is its warm-up, and the share of the units that it chooses."""
+RATE_11 = 3e-3
+"""Peak learning rate of table 11."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ A view of whatever runs an experiment has. A cell is one setting of all that var
 (controller, optimizer): rate, batch, outlier gain, site, faults, scale ... and the pair of formats where there are
 several. In each cell the static low path is held against the static recovery path, and every routed arm against the
 static low path and against the random arm at its budget, by the paired test of `gnmr.report.statistics`, among runs of
-the same data, tokens a step and steps. Holm's adjustment is made within a cell, for each of the two questions; over
-many cells some verdicts are due to chance.
+the same data, tokens a step and steps. Whether there is a gap is one family of tests over the whole experiment, its
+cells and its tables alike (`gap_tests`). Of routed arms Holm's adjustment is made within a cell, for each of the two
+questions; over many cells some verdicts are due to chance.
 
 There is a map where at least two cells have both static arms. It shows the routed arms that stand in two cells and
 more; arms of one name are told apart by their controller's settings, all cells alike. Settings that only set the budget
@@ -22,6 +23,7 @@ Routed arm
     closes the gap        better than static low by the test, and at least 90 % of the gap to static recovery closed in
                           the mean; where static low diverged: better by the test, and by itself fine in the sense above
     part of the gap       better than static low and than random by the test, and no more
+    better than static low    the random arm itself, better than static low by the test, and no more
     no better than random better than static low, not better than random
     no random arm         better than static low; no random arm at its budget, so no more can be said
     not at all            not better than static low
@@ -53,7 +55,7 @@ from gnmr.report.statistics import (
 
 FINE, UNCLEAR, HURT, FAILED, NO_RECOVERY = "fine", "unclear", "hurt", "failed", "no recovery arm"
 CLOSES, PART, AS_RANDOM, NO_RANDOM = "closes the gap", "part of the gap", "no better than random", "no random arm"
-NOT_AT_ALL, NO_GAP = "not at all", "no gap"
+RANDOM_HELPS, NOT_AT_ALL, NO_GAP = "better than static low", "not at all", "no gap"
 _LOWS = (HURT, FAILED, UNCLEAR, FINE, TOO_FEW)
 _FINE_PERCENT, _CLOSED = 0.5, 0.9
 _OF_AN_ARM = ("controller.", "paths.", "optim.name", "optim.options.", "optim.transform.", "optim.clip_norm")
@@ -86,13 +88,31 @@ def regime_cells(comparisons: list[Comparison]) -> list[Cell]:
     pairs = {(cell["paths.low"], cell["paths.recovery"]) for cell, _, _ in made}
     data = {comparison.kind.fingerprint for comparison in comparisons}
     columns = _columns([(part, arms) for _, part, arms in made])
+    gaps = gap_tests(comparisons)
     found = []
     for (cell, part, arms), named in zip(made, columns, strict=True):
         shown = cell if len(pairs) > 1 else {key: cell[key] for key in keys}
         if len(data) > 1:
             shown = shown | {"data": short(part.kind.fingerprint)}
-        found.append({"cell": shown, **_judge(part, part.low(arms[0]), part.recovery(arms[0]), named)})
+        found.append({"cell": shown, **_judge(part, part.low(arms[0]), part.recovery(arms[0]), named, gaps)})
     return sorted(found, key=lambda entry: [_sortable(value) for value in entry["cell"].values()])
+
+
+def gap_tests(comparisons: list[Comparison]) -> dict[tuple[int, int], tuple[float | None, str]]:
+    """Whether static low differs from static recovery, by the two arms' ids: p and verdict of low against recovery.
+
+    Adjusted by Holm's method over all such pairs of an experiment, those of the map's cells and those of the tables, so
+    that both say the same. None and `TOO_FEW` for a pair with too few seeds, which is no member of the family.
+    """
+    keys = _keys([arm for comparison in comparisons for arm in comparison.arms])
+    found: dict[tuple[int, int], Paired] = {}
+    for comparison in comparisons:
+        for part in (comparison, *_parts(comparison, keys)):
+            for arm in part.arms:
+                low, recovery = part.low(arm), part.recovery(arm)
+                if low and recovery and low is not recovery and (id(low), id(recovery)) not in found:
+                    found[id(low), id(recovery)] = paired(low.outcomes, recovery.outcomes)
+    return dict(zip(found, verdicts(list(found.values())), strict=True))
 
 
 def summary(cells: Iterable[Cell]) -> str:
@@ -138,12 +158,14 @@ def _table(experiment: str, cells: list[Cell]) -> Table:
     table.notes = [
         summary(cells),
         "Static low: perplexity relative to static recovery, over the seeds of both. Arms: share of that gap closed, "
-        "at the promotion behind @. Paired t-test, p by Holm within a cell; over many cells some verdicts are chance.",
+        "at the promotion behind @. Paired t-test, p by Holm: static low over all pairs of static arms of the "
+        "experiment, routed arms within a cell; over many cells some verdicts are chance.",
         f"{FINE}: not shown worse than static recovery, less than {_FINE_PERCENT} %; {HURT}: shown worse; {UNCLEAR}: "
         f"neither; {FAILED}: diverged in half of the seeds or more.",
         f"{CLOSES}: better than static low, 90 % and more of the gap; {PART}: better than static low and than random "
-        f"at the same budget; {AS_RANDOM}: better than static low alone; {NOT_AT_ALL}: not better than static low; "
-        f"{NO_GAP}: static low is fine.",
+        f"at the same budget; {AS_RANDOM}: better than static low alone; {NO_RANDOM}: better than static low, and no "
+        f"random arm has its budget; {RANDOM_HELPS}: so is the random arm itself; {NOT_AT_ALL}: not better than static "
+        f"low; {NO_GAP}: static low is fine.",
     ]
     return table
 
@@ -244,9 +266,15 @@ def _names(cells: list[list[Arm]]) -> dict[int, str]:
     return names
 
 
-def _judge(comparison: Comparison, low: Arm | None, recovery: Arm | None, routed: dict[str, Arm]) -> Cell:
+def _judge(
+    comparison: Comparison,
+    low: Arm | None,
+    recovery: Arm | None,
+    routed: dict[str, Arm],
+    gaps: dict[tuple[int, int], tuple[float | None, str]],
+) -> Cell:
     bound = paired(low.outcomes, recovery.outcomes) if low and recovery else Paired(0)
-    verdict = _low_verdict(low, recovery, bound)
+    verdict = _low_verdict(low, recovery, bound, gaps.get((id(low), id(recovery)), (None, TOO_FEW))[1])
     against_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed.values()]
     randoms = [comparison.random(arm) for arm in routed.values()]
     against_random = [
@@ -275,16 +303,16 @@ def _judge(comparison: Comparison, low: Arm | None, recovery: Arm | None, routed
     return {"low": verdict, "low_difference": apart, "seeds": bound.n, "arms": told}
 
 
-def _low_verdict(low: Arm | None, recovery: Arm | None, bound: Paired) -> str:
+def _low_verdict(low: Arm | None, recovery: Arm | None, bound: Paired, shown: str) -> str:
     if low is None or recovery is None:
         return NO_RECOVERY
     if len(low.outcomes) >= 3 and 2 * len(low.diverged) >= len(low.outcomes):
         return FAILED
-    return _against_recovery(bound)
+    return _against_recovery(bound, shown)
 
 
-def _against_recovery(change: Paired) -> str:
-    ((_, shown),) = verdicts([change])
+def _against_recovery(change: Paired, shown: str) -> str:
+    """`shown`: the test's verdict on this change."""
     if shown == TOO_FEW:
         return TOO_FEW
     if shown == WORSE:
@@ -304,11 +332,12 @@ def _arm_verdict(
     if closed is not None:
         whole = closed >= _CLOSED
     else:
-        whole = recovery is not None and _against_recovery(paired(arm.outcomes, recovery.outcomes)) == FINE
+        change = paired(arm.outcomes, recovery.outcomes) if recovery else Paired(0)
+        whole = _against_recovery(change, verdicts([change])[0][1]) == FINE  # unadjusted: harder to call fine
     if whole:
         return CLOSES
     if vs_random is None:
-        return PART if arm.signal == "random" else NO_RANDOM
+        return RANDOM_HELPS if arm.signal == "random" else NO_RANDOM
     return PART if vs_random == BETTER else TOO_FEW if vs_random == TOO_FEW else AS_RANDOM
 
 

@@ -121,8 +121,8 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Newest recorded step, 0 before the first."""
-        return int(_last(self.steps["step"]) or 0)
+        """Newest recorded step, 0 before the first; the summary's number of steps where the rows are not kept."""
+        return int(_last(self.steps["step"]) or self.summary.get("steps") or 0)
 
     @property
     def planned_steps(self) -> int | None:

@@ -10,16 +10,17 @@ from pathlib import Path
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
 from gnmr.report.cells import cell_lines
-from gnmr.report.comparisons import Comparison, short
-from gnmr.report.layout import NOTHING, Table, count, duration, measure, percent, relative, size
+from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
+from gnmr.report.layout import NOTHING, Table, count, duration, effect, measure, percent, relative, size
 from gnmr.report.paper_tables import paper_tables
-from gnmr.report.regimes import regime_tables
+from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routing import routing
 from gnmr.report.runs import Run
-from gnmr.report.statistics import BETTER, FEWEST, FEWEST_DIVERGED, LEVEL, Paired, gap_closed, paired, verdicts
+from gnmr.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired, gap_closed, paired, verdicts
 from gnmr.report.tradeoff import tradeoff
 
-TESTED = ["n", "difference\n[95 % interval]", "d_z", "p\n(Holm)", "verdict"]
+_D_Z = "d_z\n[95 % interval]"
+TESTED = ["n", "difference\n[95 % interval]", _D_Z, "p\n(Holm)", "verdict"]
 """Columns of `tested`."""
 
 
@@ -96,22 +97,39 @@ def against_baseline(comparison: Comparison) -> list[Table]:
         family = [paired(arm.outcomes, baseline.outcomes) for arm in arms]
         gaps = [_gap(comparison, arm, one.n) for arm, one in zip(arms, family, strict=True)]
         table.rows = [[arm.label, *tested, gap] for arm, tested, gap in zip(arms, _tested(family), gaps, strict=True)]
-        table = table.without_empty(["d_z", "gap\nclosed"])
-        table.notes = [_how_tested(family), *_unclear_gaps(comparison, arms)]
+        table = table.without_empty([_D_Z, "gap\nclosed"])
+        table.notes = [_how_tested(family)]
+        if "gap\nclosed" in table.columns:
+            table.notes += _unclear_gaps(comparison, arms)
         tables.append(table)
     return tables
 
 
 def against_random(comparison: Comparison) -> Table:
     """Each routed arm against the arm that picks its units at random at the same mean promotion."""
-    table = Table(f"{comparison.name}: against random at the same budget", ["arm", "promoted", *TESTED])
-    found = [(arm, other) for arm in comparison.arms if (other := comparison.random(arm))]
+    table = Table(
+        f"{comparison.name}: against random at the same budget", ["arm", "promoted", "random\npromoted", *TESTED]
+    )
+    beside = [(arm, other) for arm in comparison.arms if (other := comparison.nearest_random(arm))]
+    found = [(arm, other) for arm, other in beside if comparison.random(arm)]
     family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
-    cells = zip(found, _tested(family), strict=True)
-    table.rows = [[arm.label, percent(arm.promoted), *tested] for (arm, _), tested in cells]
-    table = table.without_empty(["d_z"])
-    randoms = dict.fromkeys(f"{other.label} ({percent(other.promoted)} promoted)" for _, other in found)
-    table.notes = [f"The random arm is the one with the nearest promotion: {', '.join(randoms)}.", _how_tested(family)]
+    tested = dict(zip((arm.label for arm, _ in found), _tested(family), strict=True))
+    for arm, other in beside:
+        apart = [*_compared(paired(arm.outcomes, other.outcomes)), NOTHING, NOTHING]
+        table.rows.append([arm.label, percent(arm.promoted), percent(other.promoted), *tested.get(arm.label, apart)])
+    table = table.without_empty([_D_Z])
+    randoms = ", ".join(dict.fromkeys(other.label for _, other in beside))
+    table.notes = [f"The random arm is the one with the nearest promotion: {randoms}."]
+    if far := [arm.label for arm, _ in beside if arm.label not in tested]:
+        table.notes.append(
+            f"No test, since no random arm has their budget to within {100 * SAME_BUDGET:.0f} % of the larger share: "
+            f"{', '.join(far)}."
+        )
+    routed = [arm for arm in comparison.arms if arm.always is None and arm.signal != "random"]
+    if alone := [arm.label for arm in routed if not comparison.nearest_random(arm)]:
+        table.notes.append(f"Without a random arm that differs in the controller alone: {', '.join(alone)}.")
+    if family:
+        table.notes.append(_how_tested(family))
     return table
 
 
@@ -123,7 +141,7 @@ def lost(comparison: Comparison) -> Table:
     family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
     cells = zip(found, _tested(family), strict=True)
     table.rows = [[arm.label, arm.disturbance, *tested] for (arm, _), tested in cells]
-    table = table.without_empty(["d_z"])
+    table = table.without_empty([_D_Z])
     table.notes = ["Each against the same arm without faults; the number behind a fault is its magnitude."]
     table.notes.append(_how_tested(family))
     if alone := [arm.label for arm in disturbed if not comparison.undisturbed(arm)]:
@@ -132,7 +150,7 @@ def lost(comparison: Comparison) -> Table:
 
 
 def control(comparison: Comparison) -> Table:
-    """What the controller did and what the arm cost; means over the done seeds."""
+    """What the controller did and what the arm cost; means over the done seeds, of promotion over the diverged too."""
     columns = ["arm", "promoted", "hit\nmax_o", "over threshold", "saved", "of\n16-bit", "wall\ntime"]
     table = Table(f"{comparison.name}: control and cost", columns)
     for arm in comparison.arms:
@@ -151,8 +169,9 @@ def control(comparison: Comparison) -> Table:
             ]
         )
     table.notes = [
-        "Means over done seeds. Promoted and over the threshold of each of the signal's columns: shares of unit-steps; "
-        "hit max_o: share of steps; saved: bytes kept for backward by the converted linears, mean over steps."
+        "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
+        "signal's columns: shares of unit-steps; hit max_o: share of steps; saved: bytes kept for backward by the "
+        "converted linears, mean over steps."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
     if skipped := [arm.label for arm in comparison.arms if (arm.mean("nonfinite_total") or 0) > 0]:
@@ -177,10 +196,14 @@ def _tested(family: Sequence[Paired]) -> list[list[str]]:
     """The cells of `TESTED` for each comparison of one family."""
     rows = []
     for one, (p, verdict) in zip(family, verdicts(family), strict=True):
-        d_z = NOTHING if one.d_z is None else f"{one.d_z:+.2f}"
         told = NOTHING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-        rows.append([str(one.n), relative(one), d_z, told, verdict.replace(" shown", "\nshown")])
+        rows.append([*_compared(one), told, verdict.replace(" shown", "\nshown")])
     return rows
+
+
+def _compared(one: Paired) -> list[str]:
+    """The cells of `TESTED` before the test."""
+    return [str(one.n), relative(one), effect(one)]
 
 
 def _how_tested(family: Sequence[Paired]) -> str:
@@ -188,7 +211,7 @@ def _how_tested(family: Sequence[Paired]) -> str:
     told = (
         "Perplexity relative to the other arm's, same seed; below 0 is better. Two-sided paired t-test on the "
         f"logarithm, p by Holm over the {tests} tests of this table; a verdict needs p < {LEVEL} and {FEWEST} pairs. "
-        "The interval is of one comparison; d_z: mean over standard deviation."
+        "Intervals are of one comparison; d_z: mean over standard deviation, its interval by the noncentral t."
     )
     if any(any(one.diverged) for one in family):
         told += (
@@ -212,14 +235,16 @@ def _gap(comparison: Comparison, arm: Arm, expected: int) -> str:
 def _unclear_gaps(comparison: Comparison, arms: Iterable[Arm]) -> list[str]:
     """What the gap is, and the line that says where it is itself not shown."""
     notes = []
+    gaps = gap_tests(comparison.siblings or [comparison])
     for arm in arms:
         low, recovery = comparison.low(arm), comparison.recovery(arm)
         if low is None or recovery is None or low is recovery:
             continue
-        ((_, found),) = verdicts([paired(recovery.outcomes, low.outcomes)])
+        p, found = gaps[id(low), id(recovery)]
         told = f"Gap closed: share of the way from {low.label} to {recovery.label}, mean log perplexities."
-        if found != BETTER:
-            told += " The gap itself is not shown by the test, so shares of it mean little."
+        if found != WORSE:
+            over = "" if p is None else f" (p = {p:.3f} by Holm over the experiment's pairs of static arms)"
+            told += f" The gap itself is not shown by the test{over}, so shares of it mean little."
         if told not in notes:
             notes.append(told)
     return notes

@@ -16,7 +16,7 @@ class Point:
 
     arm: Arm
     promoted: float
-    """Mean promotion share that the arm achieved, over its done seeds."""
+    """Mean promotion share that the arm achieved, over its done and diverged seeds."""
     change: Paired
     """The arm minus the static low path."""
 
@@ -26,7 +26,7 @@ def signal_curves(comparison: Comparison) -> dict[str, list[Point]]:
 
     A signal is its name, its routing where ranked, the controller's settings in which arms of that name and routing
     differ, and the paths and optimizer settings in which the arms shown differ; along a curve only `BUDGET` changes.
-    Arms without a done seed have no promotion and are left out.
+    Arms without a done or diverged seed have no promotion and are left out.
     """
     points = []
     for arm in comparison.arms:
@@ -62,6 +62,9 @@ def tradeoff(comparison: Comparison) -> Table:
     for recovery, change in ends(comparison):
         table.rows.append([f"static {recovery.always}", percent(1.0), NOTHING, str(change.n), relative(change)])
     table.notes = ["Perplexity relative to the static low path's, same seed; promoted: mean share of unit-steps."]
+    shown = {point.arm.label for of in found.values() for point in of}
+    if out := [arm.label for arm in comparison.arms if arm.always is None and arm.label not in shown]:
+        table.notes.append(f"Left out, without a static low arm or a seed that ended: {', '.join(out)}.")
     return table
 
 

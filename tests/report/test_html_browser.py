@@ -5,6 +5,7 @@ Needs Chromium and its driver, and skips itself without them. One browser for al
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from gnmr.report.comparisons import compare
 from gnmr.report.html import write_html
+from gnmr.report.layout import Table
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>"
 STEPS = 60
@@ -84,7 +86,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"cell": {"gain": gain, "lr": 1e-3}, "low": "hurt", "low_difference": 4.2, "seeds": 3, "arms": {HOSTILE: told}}
         for gain in (1, 20)
     ]
-    write_html(compare(runs), runs, root / "report.html", regimes={"stress": cells}, title=HOSTILE)
+    further = [Table(HOSTILE, ["arm", "PPL"], [["int4", "50.00"]])]
+    write_html(compare(runs), runs, root / "report.html", tables=further, regimes={"stress": cells}, title=HOSTILE)
     return root / "report.html"
 
 
@@ -135,7 +138,7 @@ def test_it_opens_without_errors_and_loads_nothing(page: Any) -> None:
 
 def test_every_figure_says_where_it_comes_from(page: Any) -> None:
     plots = [f"{name}-origin" for name in ("loss", "tokens", "promotion", "gnmr", "map")]
-    for figure in ("arm-tables", *plots, "fault-tables"):
+    for figure in ("arm-tables", *plots, "fault-tables", "more-tables"):
         assert "commit 0123456789 · cpu, Test CPU" in text(page, f"#{figure}"), figure
     assert text(page, "#map-origin code") == f"gnmr train {HOSTILE}"
 
@@ -245,12 +248,17 @@ def test_axes_of_the_regime_map(page: Any) -> None:
 
 
 def test_a_large_run_opens_soon(browser: Any, tmp_path: Path) -> None:
+    """In 3 s: the best of three, and as much longer as other work takes of the cores."""
     risk_SU = np.exp(0.3 * np.random.default_rng(0).standard_normal((20_000, 200), dtype=np.float32))
     made = ratios(20_000, [f"layers.{place}" for place in range(200)], risk_SU)
     made.active_SU[::50] = True
     run = fake_run(tmp_path / "run", made=made)
     write_html(compare([run]), [run], tmp_path / "report.html")
-    began = time.perf_counter()
-    opened(browser, tmp_path / "report.html")
-    assert time.perf_counter() - began < 15, "about 2 s on an idle machine"
+    shared = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        opened(browser, tmp_path / "report.html")
+        took.append(time.perf_counter() - began)
+    assert min(took) < 3 * shared
     assert browser.get_log("browser") == []

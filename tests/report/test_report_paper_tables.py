@@ -5,20 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from report_reading import notes
 from report_recorded import Recorded
 
 from gnmr.report.paper_tables import table_1, table_3, table_5, table_6, table_10, table_11
 
 Write = Callable[..., Path]
+TABLE_5: dict[str, Any] = {"controller__beta": None, "optim__lr": 2.5e-3}
+STAGES = {"controller__alpha_init": 1.5, "controller__alpha": 1.1}
+ADAPT: dict[str, Any] = {
+    "controller__signal__name": "static_k",
+    "controller__signal__options__k_frac": 0.25,
+    "controller__signal__options__calibration_frac": 0.05,
+    "controller__warmup_frac": 0.05,
+    "training__steps": 10_000,
+}
+"""Calibrated over 500 steps; the rate of 350m is `Recorded`'s."""
 
 
 def test_the_papers_figures_stand_beside_its_own_scales_only(write_run: Write, comparisons: Callable) -> None:
     for scale in ("cpu", "60m"):
         for arm in ("int4", "int4_int8", "bf16"):
-            write_run(arm=arm, scale=scale, val_ppl=35.0)
+            write_run(arm=arm, scale=scale, val_ppl=35.0, settings={"optim.lr": 2.5e-3})
     found = comparisons()
     table = table_1("stress", found)
     assert [column.replace("\n", " ") for column in table.columns] == [
@@ -37,21 +49,37 @@ def test_the_papers_perplexity_needs_the_papers_arm(write_run: Write, comparison
     cases = {
         "alpha": {"controller.alpha": 9.0},
         "two stages": {"controller.alpha_init": 2.0},
+        "second stage of dGNMR": {"controller.beta_init": 2.0},
+        "warm-up": {"controller.warmup_frac": 0.1},
+        "cap": {"controller.max_o": 28},
+        "lock": {"controller.t_lock": 3},
+        "outlier channels": {"model.outlier_channels.number": 2},
         "forward": {"paths.site": "forward"},
+        "stochastic": {"paths.rounding": "stochastic"},
+        "some operators": {"paths.targets": ["down_proj"]},
+        "blocks": {"paths.unit": "block"},
+        "optimizer": {"optim.name": "scale"},
+        "clipping": {"optim.clip_norm": 1.0},
+        "rate": {"optim.lr": 0.1},
+        "history": {"controller.signal.options.history": "ema"},
     }
+    write_run(arm="int4_int8", scale="60m", experiment="own", settings={"optim.lr": 2.5e-3})
     for place, settings in enumerate(cases.values()):
-        write_run(arm="int4_int8", scale="60m", experiment=f"case{place}", settings=settings)
-    for comparison in comparisons():
-        assert [cells[-1] for cells in table_1("case", [comparison]).rows] == ["-"]
+        given = {"optim.lr": 2.5e-3} | settings
+        write_run(arm="int4_int8", scale="60m", experiment=f"case{place:02}", settings=given)
+    *others, own = comparisons()
+    assert [cells[-1] for cells in table_1("own", [own]).rows] == ["30.59"]
+    for name, comparison in zip(cases, others, strict=True):
+        assert [cells[-1] for cells in table_1("case", [comparison]).rows] == ["-"], name
 
 
 def test_failed_arms_are_crosses_in_table_1(write_run: Write, comparisons: Callable) -> None:
-    write_run(arm="int4", scale="1.3b", status="failed", reason="diverged")
+    write_run(arm="int4", scale="1.3b", status="failed", reason="diverged", settings={"optim.lr": 6e-4})
     assert table_1("stress", comparisons()).rows == [["int4", "x", "x"]]
 
 
 def test_table_3_has_the_papers_shares_at_its_thresholds(write_run: Write, comparisons: Callable) -> None:
-    thresholds = {"controller.alpha": 2.0, "controller.beta": 1.5}
+    thresholds = {"controller.alpha": 2.0, "controller.beta": 1.5, "optim.lr": 1e-3}  # the rate of 350m
     shares = {"over_frac": {"gnmr": 0.002, "delta_gnmr": 0.001}}
     write_run(arm="int4_int8", scale="350m", settings=thresholds, summary=shares)
     write_run(arm="int4_int8", scale="130m", settings=thresholds, summary=shares)
@@ -71,9 +99,9 @@ def test_table_5_has_the_stages_along_the_run() -> None:
     tables = {}
     for scale in ("cpu", "130m"):
         runs = Recorded(scale=scale)
-        runs.add("int4_int8", 3.0)
-        runs.add("int4_int8", 3.0, controller__alpha_init=1.5, controller__alpha=1.1)
-        runs.add("int4_int8", 3.0, controller__alpha=9.0, controller__max_o=2)
+        runs.add("int4_int8", 3.0, **TABLE_5)
+        runs.add("int4_int8", 3.0, **TABLE_5 | STAGES)
+        runs.add("int4_int8", 3.0, **TABLE_5, controller__max_o=2)
         for run in runs.runs:
             run.__dict__["evals"] = along
         tables[scale] = table_5(runs.comparisons()[0])
@@ -89,10 +117,41 @@ def test_table_5_has_the_stages_along_the_run() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"paths__low": "int2"},
+        {"paths__recovery": "bf16"},
+        {"controller__beta": 2.0},
+        {"controller__t_lock": 2},
+        {"controller__init_frac": 0.1},
+        {"controller__warmup_frac": 0.1},
+        {"optim__name": "scale"},
+        {"optim__lr": 1e-3},
+        {"model__outlier_channels__number": 2},
+    ],
+)
+def test_tables_5_and_6_need_the_papers_settings(changed: dict[str, Any]) -> None:
+    runs = Recorded(scale="130m")
+    for max_o in (4, 2):
+        for alpha in (1.1, 1.5):
+            given = TABLE_5 | STAGES | {"controller__alpha": alpha, "controller__max_o": max_o} | changed
+            runs.add("int4_int8", 3.0, **given)
+    for table in (table_5(runs.comparisons()[0]), table_6(runs.comparisons()[0])):
+        assert len(table.rows) == 4 and "none of its rows fits these arms" in notes(table)
+
+
+def test_table_5_needs_its_cap() -> None:
+    runs = Recorded(scale="130m")
+    for alpha in (1.1, 1.5):
+        runs.add("int4_int8", 3.0, **TABLE_5 | STAGES | {"controller__alpha": alpha, "controller__max_o": 2})
+    assert len(table_5(runs.comparisons()[0]).rows) == 2
+
+
 def test_table_6_has_the_caps() -> None:
     runs = Recorded(scale="130m")
     for max_o in (8, 2):
-        runs.add("int4_int8", 3.0, controller__alpha_init=1.5, controller__alpha=1.1, controller__max_o=max_o)
+        runs.add("int4_int8", 3.0, **TABLE_5 | STAGES, controller__max_o=max_o)
     runs.add("int4", 3.0)
     (comparison,) = runs.comparisons()
     table = table_6(comparison)
@@ -104,15 +163,47 @@ def test_table_6_has_the_caps() -> None:
 def test_table_10_has_the_static_baseline_between_its_neighbours() -> None:
     runs = Recorded(scale="350m")
     for arm in ("int4", "int4_int8", "bf16"):
-        runs.add(arm, math.log(35))
+        runs.add(arm, math.log(35), training__steps=10_000)
     assert table_10("stress", runs.comparisons()).rows == [], "no static baseline, no table"
     for signal in ("static_k", "gsnr"):
-        runs.add("int4_int8", math.log(60), controller__signal__name=signal)
-    assert table_10("stress", runs.comparisons()).rows == [
+        runs.add("int4_int8", math.log(60), **ADAPT | {"controller__signal__name": signal})
+    table = table_10("stress", runs.comparisons())
+    assert table.rows == [
         ["int4", "35.00 ± -", "-"],
         ["int4_int8-gnmr", "35.00 ± -", "-"],
         ["int4_int8-static_k", "60.00 ± -", "88.97"],
     ]
+    assert "which it runs in BF16 and ours on the recovery path" in notes(table)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"controller__warmup_frac": 0.0},
+        {"controller__signal__options__calibration_frac": 0.1},
+        {"controller__signal__options__calibration_steps": 400},
+        {"controller__signal__options__k_frac": None, "controller__max_o": 2},
+        {"controller__signal__options__k": 3},
+        {"controller__signal__options__share": 0.1},
+        {"paths__low": "e2m3"},
+        {"optim__name": "scale"},
+    ],
+)
+def test_table_10_needs_the_papers_baseline(changed: dict[str, Any]) -> None:
+    runs = Recorded(scale="350m")
+    runs.add("int4_int8", math.log(60), **ADAPT | changed)
+    assert [cells[-1] for cells in table_10("stress", runs.comparisons()).rows] == ["-"]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"controller__alpha": 1.4}, {"controller__max_o": 8}, {"optim__lr": 2.5e-3}, {"controller__t_lock": 2}]
+)
+def test_table_11_needs_the_papers_settings(changed: dict[str, Any]) -> None:
+    runs = Recorded(scale="130m")
+    rate = {"optim__lr": 3e-3}
+    runs.add("int4_int8", 3.0, **rate | changed)
+    runs.add("int4_int8", 3.0, **rate | changed, controller__signal__name="random")
+    assert len(table_11(runs.comparisons()[0]).rows) == 2
 
 
 def test_table_11_has_the_signals_on_one_actuator() -> None:

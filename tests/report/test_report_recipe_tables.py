@@ -93,6 +93,8 @@ def test_table_2_has_the_perplexity_along_the_run() -> None:
         {"controller__init_frac": 0.1},
         {"paths__recovers": ["fprop"]},
         {"stress__kind": "noise"},
+        {"optim__name": "scale"},
+        {"model__outlier_channels__number": 2},
         {"paths__low": "sim_e2m3"},
     ],
 )
@@ -121,6 +123,19 @@ def test_table_4_has_the_time_of_a_step() -> None:
     assert "Simulated: sim_e3m2, which takes more" in told and "different machines" not in told
     del runs.runs[1].header["paths"]  # a run from before there were backends, of fp8_hybrid
     assert "Simulated: fp8_hybrid, sim_e3m2, which takes more" in notes(table_4(of(runs)))
+
+
+def test_table_4_takes_the_summarys_times_where_the_rows_are_gone() -> None:
+    """Those of an older run, which has none, make no row; rows come before the summary."""
+    runs = recipes()
+    told = {"step_time_median_s": 0.4, "tokens_per_s": 5120.0}
+    for place, run in enumerate(runs.runs):
+        run.__dict__["steps"] = steps(np.ones(3), 0.25) if place == 1 else steps([])
+        run.__dict__["summary"] |= told if place < 2 else {"step_time_median_s": 0.4} if place == 2 else {}
+    assert table_4(of(runs)).rows == [
+        ["sim_e3m2_fp8_hybrid-gnmr", "0.400 ± -", "5120 ± -"],
+        ["fp8_hybrid", "0.250 ± -", "8192 ± -"],
+    ]
 
 
 def test_table_9_goes_by_size() -> None:

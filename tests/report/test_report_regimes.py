@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 from report_recorded import Recorded
 
-from gnmr.report.regimes import regime_cells, regime_maps, regime_tables, summary
+from gnmr.report.html.sections import VERDICT_COLOURS
+from gnmr.report.regimes import (
+    AS_RANDOM,
+    CLOSES,
+    NO_GAP,
+    NO_RANDOM,
+    NOT_AT_ALL,
+    PART,
+    RANDOM_HELPS,
+    regime_cells,
+    regime_maps,
+    regime_tables,
+    summary,
+)
 from gnmr.report.tables import tables
 
 NOISE = (-0.002, 0.0, 0.002)
@@ -36,10 +49,10 @@ def runs() -> Map:
 @pytest.mark.parametrize(
     "low, gnmr, random, of_low, of_gnmr, of_random",
     [
-        (3.10, 3.005, 3.05, "hurt", "closes the gap", "part of the gap"),
-        (3.10, 3.04, 3.08, "hurt", "part of the gap", "part of the gap"),
-        (3.10, 3.05, 3.05, "hurt", "no better than random", "part of the gap"),
-        (3.10, 3.10, 3.05, "hurt", "not at all", "part of the gap"),
+        (3.10, 3.005, 3.05, "hurt", "closes the gap", "better than static low"),
+        (3.10, 3.04, 3.08, "hurt", "part of the gap", "better than static low"),
+        (3.10, 3.05, 3.05, "hurt", "no better than random", "better than static low"),
+        (3.10, 3.10, 3.05, "hurt", "not at all", "better than static low"),
         (3.10, 3.12, 3.10, "hurt", "not at all", "not at all"),
         (3.001, 3.0, 3.0, "fine", "no gap", "no gap"),
     ],
@@ -136,6 +149,15 @@ def test_three_seeds_are_too_few_where_runs_diverged(runs: Map) -> None:
     runs.arm("int4_int8", 3.0)
     (cell,) = regime_cells(runs.comparisons())
     assert (cell["low"], cell["arms"]["gnmr"]["verdict"]) == ("failed", "too few seeds")
+
+
+def test_each_verdict_of_an_arm_is_explained(runs: Map) -> None:
+    for rate in (1e-3, 2e-3):
+        bounds(runs, optim__lr=rate)
+    (table,) = regime_tables(runs.comparisons())
+    for verdict in (CLOSES, PART, AS_RANDOM, NO_RANDOM, RANDOM_HELPS, NOT_AT_ALL, NO_GAP):
+        assert f"{verdict}: " in table.notes[-1]
+        assert verdict in VERDICT_COLOURS
 
 
 def test_two_seeds_are_too_few(runs: Map) -> None:

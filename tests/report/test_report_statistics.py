@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from gnmr.report.statistics import Paired, as_percent, gap_closed, holm, paired, verdict, verdicts
 
@@ -24,11 +26,32 @@ def test_paired_differences_by_hand() -> None:
     assert verdict(found, found.p) == "no difference shown"
 
 
+@pytest.mark.parametrize("differences", [(0.01, 0.02, 0.03), (-0.3, -0.1, -0.2, -0.25, 0.05), (0.1, 0.3)])
+def test_the_interval_of_d_z_is_that_of_the_noncentral_t(differences: tuple[float, ...]) -> None:
+    """At its ends the observed t is the 97.5 % and the 2.5 % point: the distribution function by its definition, the
+    mean of Phi(t s - noncentrality) over the spread s of the standard deviation."""
+    found = paired(dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+    n, d_z, ends = found.n, found.d_z, found.d_z_interval
+    assert d_z is not None and ends is not None and ends[0] < d_z < ends[1]
+    spread = np.sqrt(stats.chi2.ppf((np.arange(200_000) + 0.5) / 200_000, n - 1) / (n - 1))
+    shares = [float(stats.norm.cdf(math.sqrt(n) * (d_z * spread - end)).mean()) for end in ends]
+    assert shares == pytest.approx([0.975, 0.025], abs=1e-4)
+    mirrored = paired(dict.fromkeys(range(n), 0.0), dict(enumerate(differences)))
+    assert mirrored.d_z_interval == pytest.approx((-ends[1], -ends[0]))
+
+
+def test_a_very_large_d_z_has_an_interval_too() -> None:
+    """Differences that are equal but for rounding; below and above the limit the two ways agree."""
+    for scale in (57.0, 58.5, 1e12):
+        found = paired({0: scale - 1, 1: scale, 2: scale + 1}, {0: 0.0, 1: 0.0, 2: 0.0})
+        assert found.d_z_interval == pytest.approx((0.1591 * scale, 1.9207 * scale), rel=0.003)
+
+
 def test_fewer_than_three_pairs_never_give_a_verdict() -> None:
     nothing, one = paired({0: 1.0}, {1: 1.0}), paired({0: 1.0}, {0: 2.0})
     two = paired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.001})
     assert (nothing.n, nothing.mean, nothing.p) == (0, None, None)
-    assert (one.mean, one.sd, one.interval, one.p, one.d_z) == (-1.0, None, None, None, None)
+    assert (one.mean, one.sd, one.interval, one.p, one.d_z, one.d_z_interval) == (-1.0, None, None, None, None, None)
     assert two.interval is not None
     assert [told for _, told in verdicts([nothing, one, two])] == ["too few seeds"] * 3
 

@@ -72,6 +72,7 @@ def write_html(
         "colours": COLOURS,
         "comparisons": trees,
         "tables": [sections.table(made) for made in tables if made.rows],
+        "tables_origin": sections.origin(runs),
         "tokens": {name: sections.tokens(mine) for name, mine in experiments.items()},
         "regimes": {
             experiment: sections.regime(cells, experiments.get(experiment, []))

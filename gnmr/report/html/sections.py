@@ -29,6 +29,7 @@ VERDICT_COLOURS = {
     regimes.CLOSES: "#009E73",
     regimes.FINE: "#009E73",
     regimes.PART: "#56B4E9",
+    regimes.RANDOM_HELPS: "#8FA9D6",
     regimes.NO_RANDOM: "#B7DDF2",
     regimes.AS_RANDOM: "#F0D27A",
     regimes.HURT: "#E69F00",

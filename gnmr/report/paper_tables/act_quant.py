@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 from gnmr.config import FORMATS
 from gnmr.report import published
@@ -39,9 +40,9 @@ def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
         get = arm.settings.get
-        if _of_the_paper(arm) and arm.always is not None:
+        if _of_the_paper(kind, arm) and arm.always is not None:
             return published.val_ppl(kind.scale, bits(arm.always), None, None, None)
-        if not (_of_the_paper(arm) and _plain_gnmr(arm)):
+        if not (_of_the_paper(kind, arm) and _plain_gnmr(arm)):
             return None
         return published.val_ppl(
             kind.scale, arm.low_bits, arm.recovery_bits, get("controller.alpha"), get("controller.beta")
@@ -61,10 +62,16 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
         return arm.signal == _STATIC_BASELINE or (arm.signal == "gnmr_delta" and not arm.ranked)
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
-        asked = arm.routed and arm.signal == _STATIC_BASELINE and _of_the_paper(arm)
-        return published.TABLE_10.get(kind.scale) if asked and (arm.low_bits, arm.recovery_bits) == (4, 8) else None
+        asked = _of_the_paper(kind, arm) and _four_eight(arm) and _adapt(kind, arm)
+        return published.TABLE_10.get(kind.scale) if asked else None
 
-    return _by_scale(title, having, between, theirs)
+    table = _by_scale(title, having, between, theirs)
+    if any(comparison.kind.scale in published.TABLE_10 for comparison in having):
+        table.notes.append(
+            f"The paper's baseline: {100 * published.K_FRAC_10:.0f} % of the units for good, chosen over the first "
+            f"{published.CALIBRATION_10} steps, which it runs in BF16 and ours on the recovery path."
+        )
+    return table
 
 
 def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
@@ -80,7 +87,7 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
                 continue
             alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
             paper = None
-            if _of_the_paper(arm) and _plain_gnmr(arm):
+            if _of_the_paper(comparison.kind, arm) and _plain_gnmr(arm):
                 paper = published.over_fracs(comparison.kind.scale, arm.low_bits, arm.recovery_bits, alpha, beta)
             shares = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
             thresholds = [NOTHING if value is None else str(value) for value in (alpha, beta)]
@@ -104,8 +111,9 @@ def table_5(comparison: Comparison) -> Table:
     columns = ["arm", "α first", "α then", *marks(comparison, _EVALUATED_AT)]
     table = Table(f"{comparison.name}: two-stage thresholds (the paper's table 5)", columns)
     for arm in sorted(arms, key=_stages):
-        theirs = published.TABLE_5.get(_stages(arm)) if _of_the_paper(arm) else None
-        add_row(table, [arm.label, *map(str, _stages(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+        fits = _two_stages(comparison.kind, arm) and _max_o(arm) == published.MAX_O
+        theirs = published.TABLE_5.get(_stages(arm)) if fits else None
+        add_row(table, [arm.label, *map(str, _stages(arm)), *along(arm, _EVALUATED_AT)], _cells(theirs))
     table.notes = [ALONG]
     return note(table, comparison, _AT)
 
@@ -116,8 +124,9 @@ def table_6(comparison: Comparison) -> Table:
     columns = ["arm", "max_o", *marks(comparison, _EVALUATED_AT)]
     table = Table(f"{comparison.name}: max_o (the paper's table 6)", columns)
     for arm in sorted(arms, key=_max_o):
-        theirs = published.TABLE_6.get(_max_o(arm)) if _stages(arm) == (1.5, 1.1) and _of_the_paper(arm) else None
-        add_row(table, [arm.label, str(_max_o(arm)), *along(arm, _EVALUATED_AT)], _cells(comparison, theirs))
+        fits = _two_stages(comparison.kind, arm) and _stages(arm) == (1.5, 1.1)
+        theirs = published.TABLE_6.get(_max_o(arm)) if fits else None
+        add_row(table, [arm.label, str(_max_o(arm)), *along(arm, _EVALUATED_AT)], _cells(theirs))
     table.notes = [ALONG]
     return note(table, comparison, _AT)
 
@@ -140,12 +149,15 @@ def table_11(comparison: Comparison) -> Table:
         ours = [NOTHING if value is None else shape.format(value) for value, shape in numbers]
         table.rows.append([arm.label, measure(arm.stat("final_val_ppl"), 3), *ours])
         paper = published.TABLE_11.get(arm.signal)
-        if paper is None or comparison.kind.scale != published.SCALE_5_6_11 or not _matched_trigger(arm):
+        if paper is None or not _matched_trigger(comparison.kind, arm):
             continue
         shapes = ("{:.3f}", "{:.4f}", "{:.4f}", "{:.4f}", "{:.0f}")
         cells = zip(astuple(paper), shapes, strict=True)
         table.rows.append([THEIRS, *(NOTHING if value is None else shape.format(value) for value, shape in cells)])
-    table.notes = ["Means over done seeds. Peak memory: the process on a CPU, PyTorch on a GPU; 1 MB = 10⁶ B."]
+    table.notes = [
+        "Means over done seeds, promotion over diverged ones too. Peak memory: the process on a CPU, PyTorch on a GPU; "
+        "1 MB = 10⁶ B."
+    ]
     return note(table, comparison, _AT)
 
 
@@ -199,9 +211,8 @@ def _siblings(
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _cells(comparison: Comparison, ppl: tuple[float, ...] | None) -> list[str] | None:
-    """The paper's perplexities where the scale is theirs."""
-    return None if ppl is None or comparison.kind.scale != published.SCALE_5_6_11 else [f"{one:.2f}" for one in ppl]
+def _cells(ppl: tuple[float, ...] | None) -> list[str] | None:
+    return None if ppl is None else [f"{one:.2f}" for one in ppl]
 
 
 def _stages(arm: Arm) -> tuple[float, float]:
@@ -215,27 +226,78 @@ def _max_o(arm: Arm) -> int:
     return int(arm.settings.get("controller.max_o") or 0)
 
 
-def _of_the_paper(arm: Arm) -> bool:
-    """Whether the arm quantizes what the paper's act-quant stress setting does, and nothing disturbs it."""
+def _of_the_paper(kind: Kind, arm: Arm, rate: float | None = None) -> bool:
+    """Whether the arm quantizes and trains as the paper's act-quant stress does, and nothing disturbs it.
+
+    `rate`: where it is not table 8's of the scale. Integer and floating-point grids both count: the paper has either.
+    """
     get = arm.settings.get
-    return undisturbed(arm) and get("paths.low") in FORMATS and get("paths.site") == "saved"
+    return (
+        undisturbed(arm)
+        and get("paths.low") in FORMATS
+        and get("paths.site") == "saved"
+        and get("paths.rounding", "nearest") == "nearest"
+        and get("paths.unit", "operator") == "operator"
+        and get("paths.targets", ["*_proj"]) == ["*_proj"]
+        and get("optim.lr") == (rate or published.RATES.get(kind.scale))
+    )
+
+
+def _four_eight(arm: Arm) -> bool:
+    return (arm.low_bits, arm.recovery_bits) == (4, 8)
+
+
+def _steady_gnmr(arm: Arm) -> bool:
+    """Whether the controller is the paper's and controls from the first step on; its cap and thresholds aside."""
+    get = arm.settings.get
+    lock = get("controller.t_lock", published.T_LOCK) == published.T_LOCK
+    return plain(arm) and lock and not get("controller.warmup_frac")
 
 
 def _plain_gnmr(arm: Arm) -> bool:
-    """Whether the controller is the paper's: GNMR and dGNMR at the thresholds as set, one stage, no warm-up."""
+    """Whether the controller is the paper's, cap and lock too: GNMR and dGNMR at the thresholds as set, one stage."""
     get = arm.settings.get
-    one_stage = not get("controller.alpha_init") and not get("controller.warmup_frac")
-    return plain(arm) and arm.signal == "gnmr_delta" and one_stage
+    one_stage = not get("controller.alpha_init") and not get("controller.beta_init")
+    return _steady_gnmr(arm) and arm.signal == "gnmr_delta" and one_stage and _max_o(arm) == published.MAX_O
 
 
-def _matched_trigger(arm: Arm) -> bool:
-    """Whether the arm is one of E.5: 4-bit and 8-bit, max_o 4, lock 1, rate 3e-3; GNMR thresholded, others ranked."""
+def _two_stages(kind: Kind, arm: Arm) -> bool:
+    """Whether the arm is one of tables 5 and 6, alpha and max_o aside: 4 and 8 bits, dGNMR off, 2.5 % first stage."""
+    get = arm.settings.get
+    off = arm.signal == "gnmr" or (get("controller.beta") is None and get("controller.beta_init") is None)
+    one_length = get("controller.init_frac", 0.025) == 0.025
+    own = kind.scale == published.SCALE_5_6_11 and _of_the_paper(kind, arm) and _four_eight(arm)
+    return own and _steady_gnmr(arm) and off and one_length
+
+
+def _adapt(kind: Kind, arm: Arm) -> bool:
+    """Whether the arm is the static baseline of E.4: its share of the units, chosen over as many steps, for good."""
+    steps = kind.steps or 0
+
+    def option(name: str) -> Any:
+        return arm.settings.get(f"controller.signal.options.{name}")
+
+    calibration = option("calibration_steps") or round(steps * (option("calibration_frac") or 0.05))
+    warmup = round(steps * (arm.settings.get("controller.warmup_frac") or 0))
     return (
-        _of_the_paper(arm)
-        and (arm.low_bits, arm.recovery_bits) == (4, 8)
-        and (_max_o(arm), arm.settings.get("controller.t_lock"), arm.settings.get("optim.lr")) == (4, 1, 3e-3)
-        and (arm.ranked if arm.signal not in GNMR else _plain_gnmr(arm))
+        arm.routed
+        and arm.signal == _STATIC_BASELINE
+        and option("k_frac") == published.K_FRAC_10
+        and option("k") is None
+        and option("share") is None
+        and calibration == warmup == published.CALIBRATION_10
     )
+
+
+def _matched_trigger(kind: Kind, arm: Arm) -> bool:
+    """Whether the arm is one of E.5, cap and lock too: GNMR over a pair of table 1's thresholds, others ranked."""
+    get = arm.settings.get
+    own = kind.scale == published.SCALE_5_6_11 and _of_the_paper(kind, arm, published.RATE_11) and _four_eight(arm)
+    if arm.signal in GNMR:
+        thresholds = get("controller.alpha"), get("controller.beta")
+        return own and _plain_gnmr(arm) and thresholds in {(row.alpha, row.beta) for row in published.TABLE_1}
+    actuator = (_max_o(arm), get("controller.t_lock"), arm.hold) == (published.MAX_O, published.T_LOCK, 1)
+    return own and arm.ranked and actuator and not get("controller.warmup_frac")
 
 
 def _beside_the_paper(comparisons: list[Comparison], figures: bool) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from gnmr.config import FORMATS
 from gnmr.report import published
-from gnmr.report.arms import Arm, stat
+from gnmr.report.arms import Arm, plain_adamw, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 
@@ -41,16 +41,21 @@ def shown(arm: Arm) -> bool:
 
 
 def undisturbed(arm: Arm) -> bool:
-    """Whether no injected faults and no gradient transform are at work."""
-    return arm.settings.get("stress.kind") in (None, "none") and arm.settings.get("optim.transform.name") is None
+    """Whether the optimizer is plain AdamW, and neither injected faults nor outlier channels are at work."""
+    get = arm.settings.get
+    return get("stress.kind") in (None, "none") and plain_adamw(arm) and not get("model.outlier_channels.number")
 
 
 def plain(arm: Arm) -> bool:
-    """Whether the signal is GNMR over the thresholds as they are set, with a new choice in every step."""
+    """Whether the signal is the paper's GNMR over the thresholds as they are set, with a new choice in every step."""
+    get = arm.settings.get
     return (
         arm.signal in ("gnmr_delta", "gnmr")
         and not arm.ranked
-        and arm.settings.get("controller.trigger", 1.0) == 1.0
+        and get("controller.trigger", 1.0) == 1.0
+        and get("controller.observe", "parameters") == "parameters"
+        and get("controller.signal.options.history", "cumulative") == "cumulative"
+        and not get("controller.signal.options.two_sided")
         and arm.hold == 1
     )
 

@@ -48,15 +48,14 @@ def table_4(comparison: Comparison) -> Table:
     tokens = comparison.kind.tokens_per_step
     timed: list[Run] = []
     for arm in filter(shown, comparison.arms):
-        runs = [run for run in arm.done if len(run.steps["step"])]
-        times = [float(np.median(run.steps["step_time_s"])) for run in runs]
-        if not times:
+        speeds = {run: found for run in arm.done if (found := _speed(run, tokens))}
+        if not speeds:
             continue
-        timed += runs
-        speed = stat(tokens / time for time in times) if tokens else None
+        timed += speeds
+        times, speed = (stat(values) for values in zip(*speeds.values(), strict=True))
         theirs = published.TABLE_4.get(_recipes(arm)) if _of_its_size(comparison) else None
         paper = None if theirs is None else [f"{theirs[0]:.3f}", f"{theirs[1]:.0f}"]
-        add_row(table, [arm.label, measure(stat(times), 3), measure(speed, 0)], paper)
+        add_row(table, [arm.label, measure(times, 3), measure(speed, 0)], paper)
     table.notes = ["Median over a run's steps, evaluation and checkpoints left out; mean over done seeds."]
     if len(machines := sorted({run.machine for run in timed})) > 1:
         table.notes.append(f"Times are of different machines: {'; '.join(machines)}.")
@@ -92,6 +91,15 @@ def table_9(experiment: str, comparisons: list[Comparison]) -> Table:
     fits = columns[-1] in table.columns
     table.notes.append(source(comparisons) if fits else f"The paper's sizes are {sizes}; no arm of ours is its own.")
     return table
+
+
+def _speed(run: Run, tokens: int | None) -> tuple[float, float | None] | None:
+    """Median seconds of a step and tokens per second, from the rows, else the summary; None where neither has them."""
+    if len(run.steps["step"]):
+        time = float(np.median(run.steps["step_time_s"]))
+        return time, tokens / time if tokens else None
+    told, speed = run.summary.get("step_time_median_s"), run.summary.get("tokens_per_s")
+    return None if told is None or speed is None else (float(told), float(speed))
 
 
 def _of_its_size(comparison: Comparison) -> bool:
