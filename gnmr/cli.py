@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 import warnings
+from dataclasses import fields
 from typing import TextIO
 
 from gnmr import __version__
@@ -110,7 +111,7 @@ def _composition_error(error: Exception) -> str | None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from gnmr.config import one_line
+    from gnmr.config import PathsConfig, one_line
 
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
@@ -120,6 +121,9 @@ def _composition_error(error: Exception) -> str | None:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
+    key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
+    if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
+        return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     return f"{line}: use one of {', '.join(choices[1].split())}" if choices else line
 

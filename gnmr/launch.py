@@ -23,7 +23,7 @@ from gnmr import config as schema
 from gnmr.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
-    from hydra.conf import HydraConf
+    from hydra.conf import HydraConf, RuntimeConf
 
 
 def conf_dir() -> Path:
@@ -111,7 +111,7 @@ def run_cell(composed: DictConfig) -> None:
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     warn_of_unread(config.controller, settings.overrides.task)
-    refuse_both(settings.overrides.task)
+    refuse_both(settings.overrides.task, settings.runtime)
     refuse_sizes(config, settings.overrides.task)
 
     if config.plan:
@@ -125,11 +125,38 @@ def run_cell(composed: DictConfig) -> None:
     run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
 
 
-def refuse_both(words: Sequence[str]) -> None:
-    """UserError where both a recipe, which is a static run, and a hierarchy are asked for: one would win silently."""
-    asked = [word for word in words if word.partition("=")[0] in ("recipe", "hierarchy")]
-    if len({word.partition("=")[0] for word in asked}) > 1:
-        raise UserError(f"{' '.join(asked)}: a recipe is a static run, a hierarchy has two paths; give one of them")
+_CHOOSE_PATHS = ("recipe", "hierarchy", "paths")
+
+
+def refuse_both(words: Sequence[str], runtime: RuntimeConf) -> None:
+    """UserError where more than one word chooses the paths: one would win silently.
+
+    recipe=, hierarchy= and paths= do, and a variant= whose file does. An experiment's own choice is there to be
+    overridden; but a recipe wins over a hierarchy, so that one which it brings must not be joined by a hierarchy.
+    """
+    given = {word.partition("=")[0]: word for word in words}  # of a sweep's axis that is given too, the last
+    by_variant = _chosen_by_variant(runtime) if "variant" in given else []
+    asked = [given[key] for key in (*_CHOOSE_PATHS, *(["variant"] if by_variant else [])) if key in given]
+    if len(asked) > 1:
+        raise UserError(f"{' '.join(asked)}: each of them chooses the paths; give one of them")
+    recipe = runtime.choices.get("recipe")
+    if recipe and ("hierarchy" in given or "hierarchy" in by_variant):
+        raise UserError(f"{asked[0]}: the experiment's recipe={recipe} would win; leave it out with ~recipe")
+
+
+def _chosen_by_variant(runtime: RuntimeConf) -> list[str]:
+    """Which of `_CHOOSE_PATHS` the file of the chosen variant overrides."""
+    files = [
+        Path(source.path, "variant", f"{runtime.choices.get('variant')}.yaml")
+        for source in runtime.config_sources
+        if source.schema == "file"
+    ]
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
+        return []
+    lines = OmegaConf.select(OmegaConf.load(file), "defaults", default=[])
+    keys = {str(key) for line in lines if isinstance(line, DictConfig) for key in line}
+    return [choice for choice in _CHOOSE_PATHS if f"override /{choice}" in keys]
 
 
 def refuse_sizes(config: schema.Config, words: Sequence[str]) -> None:

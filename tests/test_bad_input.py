@@ -131,7 +131,19 @@ CASES = {
     "controller/signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
     "controller/signal=own controller.signal.name=builtins:repr": "signal builtins:repr: a str is no signal",
     "controller/signal=own controller.signal.name=pathlib:PurePath": "signal pathlib:PurePath: ",
-    "recipe=fp8_hybrid hierarchy=6/8": "recipe=fp8_hybrid hierarchy=6/8: a recipe is a static run, a hierarchy has two",
+    # words that choose the paths: one of them
+    "recipe=fp8_hybrid hierarchy=6/8": "recipe=fp8_hybrid hierarchy=6/8: each of them chooses the paths; give one",
+    "paths=int4_int8 recipe=deepseek_v3": "recipe=deepseek_v3 paths=int4_int8: each of them chooses the paths",
+    "hierarchy=6/8 paths=int4_int8": "hierarchy=6/8 paths=int4_int8: each of them chooses the paths",
+    "recipe=fp8_hybrid variant=gnmr_6_8": "recipe=fp8_hybrid variant=gnmr_6_8: each of them chooses the paths",
+    "hierarchy=6/8 variant=int4": "hierarchy=6/8 variant=int4: each of them chooses the paths",
+    "variant=bf16 paths=int8": "paths=int8 variant=bf16: each of them chooses the paths",
+    "experiment=pretrain hierarchy=6/8": "hierarchy=6/8: the experiment's recipe=bf16 would win; leave it out with ~re",
+    "experiment=pretrain variant=gnmr_6_8": "variant=gnmr_6_8: the experiment's recipe=bf16 would win",
+    "recipe.backend=te": "recipe.backend: a recipe is chosen as a whole; use paths.backend",
+    "hierarchy=6/8 hierarchy.low=bf16": "hierarchy.low: a hierarchy is chosen as a whole; use paths.low",
+    "recipe.recipes.mine.fprop.input=e4m3": "use paths.recipes.mine.fprop.input",
+    "recipe.colour=red": "Could not override 'recipe.colour'",
     "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
 }
 VALUES = {
@@ -209,6 +221,36 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
     assert not list(cache.glob(".*"))  # no half-built token files either
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "experiment=deepseek_recipe recipe=fp8_hybrid",
+        "experiment=deepseek_recipe variant=bf16",
+        "experiment=deepseek_recipe paths=fp8_hybrid paths.low=sim_e3m2",
+        "experiment=pretrain ~recipe hierarchy=6/8",
+        "-m sweep=table2 hierarchy=4/8 variant=ranked_gap training.seed=0",  # where the sweep's variants choose paths
+        "-m sweep=recipe_stress training.seed=0",
+    ],
+)
+def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny_words, place):
+    """Its data, which come last, are what is refused."""
+    assert gnmr("train", *tiny_words, *words.split(" "), "data.path=nowhere").mistake.startswith("data.path=nowhere:")
+
+
+def test_a_recipe_beside_variants_of_a_sweep(gnmr, tiny_words, place):
+    """The cells that make sense are run; here the data keep them from it."""
+    ended = gnmr("train", *tiny_words, "-m", "recipe=fp8_hybrid", "variant=gnmr,gnmr_6_8", "data.path=nowhere")
+    assert ended.code == 2 and "#0 failed: data.path=nowhere" in ended.out
+    assert "#1 failed: recipe=fp8_hybrid variant=gnmr_6_8: each of them chooses the paths" in ended.out
+
+
+def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
+    (place / "own" / "variant").mkdir(parents=True)
+    (place / "own/variant/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /paths: int8\n")
+    line = gnmr("train", *tiny_words, "--config-dir=own", "variant=mine", "hierarchy=6/8").mistake
+    assert line.startswith("hierarchy=6/8 variant=mine: each of them chooses the paths")
+
+
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.setattr("gnmr.training.parts._ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
@@ -241,7 +283,7 @@ def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path
     ("words", "line"),
     [
         (
-            "hierarchy=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2",
+            "hierarchy=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2 paths.unit=operator",
             "the recovery path sim_e3m2 is coarser than the",
         ),
         ("paths.backend=simulated", "backend='simulated': has no effect on formats, which are packed on any machine"),

@@ -25,7 +25,8 @@ BENCHMARKS = {
     "decision": ("controller", "decision", "signal and policy alone, for 10,000 units"),
     "saved": ("saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
     "signals": ("signals", "signals", "whole steps under signals that look beyond the norms"),
-    "recipe": ("recipe", "recipe", "steps under recipes against 16 bits, a mixture of experts, switching"),
+    "recipe": ("recipe", "recipe", "steps under recipes against 16 bits, and steps that switch every block"),
+    "mixture": ("mixture", "mixture", "a mixture of experts against a dense MLP with as many multiplications"),
     "hf": ("hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
     "startup": ("process", "startup", "gnmr --help, and gnmr train to its first step"),
     "memory": ("process", "memory", "peak memory of gnmr train"),
@@ -126,7 +127,7 @@ def _parse(argv: list[str]) -> _Asked:
     return asked
 
 
-_OF_OUR_MODELS = ("saved", "recipe", "theory", "hf")
+_OF_OUR_MODELS = ("saved", "recipe", "mixture", "theory", "hf")
 
 
 def _measurable(names: list[str], setting: Setting) -> list[str]:

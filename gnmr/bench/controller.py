@@ -20,9 +20,8 @@ from gnmr.controller import Controller, Unit
 from gnmr.controller.norms import UnitNorms
 from gnmr.paths import Plan
 from gnmr.records.recorder import Recorder
-from gnmr.records.view import RunInfo
-from gnmr.training import run, step
-from gnmr.training.parts import Parts, assemble, train_step
+from gnmr.training import rows, step
+from gnmr.training.parts import assemble, train_step
 from gnmr.wiring import build_controller
 
 DECISION_UNITS = 10_000
@@ -49,7 +48,7 @@ def step_cost(setting: Setting) -> list[Figure]:
         parts = assemble(config, Path(folder), setting.say)
         clock = clock_of(parts.device, setting.clock)
         watch = Stopwatch(clock)
-        counters = run.Counters()
+        counters = rows.Counters()
         take_step, micro_batches = train_step(parts), batch(parts)
 
         def bare() -> None:
@@ -68,12 +67,12 @@ def step_cost(setting: Setting) -> list[Figure]:
             result = take_step(micro_batches, config.optim.lr)
             counters.step += 1
             with watch.part("records"):
-                recorder.step(run.step_row(result, counters, 0.0), run.ratio_rows(result.decision))
+                recorder.step(rows.step_row(result, counters, 0.0), rows.ratio_rows(result.decision))
                 recorder.events([asdict(event) for event in result.decision.events])
 
-        with Recorder(_info(parts), settings, None) as recorder, watch.inside(*_PARTS):
+        with Recorder(rows.run_info(parts, "bench"), settings, None) as recorder, watch.inside(*_PARTS):
             tree = to_dict(config)
-            header = run.header(parts, "gnmr bench controller")
+            header = rows.header(parts, "gnmr bench controller")
             recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header, "bench")
             rounds = setting.rounds("controller: steps with and without", 40, warm_up=2)
             seconds = alternate({"bare": bare, "controlled": controlled}, rounds, clock)
@@ -88,20 +87,6 @@ def step_cost(setting: Setting) -> list[Figure]:
         median("step with over step without", seconds["controlled"] / bare_s, "x", interval=True, note="check"),
         median("step without", bare_s, "s"),
     ]
-
-
-def _info(parts: Parts) -> RunInfo:
-    return RunInfo(
-        name="bench",
-        folder=parts.folder,
-        arm=parts.config.arm_name,
-        device=str(parts.device),
-        total_steps=parts.config.training.steps,
-        num_units=len(parts.controller.units),
-        max_o=parts.config.controller.max_o,
-        num_parameters=sum(p.numel() for p in parts.model.parameters()),
-        tokens_per_step=parts.config.training.tokens_per_step,
-    )
 
 
 def decision(setting: Setting) -> list[Figure]:

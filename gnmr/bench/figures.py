@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from gnmr import __version__
 from gnmr.errors import UserError
+from gnmr.records.files import replace_json
 
 _BOOTSTRAP_DRAWS = 2000
 
@@ -132,17 +133,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def writer(out: Path | None) -> Callable[[dict[str, Any]], None]:
-    """Checks the place before anything is measured and returns what writes there; nothing without `out`."""
+    """Checks the place before anything is measured and returns what writes there; nothing without `out`.
+
+    Numbers that are not finite are written as words, as in records (`files.encode`).
+    """
     if out is None:
         return lambda _tree: None
     if not out.parent.is_dir():
         raise UserError(f"out={out}: the folder {out.parent} does not exist")
     if out.is_dir():
         raise UserError(f"out={out}: is a folder; give a file")
-
-    def write(tree: dict[str, Any]) -> None:
-        beside = out.with_name(f".{out.name}.writing")
-        beside.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        beside.replace(out)
-
-    return write
+    return partial(replace_json, out)

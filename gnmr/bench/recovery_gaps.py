@@ -7,8 +7,8 @@ Theorem 1 and corollary 1. Routing changes one term of a step's bound, the squar
     error(none) - error(A) = sum of gap_b over b in A
 
 so the best set of at most max_o units is the max_o largest positive gaps. It holds exactly where a unit's error depends
-on its own path alone: with `site=saved`, whose forward pass and input gradients are exact. With `site=forward` units
-disturb each other, and the deviation is a finding.
+on its own path alone: with `site=saved`, whose forward pass and input gradients are exact. With `site=forward`, and
+under recipes, which cast in the forward pass too, units disturb each other, and the deviation is a finding.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.data import Batch
 from gnmr.errors import UserError
-from gnmr.paths import Plan
+from gnmr.paths import Plan, Recipe
 from gnmr.training.parts import assemble, train_step, training_blocks
-from gnmr.training.step import loss_of
+from gnmr.training.step import loss_of, objective_of
 
 SITES = ("saved", "forward")
+RECIPES = "recipes"
+"""Takes the place of the sites where the paths are recipes, which know none."""
 STRIDE = 20
 """Training steps between two measured ones."""
 MOST_PARAMETERS = 100_000_000
@@ -65,7 +67,8 @@ class Gaps:
 def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
     """Runs `backward` (forward and backward pass of one batch) in 16 bits, on the low and on the recovery path.
 
-    Paths, probe and the generator of stochastic rounding are afterwards as they were; gradients are cleared.
+    Paths, probe, the generator of stochastic rounding and what casts remember are afterwards as they were; gradients
+    are cleared. A parameter without gradient (of an expert that no token reached) has gradient 0.
     """
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:
@@ -73,9 +76,16 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
         for index, group in enumerate(plan.groups):
             group.switch(index in recovering)
         model.zero_grad(set_to_none=True)
+        rehearsing, plan.shared.rehearsing = plan.shared.rehearsing, True
         backward()
+        plan.shared.rehearsing = rehearsing
         grads = [
-            [p.grad for operator in group.operators for p in operator.parameters() if p.grad is not None]
+            [
+                torch.zeros_like(p) if p.grad is None else p.grad
+                for operator in group.operators
+                for p in operator.parameters()
+                if p.requires_grad
+            ]
             for group in plan.groups
         ]
         model.zero_grad(set_to_none=True)
@@ -171,7 +181,7 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
 
 
 def recovery(setting: Setting) -> list[Figure]:
-    """Both sites at the same weights, in some steps of a run; see `compare`."""
+    """Both sites at the same weights, in some steps of a run; recipes as they are. See `compare`."""
     parts = assemble(setting.config, Path(), setting.say)
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
@@ -183,7 +193,8 @@ def recovery(setting: Setting) -> list[Figure]:
     def batch() -> list[Tensor | Batch]:
         return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
-    found: dict[str, list[Comparison]] = {name: [] for name in SITES}
+    sites = (RECIPES,) if isinstance(parts.plan.low, Recipe) else SITES
+    found: dict[str, list[Comparison]] = {name: [] for name in sites}
     for step in setting.rounds(f"theory: steps on which all paths run, {STRIDE} apart", 2):
         for _ in range(STRIDE if step else 0):
             take_step(batch(), parts.config.optim.lr)
@@ -191,18 +202,23 @@ def recovery(setting: Setting) -> list[Figure]:
 
         def backward(micro_batches: list[Tensor | Batch] = micro_batches) -> None:
             for block in micro_batches:
-                (loss_of(parts.model, block) / len(micro_batches)).backward()
+                (objective_of(parts.model, loss_of(parts.model, block)) / len(micro_batches)).backward()
 
-        for name in SITES:
+        for name in sites:
             shared.quantize_forward = name == "forward"
             gaps = measure(parts.model, parts.plan, backward)
             found[name].append(compare(gaps, max_o, rng))
-            if name == "saved":
+            if name == sites[0]:
                 last = gaps
         shared.quantize_forward = site
     nearest = parts.config.paths.rounding == "nearest"  # else a switch moves the draws of the operators behind it
     figures = [_figures(name, several, name == "saved" and nearest) for name, several in found.items()]
-    return [*chain.from_iterable(figures), *_units(last, max_o)]
+    return [*chain.from_iterable(figures), *_units(sites[0], last, max_o)]
+
+
+def _named(site: str) -> str:
+    """As tables call it."""
+    return f"site={site}" if site in SITES else site
 
 
 def _figures(site: str, several: list[Comparison], exact: bool) -> list[Figure]:
@@ -225,17 +241,17 @@ def _figures(site: str, several: list[Comparison], exact: bool) -> list[Figure]:
         values = np.array([one.shares[name] for one in several])
         target = 1.0 if exact and name.startswith("best") else None
         figures.append(median(f"{site}: {name}", values, "x" if "estimated" in name else "%", target))
-    table = f"site={site}: who finds the oracle set, the largest gaps (median of {len(several)} steps)"
+    table = f"{_named(site)}: who finds the oracle set, the largest gaps (median of {len(several)} steps)"
     for row, column in several[0].rankings:
         values = np.array([one.rankings[row, column] for one in several])
         figures.append(as_cell(median(column, values, "%" if "%" in column else ""), table, row, column))
     return figures
 
 
-def _units(gaps: Gaps, max_o: int) -> list[Figure]:
+def _units(site: str, gaps: Gaps, max_o: int) -> list[Figure]:
     """The units with the largest gaps in one step; those of the oracle set first."""
     columns = {"gap": gaps.gap_U} | gaps.scores
-    table = f"site=saved: the largest recovery gaps of the last step (oracle set: the first {max_o})"
+    table = f"{_named(site)}: the largest recovery gaps of the last step (oracle set: the first {max_o})"
     return [
         as_cell(Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""), table, gaps.names[unit], column)
         for unit in np.argsort(-gaps.gap_U, kind="stable")[: max_o + 4]

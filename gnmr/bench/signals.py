@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import same_step
-from gnmr.bench.timing import alternate, clock_of
+from gnmr.bench.steps import compare
 from gnmr.config import Config, SignalConfig
-from gnmr.training.parts import assemble
 
 REFERENCE = "gnmr_delta"
 # Arm: (signal, its options, paths.probe_tokens). The last of them never measures again after its first step, so it
@@ -31,15 +28,12 @@ ARMS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def signals(setting: Setting) -> list[Figure]:
-    """Steps of `gnmr train` without records, one model an arm, taking turns on the same batch."""
-    arms = {name: assemble(_config(setting.config, *arm), Path(), setting.say) for name, arm in ARMS.items()}
-    clock = clock_of(arms[REFERENCE].device, setting.clock)
-    rounds = setting.rounds(f"signals: steps under {', '.join(ARMS)}", 15, warm_up=2)
-    seconds = alternate({name: same_step(parts) for name, parts in arms.items()}, rounds, clock)
-    reference = seconds.pop(REFERENCE)
+    """Whole steps of runs that differ in the signal alone."""
+    arms = {name: _config(setting.config, *arm) for name, arm in ARMS.items()}
+    found = compare(setting, "signals: steps under", arms)
     return [
-        *(median(f"step under {name}", own / reference, "x", interval=True) for name, own in seconds.items()),
-        median(f"step under {REFERENCE}", reference, "s"),
+        *(median(f"step under {name}", ratio, "x", interval=True) for name, ratio in found.ratios.items()),
+        median(f"step under {REFERENCE}", found.seconds, "s"),
     ]
 
 

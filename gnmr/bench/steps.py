@@ -1,13 +1,19 @@
-"""A run's step, taken on one batch again and again."""
+"""A run's step, taken on one batch again and again; arms that differ in their config, taking turns at it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
+from gnmr.bench.setting import Setting
+from gnmr.bench.timing import alternate, clock_of
+from gnmr.config import Config
 from gnmr.data import Batch
-from gnmr.training.parts import Parts, train_step, training_blocks
+from gnmr.training.parts import Parts, assemble, train_step, training_blocks
 from gnmr.training.step import StepResult
 
 
@@ -22,3 +28,36 @@ def same_step(parts: Parts) -> Callable[[], StepResult]:
     """One step of `gnmr train` without records, on that batch each time."""
     take_step, micro_batches = train_step(parts), batch(parts)
     return lambda: take_step(micro_batches, parts.config.optim.lr)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What `compare` measured; (rounds,) float64 each."""
+
+    seconds: np.ndarray
+    """Of the reference, the first arm."""
+    ratios: dict[str, np.ndarray]
+    """Of every other arm: its seconds over the reference's in the same round."""
+    parts: dict[str, Parts]
+    last: dict[str, StepResult]
+    """Of every arm the last step."""
+
+
+def compare(setting: Setting, what: str, arms: Mapping[str, Config]) -> Compared:
+    """Steps of `same_step` under each config, one model an arm, taking turns; the first arm is the reference."""
+    parts = {name: assemble(config, Path(), setting.say) for name, config in arms.items()}
+    last: dict[str, StepResult] = {}
+
+    def arm(name: str) -> Callable[[], None]:
+        take_step = same_step(parts[name])
+
+        def step() -> None:
+            last[name] = take_step()
+
+        return step
+
+    reference, *others = arms
+    clock = clock_of(parts[reference].device, setting.clock)
+    rounds = setting.rounds(f"{what} {', '.join(arms)}", 15, warm_up=2)
+    seconds = alternate({name: arm(name) for name in arms}, rounds, clock)
+    return Compared(seconds[reference], {name: seconds[name] / seconds[reference] for name in others}, parts, last)

@@ -110,8 +110,8 @@ class Controller:
     Args:
         units: in a fixed order, the same on every rank; ids must differ.
         signal: gives each unit's risk.
-        max_o: most units on the recovery path at once, once control has started. Above the number of recoverable
-            units it has no effect beyond them, and a warning says so, unless it is `NO_CAP`.
+        max_o: most units on the recovery path at once, once control has started. At the number of recoverable units
+            it caps nothing; above it a warning says so, unless it is `NO_CAP`.
         t_lock: steps for which a triggered unit stays a candidate.
         warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
             the history builds up and nothing is decided.
@@ -233,7 +233,7 @@ class Controller:
     def reads_next(self) -> bool:
         """Whether anybody looks at the paths' evidence of the coming step; where not, nobody has to measure it."""
         reads = getattr(self.signal, "reads", None)
-        return bool(self.record) or reads is None or reads(self.t + 1)
+        return bool(set(self.record) & set(PATH_EVIDENCE)) or reads is None or reads(self.t + 1)
 
     @torch.no_grad()
     def observe(self, evidence: Evidence) -> Tensor:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 
-def flags(values: Sequence[bool], device: torch.device) -> Tensor:
-    """`values` as a bool tensor on the device, without waiting for it: a copy from pageable memory would."""
-    here = torch.tensor(values)
+def to_device(here: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for it: a copy from pageable memory may."""
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+
+
+def flags(values: Sequence[bool], device: torch.device) -> Tensor:
+    """`values` as a bool tensor on the device, without waiting for it."""
+    return to_device(torch.tensor(values), device)
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gnmr import launch
-from gnmr.bench import BENCHMARKS, process
+from gnmr.bench import BENCHMARKS, process, recipe
+from gnmr.bench.setting import Setting
 from gnmr.config import RECIPES
 
 MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
@@ -29,7 +32,7 @@ def measure(gnmr, tiny_words, tmp_path):
             assert math.isfinite(figure["value"]) and figure["value"] >= 0, figure
             assert figure["n"] == 1
             assert figure["met"] == (None if figure["target"] is None else figure["value"] <= figure["target"])
-        assert list(tmp_path.glob(".figures*")) == []
+        assert [file.name for file in tmp_path.glob("*figures*")] == ["figures.json"]
         return tree
 
     return run
@@ -109,7 +112,7 @@ def test_signals_are_held_against_gnmr(measure):
     assert all(figure["unit"] == ("s" if name == "step under gnmr_delta" else "x") for name, figure in figures.items())
 
 
-def test_recipes_mixture_and_switching(measure, gnmr):
+def test_recipes_and_switching(measure, gnmr):
     """Recipes whose tiles do not divide 32 and 48 are left out."""
     figures = named(measure("recipe"))
     steps = {name.removeprefix("step under ") for name in figures if name.startswith("step under ")}
@@ -118,10 +121,38 @@ def test_recipes_mixture_and_switching(measure, gnmr):
         figures["step under sim_e3m2"]["target"] == 2.0
         and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"
     )
+    for hierarchy, paths in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
+        switching = figures[f"step that switches every block, {hierarchy}"]
+        assert switching["note"].startswith(f"1 blocks, {paths} in turn") and switching["target"] == 1.02
+    assert "recipes need paths.site=saved" in gnmr("bench", "recipe", "paths.site=forward").mistake
+
+
+@pytest.mark.parametrize("hierarchy", recipe.SWITCHED)
+def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, monkeypatch):
+    """The arm takes a step on each path and changes every block before it; the others stay where they are."""
+    config = launch.compose([*tiny_words, "model.num_layers=2"])
+    theirs = launch.compose([f"hierarchy={hierarchy}"]).paths
+    assert recipe.SWITCHED[hierarchy] == (theirs.low, theirs.recovery)
+    taken, plain = [], recipe.same_step
+
+    def same_step(parts):
+        assert (parts.config.paths.low, parts.config.paths.recovery) == recipe.SWITCHED[hierarchy]
+        step = plain(parts)
+        return lambda: (taken.append((id(parts), [operator.recovering for operator in parts.plan.operators])), step())
+
+    monkeypatch.setattr(recipe, "same_step", same_step)
+    figure = recipe._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), hierarchy)
+    assert figure.note.startswith("2 blocks")
+    arms = [[path for arm, path in taken if arm == which] for which in dict.fromkeys(arm for arm, _ in taken)]
+    low, high = [False] * 14, [True] * 14
+    rounds = 4  # one measured, three that warm up
+    assert sorted(arms) == sorted([[low] * rounds, [high] * rounds, [high, low] * rounds])
+
+
+def test_a_mixture(measure):
+    figures = named(measure("mixture"))
     assert "8 experts, top-2 of width 48, 32 tokens" in figures["mixture over its dense arithmetic"]["note"]
     assert "mixture over its experts alone" in figures
-    assert figures["step that switches every unit"]["note"].startswith("7 units")
-    assert "recipes need paths.site=saved" in gnmr("bench", "recipe", "paths.site=forward").mistake
 
 
 def test_hf_compares_equal_models(measure):

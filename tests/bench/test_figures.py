@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from gnmr.bench.figures import Figure, median, show
+from gnmr.bench.figures import Figure, median, record, show, writer
 
 
 def test_median_and_quartiles():
@@ -29,6 +30,13 @@ def test_interval_of_the_median_narrows_with_n_and_is_the_same_each_time():
 @pytest.mark.parametrize(("value", "target", "met"), [(1.0, 1.0, True), (1.01, 1.0, False), (5.0, None, None)])
 def test_met(value, target, met):
     assert Figure("a", value, "x", target=target).met is met
+
+
+def test_what_is_not_finite_is_written_as_a_word(tmp_path):
+    figures = [median("correlation", np.array([np.nan, 1.0]), "", target=1.0), Figure("ratio", float("inf"), "x")]
+    writer(tmp_path / "figures.json")(record({"bench": figures}, "gnmr bench", {}))
+    tree = json.loads((tmp_path / "figures.json").read_text(), parse_constant=pytest.fail)
+    assert [(figure["value"], figure["met"]) for figure in tree["figures"]] == [("nan", False), ("inf", None)]
 
 
 def test_the_table_says_what_was_met():

@@ -11,6 +11,7 @@ from contexts import context
 from torch import Tensor, nn
 
 from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage, Unit
+from gnmr.controller.signals import SIGNALS
 
 
 class Script:
@@ -293,6 +294,19 @@ def test_max_o_above_the_number_of_units_warns_and_caps() -> None:
     step(1, 1)
     step(9, 9)
     assert step.active == "ab"
+
+
+@pytest.mark.parametrize(("record", "always"), [((), False), (("update_norm",), False), (("update_norm", "mse"), True)])
+def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], always: bool) -> None:
+    """The signal reads every third step; of recorded evidence, the paths' is needed in each."""
+    unit = Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)
+    controller = Controller([unit], SIGNALS["gap"](context(1), every=3), max_o=1, record=record)
+    evidence = dict.fromkeys(("norm", *controller.needs), torch.ones(1, dtype=torch.float64))
+    reads = []
+    for _ in range(4):
+        reads.append(controller.reads_next())
+        controller.observe(evidence | {"observed": torch.tensor([True])})
+    assert reads == [True, always, always, True]
 
 
 def test_units_need_parameters_and_different_ids() -> None:

@@ -81,6 +81,7 @@ class Cumulative(Stateful):
         return self.var.sqrt()
 
     def update(self, value: Tensor, entered: Tensor) -> None:
+        """One step's `value` (U,) float64 of the units in `entered` (U,) bool; what is not finite never enters."""
         entered = entered & value.isfinite()
         self.count = self.count + entered
         n = self.count.double().clamp(1.0, self.longest)
@@ -121,6 +122,7 @@ class Window(Stateful):
         return self.count.clamp(1, len(self.values))
 
     def update(self, value: Tensor, entered: Tensor) -> None:
+        """As `Cumulative.update`; of the units that entered the oldest value goes."""
         entered = entered & value.isfinite()
         self.count = self.count + entered
         self.values = torch.where(entered, torch.cat([self.values[1:], value[None]]), self.values)

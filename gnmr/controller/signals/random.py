@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.controller.norms import to_device
 from gnmr.controller.signals.base import BlindSignal, Context, Evidence
 
 
@@ -35,5 +36,5 @@ class Random(BlindSignal):
         risk = uniform.copy() if self.share is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]
-        both = torch.from_numpy(np.stack([risk, uniform])).to(self.context.device, non_blocking=True)
+        both = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
         return both[0], (both[1],)
