@@ -35,9 +35,10 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gnmr.config import Config, config_hash
+from gnmr.config import Config, config_hash, identity
 from gnmr.errors import UserError
 from gnmr.launch import load_composed, say
+from gnmr.training.folder import run_folder
 
 _LOOK_S = 1.0  # between two looks at the cells' records
 _SAY_S = 60.0  # between two lines while no cell ends
@@ -53,8 +54,6 @@ class Cell:
 
     def __init__(self, words: list[str], config: Config | None, number: int) -> None:
         """words: its overrides. config: None if they make no sense, which the run itself will say."""
-        from gnmr.training.run import run_folder
-
         self.words, self.config, self.number = words, config, number
         self.folder = None if config is None else run_folder(config)
         self.steps = 0 if config is None else config.training.steps
@@ -69,6 +68,13 @@ class Cell:
     @property
     def ended(self) -> bool:
         return self.done or self.failure is not None
+
+    def is_run_of(self, other: Cell) -> bool:
+        """Whether both are one run, which may be kept or watched in two ways. Two in one folder may be different."""
+        if self.config is None or other.config is None:
+            return False
+        seeds = self.config.training.seed, other.config.training.seed
+        return self.folder == other.folder and seeds[0] == seeds[1] and identity(self.config) == identity(other.config)
 
     def look(self) -> int:
         """Reads the folder again; returns the steps made since the last look."""
@@ -116,7 +122,6 @@ def step_seconds(config: Config) -> float:
     """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
     from gnmr.bench.steps import batch
     from gnmr.training.parts import assemble, train_step
-    from gnmr.training.run import run_folder
 
     parts = assemble(config, run_folder(config), say)
     step, micro_batches = train_step(parts), batch(parts)
@@ -254,8 +259,13 @@ class Sweep(Sweeper):
         cells: list[Cell] = []
         for words in BasicSweeper.split_arguments(overrides, None)[0]:
             cell = self._cell(words, len(cells), threads)
-            if cell.config is None or all(cell.config != other.config for other in cells):  # no run twice
+            twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
+            if twin is None:
                 cells.append(cell)
+            elif cell.config != twin.config:
+                both = {*cell.words} & {*twin.words}
+                mine, its = (" ".join(word for word in one.words if word not in both) for one in (cell, twin))
+                say(f"sweep: {mine} makes the run of {its} again: left out")
         jobs = min(jobs, len(cells))
         measure = step_seconds
         if options is not None:

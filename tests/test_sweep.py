@@ -89,6 +89,19 @@ def test_a_mistake_in_one_cell_leaves_the_others(gnmr, tiny_words, tmp_path):
     assert len(folders(tmp_path)) == 1 and done(tmp_path) == [0]
 
 
+def test_a_run_that_is_only_kept_otherwise_is_no_cell_of_its_own(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, "training.checkpoint_every=50,100", "-m")
+    assert ended.code == 0 and "sweep: 1 of 1 cell done, 0 failed" in ended.out
+    line = "sweep: training.checkpoint_every=100 makes the run of training.checkpoint_every=50 again: left out\n"
+    assert line in ended.out and len(folders(tmp_path)) == 1
+
+
+def test_two_runs_of_one_folder_are_refused(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, f"run_dir={tmp_path / 'run'}", SEEDS, "-m")
+    assert "holds a run of another config: training.seed is 0 there and 1 here" in ended.mistake
+    assert (tmp_path / "run" / "DONE").exists()
+
+
 def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
     assert "Key 'unknown' not in 'Config'" in gnmr("train", *tiny_words, SEEDS, "unknown=1", "-m").mistake
     assert "nowhere: there is no such folder" in gnmr("train", *tiny_words, "-m", "--config-dir=nowhere").mistake

@@ -35,7 +35,7 @@ class Batch:
         return cls(block[:, :-1], block[:, 1:], num_targets=block[:, 1:].numel())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on `device`; waits for no device."""
+        """The same on `device`, by copies that may wait for it (pageable memory)."""
         positions = None if self.positions is None else self.positions.to(device)
         return Batch(self.tokens.to(device), self.targets.to(device), positions, self.num_targets)
 

@@ -19,6 +19,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,18 +100,25 @@ def read_object(file: Path) -> dict[str, Any]:
     return tree
 
 
-def local(checkpoint: str) -> Path:
+def local(checkpoint: str, where: str | None = None) -> Path:
     """The folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into the hub's own cache.
 
-    UserError where it cannot be reached.
+    UserError where it cannot be reached. `where`: see `open_config`.
     """
-    open_config(checkpoint)
+    where = where or f"model.checkpoint={checkpoint}"
+    open_config(checkpoint, where)
     if (folder := Path(checkpoint).expanduser()).is_dir():
         return folder
-    with quiet(), _one_line(f"model.checkpoint={checkpoint}", local=False):
-        from huggingface_hub import snapshot_download
+    with quiet(), _one_line(where, local=False):
+        return _fetched(checkpoint)
 
-        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
+
+@cache
+def _fetched(name: str) -> Path:
+    """One commit of it for all of this process: the fingerprint is that of the weights that are loaded."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
 
 
 def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None) -> nn.Module:
@@ -121,14 +129,14 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     """
     where = where or f"model.checkpoint={checkpoint}"
     empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
-    if (folder := Path(checkpoint).expanduser()).is_dir():
-        check_files(folder)
+    folder = local(checkpoint, where)
+    check_files(folder)
     found: Any
-    with quiet(), _one_line(where, folder.is_dir()):
+    with quiet(), _one_line(where):
         from transformers import AutoModelForCausalLM
 
         found = AutoModelForCausalLM.from_pretrained(
-            _place(checkpoint),
+            str(folder),
             dtype=dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
@@ -213,19 +221,17 @@ class _AdapterLinear(nn.Linear):
 
 
 def fingerprint(checkpoint: str) -> str:
-    """sha256 over config and weight files (large ones: size and both ends), of a hub name over the name."""
-    folder, seen = Path(checkpoint).expanduser(), hashlib.sha256(checkpoint.encode())
-    if folder.is_dir():
-        seen = hashlib.sha256()
-        mine = ("config.json", "model.safetensors.index.json")
-        for file in sorted(p for p in folder.iterdir() if p.name in mine or p.suffix == ".safetensors"):
-            size = file.stat().st_size
-            seen.update(f"{file.name} {size}\0".encode())
-            with file.open("rb") as stream:
-                seen.update(stream.read(_ENDS))
-                if size > _ENDS:
-                    stream.seek(-_ENDS, os.SEEK_END)
-                    seen.update(stream.read())
+    """sha256 over config and weight files (large ones: size and both ends); of a hub name over what `local` fetched."""
+    seen = hashlib.sha256()
+    mine = ("config.json", "model.safetensors.index.json")
+    for file in sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors"):
+        size = file.stat().st_size
+        seen.update(f"{file.name} {size}\0".encode())
+        with file.open("rb") as stream:
+            seen.update(stream.read(_ENDS))
+            if size > _ENDS:
+                stream.seek(-_ENDS, os.SEEK_END)
+                seen.update(stream.read())
     return seen.hexdigest()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gnmr.records.reader import iter_jsonl
+from gnmr.records.reader import iter_jsonl, stored
 
 
 def encode(value: Any) -> Any:
@@ -58,10 +60,18 @@ class JsonLines:
 def cut_jsonl(path: Path, last_step: int) -> None:
     """Drops the rows after `last_step` and a torn last line. Rows stand in order of their step.
 
-    Truncating is one system call and needs no space, so it works on a full disk and cannot be half done.
+    Truncating is one system call and needs no space, so it works on a full disk and cannot be half done. A compressed
+    copy is unpacked first.
     """
-    if not path.exists():
+    found = stored(path)
+    if found is None:
         return
+    if found != path:
+        beside = path.with_name(path.name + ".tmp")
+        with gzip.open(found) as source, beside.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        os.replace(beside, path)
+        found.unlink()
     end = 0
     for row, after in iter_jsonl(path):
         if row["step"] > last_step:

@@ -21,6 +21,7 @@ from gnmr.records.schema import RatioRows, ratio_schema
 
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
 _UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order
+_Head = tuple[list[str], tuple[str, ...], int]  # units, columns, offset of the first row
 
 
 def _row_type(columns: Sequence[str]) -> np.dtype:
@@ -75,8 +76,8 @@ def _head(units: Sequence[str], columns: Sequence[str]) -> bytes:
     return json.dumps({"units": list(units), "columns": list(columns)}).encode() + b"\n"
 
 
-def _read_head(path: Path) -> tuple[list[str], tuple[str, ...], int] | None:
-    """(units, columns, offset of the first row); None for a file that is missing or ends within its first line."""
+def _read_head(path: Path) -> _Head | None:
+    """None for a file that is missing or ends within its first line."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -88,19 +89,16 @@ def _read_head(path: Path) -> tuple[list[str], tuple[str, ...], int] | None:
 
 
 def read_stream(path: Path) -> pa.Table:
-    """All whole rows of ratios.rows; none if it is missing."""
+    """All whole rows of ratios.rows; none if it is missing, FileNotFoundError if it is deleted meanwhile."""
     head = _read_head(path)
     if head is None:
         return ratio_schema(()).empty_table()
     units, columns, _ = head
-    return pa.Table.from_batches(list(_batches(path)), ratio_schema(columns, _metadata(units)))
+    return pa.Table.from_batches(list(_batches(path, head)), ratio_schema(columns, _metadata(units)))
 
 
-def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, head: _Head) -> Iterator[pa.RecordBatch]:
     """A file's whole rows, a row group at a time. Read, not mapped: a resumed run may cut it meanwhile."""
-    head = _read_head(path)
-    if head is None:
-        return
     units, columns, offset = head
     kind = _row_type(columns)
     schema = ratio_schema(columns, _metadata(units))
@@ -137,7 +135,7 @@ def stream_to_parquet(stream: Path, parquet: Path) -> None:
     schema = ratio_schema(()) if head is None else ratio_schema(head[1], _metadata(head[0]))
     try:
         with pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=["step", "unit"]) as writer:
-            for batch in _batches(stream):
+            for batch in () if head is None else _batches(stream, head):
                 writer.write_batch(batch)
         os.replace(beside, parquet)
     finally:

@@ -23,6 +23,8 @@ A run folder holds
     DONE or FAILED  last; FAILED holds the reason in one line
     .reserve        while it runs: space given up when the disk is full, so that summary.json and FAILED fit
 
+Any X.jsonl of a run that has ended may be kept as X.jsonl.gz instead: what reads it reads that.
+
 Steps count from 1. Files are the truth; the live view and W&B are views of them. JSON has no NaN or Inf: a non-finite
 number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` turns it back).
 """
@@ -132,6 +134,8 @@ SUMMARY_FIELDS: dict[str, str] = {
     "the mean of those before}; norms that are not finite are left out",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
+    "step_time_median_s": "median of step_time_s, s; null without steps",
+    "tokens_per_s": "tokens of a step over step_time_median_s; null without steps",
 }
 """A share or mean over nothing (no steps, no units) is null."""
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gnmr.records.reader import iter_jsonl, read_jsonl
@@ -47,7 +48,7 @@ def summarize(
     over: Counter[str] = Counter()
     saturation: dict[str, list[int]] = {}
     monitored: dict[str, Watched] = {}
-    wall_time_s = 0.0
+    times: list[float] = []
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
     for last, _ in iter_jsonl(folder / "steps.jsonl"):
         steps += 1
@@ -62,9 +63,10 @@ def summarize(
         if last["saved_bytes"] is not None:  # null under activation checkpointing
             saved_bytes += last["saved_bytes"]
             measured += 1
-        wall_time_s += last["step_time_s"]
+        times.append(last["step_time_s"])
     evals = read_jsonl(folder / "eval.jsonl")
     final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
+    step_time_s = median(times) if times else None
     unit_steps = steps * num_recoverable
     over_frac = {column: _share(number, unit_steps) for column, number in over.items()}
     summary = {
@@ -84,7 +86,9 @@ def summarize(
         "saturation_total": saturation,
         "monitored": {name: {"mean": seen.mean, "largest_gnmr": seen.largest} for name, seen in monitored.items()},
         "nonfinite_total": last["nonfinite_total"],
-        "wall_time_s": wall_time_s,
+        "wall_time_s": sum(times),
+        "step_time_median_s": step_time_s,
+        "tokens_per_s": last["tokens"] / last["step"] / step_time_s if step_time_s else None,
     }
     assert summary.keys() == SUMMARY_FIELDS.keys()
     return summary

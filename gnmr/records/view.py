@@ -228,6 +228,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("kept for backward, mean", None if saved is None else _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),
+        ("tokens/s, median step", None if summary["tokens_per_s"] is None else _si(summary["tokens_per_s"])),
     ]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)

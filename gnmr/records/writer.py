@@ -13,6 +13,7 @@ from typing import Any
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines, cut_jsonl, replace_json, replace_text
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
+from gnmr.records.reader import stored
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.summary import summarize
 
@@ -41,7 +42,7 @@ class RunWriter:
         self._reserve = folder / ".reserve"
         self._disk_full = False
         if resume_step is None:
-            found = next((name for name in (*_JSONL, *_RATIOS) if (folder / name).exists()), None)
+            found = next((name for name in (*_JSONL, *_RATIOS) if stored(folder / name)), None)
             if found is not None:
                 raise UserError(f"{folder} already holds the records of a run ({found}): resume it or choose another")
         with self._guard("its files"):
@@ -130,10 +131,8 @@ class RunWriter:
                 close()
 
     def _cut(self, last_step: int) -> None:
-        for name in _JSONL:
+        for name in (*_JSONL, _SCORES):
             cut_jsonl(self.folder / name, last_step)
-        if (self.folder / _SCORES).exists():
-            cut_jsonl(self.folder / _SCORES, last_step)
         stream, parquet = (self.folder / name for name in _RATIOS)
         if parquet.exists() and not stream.exists():
             parquet_to_stream(parquet, stream)

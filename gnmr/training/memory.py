@@ -23,11 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from gnmr import models
 from gnmr.config import Config
-from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.int8 import Int8Linear
 from gnmr.paths.plan import described
-from gnmr.training.parts import blocks_of, build_optim, check_sizes, device_of, with_paths
+from gnmr.training.parts import blocks_of, build_optim, device_of, empty_model, with_paths
 
 GB = 10**9
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
@@ -60,15 +59,8 @@ class MemoryPlan:
 
 def plan_run(config: Config) -> MemoryPlan:
     """The plan of a step of this run. UserError as the run itself would raise it; no weights are read."""
-    training, dtype = config.training, getattr(torch, config.training.dtype)
-    if config.model.checkpoint is not None:
-        model = pretrained.empty(config.model.checkpoint, dtype)
-        vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        check_sizes(config, model, vocab_size)
-    else:
-        vocab_size = config.data.vocab_size
-        with torch.device("meta"):
-            model = models.build(config.model, vocab_size, training.seq_len).to(dtype)
+    training = config.training
+    model, vocab_size = empty_model(config)
     device = torch.device("cuda") if training.device == "cuda" else device_of(training.device)
     plan = with_paths(model, config, device)
     optimizer, transform = build_optim(model, config)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,8 @@ from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 from gnmr.wiring import build_controller, build_plan
+
+_THREADS = torch.get_num_threads()  # before a run of this process sets its own
 
 
 @dataclass
@@ -76,9 +79,9 @@ class Blocks(Stateful, Protocol):
 def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
     training = config.training
-    if training.threads is not None:
-        torch.set_num_threads(training.threads)
+    torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     device = device_of(training.device)
+    _check_shapes(config, device)
     corpus = open_data(config, say)
     training_blocks(config, corpus, None)  # refuses a corpus shorter than a block
     validation(config, corpus, 1)
@@ -90,18 +93,65 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         model, plan = pretrained_model(config, device)
         check_sizes(config, model, corpus.vocab_size)
     torch.manual_seed(training.seed)
-    if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
-        raise UserError(
-            "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
-            "delayed scales; use a recipe without, or paths.backend=scaled_mm"
-        )
     if training.export_hf:
         pretrained.need("transformers", "training.export_hf=true")
     if training.compile:
         for layer in blocks_of(model):
             layer.compile()
+    controller = _controller(config, model, plan)
+    optimizer, transform = build_optim(model, config)
+    faults = build_faults(config, plan)
+    if faults is not None:
+        stress.append(faults)
+    base = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
+    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, base)
+
+
+def empty_model(config: Config) -> tuple[nn.Module, int]:
+    """The run's model on the meta device (shapes without contents) and its vocabulary's size; no weights are read.
+
+    A model of ours gets the vocabulary that data.* asks for.
+    """
+    dtype = getattr(torch, config.training.dtype)
+    if config.model.checkpoint is None:
+        with torch.device("meta"):
+            built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+        return built.to(dtype), config.data.vocab_size
+    model = pretrained.empty(config.model.checkpoint, dtype)
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    check_sizes(config, model, vocab_size)
+    return model, vocab_size
+
+
+def _check_shapes(config: Config, device: torch.device) -> None:
+    """UserError for paths, a controller, an optimizer or faults that the model cannot have: before its data is made.
+
+    What needs contents, and every warning, is left to the model itself.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model, _ = empty_model(config)
+            plan = with_paths(model, config, device)
+            build_optim(model, config)
+            build_faults(config, plan)
+            cold = replace(config.controller, warmup_frac=0.0)  # a warm-up reads which units to switch
+            _controller(replace(config, controller=cold), model, plan)
+        except UserError:
+            raise
+        except Exception:  # a signal, own ones too, may read what its units hold
+            return
+
+
+def _controller(config: Config, model: nn.Module, plan: Plan) -> Controller:
+    """The controller of conf/controller. UserError for one that this run cannot have, and what its step cannot show."""
+    training, record, observe = config.training, config.records.evidence, config.controller.observe
+    if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
+        raise UserError(
+            "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
+            "delayed scales; use a recipe without, or paths.backend=scaled_mm"
+        )
     try:
-        record, observe = config.records.evidence, config.controller.observe
         units = units_of(plan, model, observe)
         norms = norms_of(model, units, observe)
         controller = build_controller(config.controller, units, training.steps, training.seed, record, norms)
@@ -112,12 +162,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
         monitored(model, controller, config.records.monitor)
     except ValueError as error:
         raise UserError(f"records.monitor: {error}") from error
-    optimizer, transform = build_optim(model, config)
-    faults = build_faults(config, plan)
-    if faults is not None:
-        stress.append(faults)
-    base = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
-    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, base)
+    return controller
 
 
 def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | PackedCorpus:
@@ -301,6 +346,11 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
         raise UserError(
             f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
             "weights are frozen"
+        )
+    if config.training.activation_checkpointing and "gap_exact" in needs:
+        raise UserError(
+            f"{key('gap_exact')}: gap_exact holds a copy of every input until backward, which "
+            "training.activation_checkpointing=true is there to avoid; use gap_low, or turn that off"
         )
     if "spike_share" in needs and config.optim.name != "adamw":
         raise UserError(

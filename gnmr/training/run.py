@@ -6,53 +6,35 @@ Everything that can be wrong with what was asked for is found before the run fol
 from __future__ import annotations
 
 import errno
-import fcntl
 import math
-import platform
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-import gnmr
-from gnmr import models
-from gnmr.config import Config, config_hash, identity, read, to_dict
-from gnmr.controller import Decision
+from gnmr.config import Config, config_hash, to_dict
 from gnmr.data import Batch, PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
-from gnmr.paths import Plan, Recipe, Window
+from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
-from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.reader import read_json, read_jsonl, stored
 from gnmr.records.recorder import Recorder
-from gnmr.records.schema import RatioRows
-from gnmr.records.view import RunInfo
 from gnmr.training.checkpoint import Checkpointer, Stateful
+from gnmr.training.folder import check_folder, locked, run_folder, unexported
 from gnmr.training.optim import learning_rate
-from gnmr.training.parts import Blocks, Parts, assemble, device_of, tokens_of, train_step, training_blocks, validation
-from gnmr.training.provenance import commit, machine
+from gnmr.training.parts import Blocks, Parts, assemble, device_of, train_step, training_blocks, validation
+from gnmr.training.rows import Counters, fault_rows, header, ratio_rows, run_info, step_row
 from gnmr.training.scores import check_scores, score_now
-from gnmr.training.step import StepResult, evaluate
-
-
-@dataclass
-class Counters:
-    """Host state of a run besides the controller; saved in every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0
-    nonfinite_total: int = 0
-    nonfinite_streak: int = 0
+from gnmr.training.step import evaluate
 
 
 def run(config: Config, say: Callable[[str], None], command: str | None = None) -> Path:
@@ -64,9 +46,9 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
     training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
     """
     folder = run_folder(config)
-    _check_folder(folder, config)
+    check_folder(folder, config)
     reset_peak_memory(device_of(config.training.device))
-    if (folder / "DONE").exists() and not _unexported(config, folder):
+    if (folder / "DONE").exists() and not unexported(config, folder):
         _skip(config, folder, say)
         return folder
     try:
@@ -77,10 +59,10 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
     if not (folder / "DONE").exists():
         check_scores(parts)
-    with _locked(folder):
-        _check_folder(folder, config)  # again: another process may have ended this run meanwhile
+    with locked(folder):
+        check_folder(folder, config)  # again: another process may have ended this run meanwhile
         if (folder / "DONE").exists():
-            if _unexported(config, folder):
+            if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
                 if (newest := checkpointer.newest()) != config.training.steps:
                     raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
@@ -91,10 +73,6 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
             return folder
         _train(parts, say, command or shlex.join(sys.argv))
     return folder
-
-
-def _unexported(config: Config, folder: Path) -> bool:
-    return config.training.export_hf and not (folder / "hf").is_dir()
 
 
 def _skip(config: Config, folder: Path, say: Callable[[str], None]) -> None:
@@ -115,14 +93,6 @@ def _checkpointer(parts: Parts) -> Checkpointer:
     keep = parts.config.training.keep_checkpoints
     what = parts.model, parts.optimizer, parts.controller, parts.plan, _extras(parts)
     return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what)
-
-
-def run_folder(config: Config) -> Path:
-    """`run_dir`, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
-    if config.run_dir is not None:
-        return Path(config.run_dir).expanduser()
-    name = f"{config.arm_name}-{config_hash(config)}-s{config.training.seed}"
-    return Path(config.runs_dir).expanduser() / config.experiment_name / name
 
 
 def _owner(parts: Parts) -> str:
@@ -154,21 +124,12 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         counters = Counters(**host["counters"])
         blocks.load_state_dict(host["blocks"])
         say(f"continuing after step {newest} of {folder}")
-    started_before = (folder / "steps.jsonl").exists()
+    started_before = stored(folder / "steps.jsonl") is not None
 
-    info = RunInfo(
-        name=f"{config.experiment_name}/{folder.name}",
-        folder=folder,
-        arm=config.arm_name,
-        device=str(parts.device),
-        total_steps=training.steps,
-        num_units=len(parts.controller.units),
-        max_o=config.controller.max_o,
-        num_parameters=sum(p.numel() for p in parts.model.parameters()),
-        tokens_per_step=training.tokens_per_step,
-        start_step=counters.step,
-    )
-    with Recorder(info, config.records, counters.step if newest is not None or started_before else None) as recorder:
+    info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
+    resume_step = counters.step if newest is not None or started_before else None
+    with _sigterm_raised(), Recorder(info, config.records, resume_step) as recorder:
+        looping = False
         try:
             if newest is None:
                 recorder.say(str(parts.plan))
@@ -178,15 +139,19 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             )
             if parts.stress:
                 recorder.faults(fault_rows(parts))
+            looping = True
             with _signals() as stop:
                 status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
+            looping = False
             if status == "done":
                 export(parts)
                 if config.scores.tasks:
-                    recorder.scores(score_now(parts, counters.step, recorder.say))
+                    _score(parts, counters.step, recorder)
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
-        except KeyboardInterrupt:
-            recorder.finish("interrupted", "stopped by a second Ctrl-C, without a checkpoint")
+        except (KeyboardInterrupt, SystemExit):
+            outside = f"outside the step loop, after step {counters.step}"
+            how = "by a second Ctrl-C or SIGTERM, without a checkpoint" if looping else outside
+            recorder.finish("interrupted", f"stopped {how}")
             raise
         except BaseException as error:
             failure = _failure(error, counters.step)
@@ -228,11 +193,8 @@ def loop(
         step, every = counters.step, config.scores.every
         return bool(config.scores.tasks) and every is not None and 0 < step < training.steps and step % every == 0
 
-    def score() -> None:
-        recorder.scores(score_now(parts, counters.step, recorder.say))
-
-    if score_is_due() and counters.step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
-        score()  # the run ended in it
+    if score_is_due():
+        _score(parts, counters.step, recorder)
     streak_began, streak_unit = counters.step + 1 - counters.nonfinite_streak, "a step before the resumption"
     while counters.step < training.steps:
         began = time.perf_counter()
@@ -270,10 +232,16 @@ def loop(
         if stop or last or score_is_due() or step % training.checkpoint_every == 0:
             save()
         if score_is_due():
-            score()
+            _score(parts, counters.step, recorder)
         if stop and not last:
             return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
     return "done", None
+
+
+def _score(parts: Parts, step: int, recorder: Recorder) -> None:
+    """Scores after `step`, unless they are in the records already: the run was ended after them."""
+    if step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
+        recorder.scores(score_now(parts, step, recorder.say))
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -298,121 +266,10 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return None
 
 
-def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str, Any]:
-    """A row of `records.schema.STEP_FIELDS`."""
-    decision = result.decision
-    return {
-        "step": counters.step,
-        "tokens": counters.tokens,
-        "loss": result.loss,
-        "lr": result.lr,
-        "grad_norm_pre_clip": result.grad_norm_pre_clip,
-        "num_candidates": int(np.count_nonzero(decision.candidate)),
-        "num_active": int(np.count_nonzero(decision.in_force)),
-        "over": {column: decision.over(column) for column in decision.columns},
-        "statistics": result.statistics,
-        "monitored": result.monitored,
-        "saturation": result.saturation,
-        "saved_bytes": result.saved_bytes,
-        "saved_bytes_predicted": result.saved_bytes_predicted,
-        "skipped": result.skipped,
-        "nonfinite_total": counters.nonfinite_total,
-        "nonfinite_streak": counters.nonfinite_streak,
-        "nonfinite_unit": result.nonfinite_unit,
-        "step_time_s": seconds,
-    }
-
-
-def fault_rows(parts: Parts) -> list[dict[str, Any]]:
-    """Rows of `records.schema.FAULT_FIELDS` by their first step; outlier channels are at the units that touch them."""
-    windows = [] if parts.faults is None else list(parts.faults.windows)
-    gain = parts.config.model.outlier_channels.gain
-    for stress in parts.stress:
-        if isinstance(stress, models.OutlierWindow):
-            touched = set(stress.touched())
-            hit = [group for group in parts.plan.groups if any(o.unit_name in touched for o in group.operators)]
-            windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
-    rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
-    return [{"step": row.pop("start"), **row} for row in rows]
-
-
-def ratio_rows(decision: Decision) -> RatioRows:
-    """The decision as rows of `records.schema.ratio_schema`."""
-    return RatioRows(
-        step=decision.step,
-        units=decision.units,
-        observed=decision.observed,
-        norm=decision.norm,
-        columns=decision.columns | decision.evidence,
-        risk=decision.risk,
-        active=decision.in_force,
-        lock=decision.lock,
-    )
-
-
-def header(parts: Parts, command: str) -> dict[str, Any]:
-    """header.json: what a number needs beside it to be believed."""
-    config, corpus = parts.config, parts.corpus
-    return {
-        "gnmr": gnmr.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "command": command,
-        "machine": machine(parts.device),
-        "data": {
-            "name": config.data.name,
-            "fingerprint": corpus.fingerprint,
-            "train_tokens": len(tokens_of(corpus.train)),
-            "val_tokens": len(tokens_of(corpus.val)),
-            "vocab_size": corpus.vocab_size,
-        },
-        "units": parts.controller.names,
-        "cost": [unit.cost for unit in parts.controller.units],
-        "recoverable": parts.plan.recovery is not None,
-        "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
-        "checkpoint": parts.checkpoint,
-        "parameters": sum(p.numel() for p in parts.model.parameters()),
-        "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
-        "arm": config.arm_name,
-        "experiment": config.experiment_name,
-        "scale": config.scale_name,
-        "seed": config.training.seed,
-    }
-
-
 def _extras(parts: Parts) -> dict[str, Stateful]:
     """What else the next step depends on."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     return extras if parts.transform is None else extras | {"transform": parts.transform}
-
-
-def _check_folder(folder: Path, config: Config) -> None:
-    """UserError if the run folder holds another run, or any run where resuming is off."""
-    saved = folder / "config.yaml"
-    if not saved.exists():
-        # A run's lock is its first file: one that was killed before it wrote its config is known by it.
-        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
-        if folder.exists() and foreign:
-            raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
-        return
-    try:
-        earlier = read(saved)
-    except UserError as error:
-        raise UserError(f"{error}; choose another run_dir") from error
-    ours, theirs = identity(config), identity(earlier)
-    seed = "training.seed"
-    ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
-    for key in ours:
-        if ours[key] != theirs.get(key):
-            raise UserError(
-                f"{folder} holds a run of another config: {key} is {theirs.get(key)} there and {ours[key]} here; "
-                "choose another run_dir"
-            )
-    if config.training.resume == "never":
-        raise UserError(
-            f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
-        )
 
 
 def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
@@ -435,19 +292,17 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
+def _sigterm_raised() -> Iterator[None]:
+    """SIGTERM raises SystemExit, as Ctrl-C does KeyboardInterrupt: records are closed on the way out."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{folder} is being written by another process") from error
         yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

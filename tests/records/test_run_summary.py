@@ -26,6 +26,7 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
                 saturation={"input": [i, 0], "weight": [0, 1]} if i else {},
                 monitored={"norm": (2.0, 4.0, float("inf"), 1.5)[i]},
                 nonfinite_total=i // 2,
+                step_time_s=(0.25, 4.0, 0.5, 0.25)[i],
             )
         )
     writer.eval(eval_row(2))
@@ -48,7 +49,9 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "saturation_total": {"input": [6, 0], "weight": [0, 3]},
         "monitored": {"norm": {"mean": 2.5, "largest_gnmr": 2.0}},
         "nonfinite_total": 1,
-        "wall_time_s": 1.0,
+        "wall_time_s": 5.0,
+        "step_time_median_s": 0.375,
+        "tokens_per_s": 2048 / 0.375,
     }
 
 
@@ -60,6 +63,8 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     fractions = {key for key in summary if key.endswith("_frac") and key != "over_frac"} | {
         "final_val_loss",
         "saved_bytes_mean",
+        "step_time_median_s",
+        "tokens_per_s",
     }
     assert all(summary[key] is None for key in fractions) and summary["over_frac"] == {}
 

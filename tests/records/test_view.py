@@ -36,7 +36,8 @@ def drive(view: View, step_row: Make, eval_row: Make, ratio_rows: Make, folder: 
             view.eval(eval_row(step))
     view.say("a [bold]message[/bold]")
     time.sleep(0.3)  # one refresh
-    view.stop(summarize(folder, 4, 2, "failed", "why it failed"), ["next: gnmr report runs/x"])
+    summary = summarize(folder, 4, 2, "failed", "why it failed") | {"tokens_per_s": 5461.3}
+    view.stop(summary, ["next: gnmr report runs/x"])
     view.stop()
 
 
@@ -63,7 +64,7 @@ def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
     assert units == [(" ", "2"), ("●", "1"), (" ", "0"), (" ", "3")]  # inf first, NaN last, the active one marked
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "a [bold]message[/bold]" in text
-    assert re.search(r"reason\s+why it failed", text)
+    assert re.search(r"reason\s+why it failed", text) and re.search(r"tokens/s, median step\s+5\.46 k", text)
     assert text.rstrip().endswith("next: gnmr report runs/x")
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 

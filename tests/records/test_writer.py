@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 from gnmr.errors import RunFailed, UserError
 from gnmr.records import writer as writer_module
 from gnmr.records.files import JsonLines
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios, stored
 from gnmr.records.schema import STEP_FIELDS
+from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
@@ -110,6 +112,48 @@ def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Pat
     assert [row["step"] for row in read_jsonl(tmp_path / "events.jsonl")] == [0]
     RunWriter(tmp_path, 0).close()  # no checkpoint yet: all is written again
     assert read_jsonl(tmp_path / "events.jsonl") == []
+
+
+def packed(path: Path) -> Path:
+    """Its compressed copy, which takes its place."""
+    copy = path.with_name(path.name + ".gz")
+    copy.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return copy
+
+
+def test_rows_are_read_from_a_compressed_copy(tmp_path: Path, makers: tuple[Make, ...]) -> None:
+    run_to(tmp_path, 1, 3, None, makers).finish("failed", "why", 4, 2)
+    path = tmp_path / "steps.jsonl"
+    rows, summary = list(iter_jsonl(path)), read_json(tmp_path / "summary.json")
+    text, copy = path.read_bytes(), packed(path)
+    assert stored(path) == copy and list(iter_jsonl(path)) == rows and rows[-1][1] == len(text)
+    assert summarize(tmp_path, 4, 2, "failed", "why") == summary
+    with pytest.raises(UserError, match=r"already holds the records of a run \(steps\.jsonl\)"):
+        RunWriter(tmp_path, None)
+    RunWriter(tmp_path, 2).close()  # a run that goes on has its files plain
+    assert path.read_bytes() == text[: rows[1][1]] and not copy.exists()
+    copy = packed(path)
+    copy.write_bytes(copy.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"steps\.jsonl\.gz: damaged"):
+        read_jsonl(path)
+
+
+def test_ratios_are_read_while_the_run_ends(
+    tmp_path: Path, makers: tuple[Make, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream goes between a look for it and its reading."""
+    writer = run_to(tmp_path, 1, 3, None, makers)
+    want, plain = read_ratios(tmp_path), Path.open
+
+    def gone(path: Path, *args: Any) -> Any:
+        if path.name == "ratios.rows":
+            monkeypatch.undo()
+            writer.finish("done", None, 4, 2)
+        return plain(path, *args)
+
+    monkeypatch.setattr(Path, "open", gone)
+    assert read_ratios(tmp_path).equals(want) and not (tmp_path / "ratios.rows").exists()
 
 
 def test_resume_of_a_finished_run_takes_its_rows_from_parquet(tmp_path: Path, makers: tuple[Make, ...]) -> None:

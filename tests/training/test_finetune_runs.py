@@ -66,6 +66,29 @@ def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, lora: W
     assert differences(plain["state"]["model"], seen["state"]["model"]) == []
 
 
+def test_a_hub_name_is_known_by_the_weights_that_are_loaded(base: Path, tmp_path: Path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    from gnmr.models import pretrained
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pretrained, "_fetched", pretrained._fetched.__wrapped__)  # each fetch is a process's first
+    repository = tmp_path / "models--somebody--letters"
+    (repository / "refs").mkdir(parents=True)
+
+    def push(commit: str) -> Path:
+        (repository / "refs" / "main").write_text(commit)
+        return shutil.copytree(base, repository / "snapshots" / commit)
+
+    push("a" * 40)
+    assert pretrained.fingerprint("somebody/letters") == pretrained.fingerprint(str(base))
+    weight = load("somebody/letters", torch.float32, torch.device("cpu")).lm_head.weight
+    assert torch.equal(weight, load(str(base), torch.float32, torch.device("cpu")).lm_head.weight)
+    config = push("b" * 40) / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert pretrained.fingerprint("somebody/letters") != pretrained.fingerprint(str(base))
+
+
 def test_a_run_does_not_go_on_from_another_base(train, tmp_path: Path, lora: Words, base: Path) -> None:
     copy = copied(base, tmp_path / "base")
     own = [f"model.checkpoint={copy}" if word.startswith("model.checkpoint") else word for word in lora]

@@ -12,11 +12,15 @@ import time
 import pytest
 import torch
 from everything import in_child
+from omegaconf import OmegaConf
 
-from gnmr.config import config_hash
+from gnmr.config import config_hash, to_dict
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training.run import _locked, run, run_folder
+from gnmr.records.recorder import Recorder
+from gnmr.training import run as run_module
+from gnmr.training.folder import locked, run_folder
+from gnmr.training.run import run
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,21 @@ def test_a_folder_of_another_config_is_refused(word, line, copied, train):
     assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "line"),
+    [
+        ("threshold=2.0", None, "threshold is 2.0 there and not set here"),
+        (None, "threshold=null", "threshold is not set there and None here"),
+    ],
+)
+def test_an_option_that_only_one_of_both_has_is_a_difference(there, here, line, tiny, tmp_path):
+    words = [[f"controller.signal.options.{word}"] if word else [] for word in (there, here)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(tiny(*words[0])))))
+    with pytest.raises(UserError, match=f"controller.signal.options.{line}"):
+        run(tiny(f"run_dir={tmp_path / 'run'}", *words[1]), lambda _: None)
+
+
 def test_a_folder_of_something_else_is_refused(train, tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -128,7 +147,7 @@ def test_one_process_at_a_time(train, tmp_path):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with _locked(folder):
+        with locked(folder):
             os.write(write, b"x")
             time.sleep(60)
         os._exit(0)
@@ -153,6 +172,42 @@ def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monk
     assert (tmp_path / "run" / "FAILED").read_text() == "a defect; see the traceback\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "where", "name", "step"),
+    [(signal.SIGTERM, run_module, "export", 8), (signal.SIGINT, Recorder, "start", 0)],
+)
+def test_a_stop_outside_the_step_loop_is_no_failure(number, where, name, step, train, tmp_path, monkeypatch):
+    folder, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        patch.setattr(where, name, lambda *_: signal.raise_signal(number))
+        train(folder)
+    assert stopped.type is KeyboardInterrupt or stopped.value.code == 143
+    summary = read_json(folder / "summary.json")
+    assert summary["status"] == "interrupted"
+    assert summary["reason"] == f"stopped outside the step loop, after step {step}"
+    assert not (folder / "FAILED").exists() and not (folder / "DONE").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+    said: list[str] = []
+    assert (train(folder, say=said.append) / "DONE").exists()
+    assert said == ([f"continuing after step {step} of {folder}"] if step else [])
+
+
+def test_the_last_scores_are_made_once(train, tmp_path, monkeypatch):
+    """The run ended between its scores and DONE."""
+    made: list[int] = []
+
+    def score_now(_parts, step, _say):
+        made.append(step)
+        return {"step": step, "path": "16bit", "tasks": {}}
+
+    monkeypatch.setattr(run_module, "check_scores", lambda _: None)
+    monkeypatch.setattr(run_module, "score_now", score_now)
+    for _ in range(2):
+        folder = train(tmp_path / "run", "scores.tasks=[hellaswag]")
+        (folder / "DONE").unlink()
+    assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
+
+
 def test_a_cap_above_the_number_of_units_warns_and_caps(train, tmp_path):
     with pytest.warns(UserWarning, match="max_o=9 is above the number of units, 7: it caps there"):
         folder = train(tmp_path / "run", "controller.max_o=9", "controller.alpha=0.01")
@@ -175,6 +230,49 @@ def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tm
         with pytest.raises(UserError, match=line):
             run(tiny(f"run_dir={tmp_path / 'run'}", word), lambda _: None)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["paths.low=deepseek_v3", "paths.recovery=bf16"], "has 32 inputs: the recipe deepseek_v3 needs a multiple of"),
+        (["paths.low=fp8_hybrid", "paths.recovery=bf16", "paths.backend=int_mm"], "backend='int_mm'"),
+        (["controller.signal.name=gap", "paths.recovery=null"], "needs both paths"),
+        (["controller.signal.name=nothing"], "controller: "),
+        (["stress.kind=noise", "stress.windows=[[2,1]]", "stress.targets=[nothing]"], "stress: "),
+        (["records.monitor=[nothing]"], "records.monitor: "),
+        (
+            ["training.activation_checkpointing=true", "records.evidence=[gap_exact]"],
+            "records.evidence: gap_exact holds",
+        ),
+        (
+            ["training.activation_checkpointing=true", "controller.signal.name=gap_exact"],
+            "controller.signal.name=gap_exact: gap_exact holds a copy",
+        ),
+    ],
+)
+def test_what_the_model_cannot_have_is_told_before_its_data_is_made(words, line, tiny, tmp_path):
+    with pytest.raises(UserError) as told:
+        run(tiny(f"run_dir={tmp_path / 'run'}", "data.path=/nowhere", *words), lambda _: None)
+    assert line in str(told.value)
+
+
+def test_a_warning_about_paths_is_given_once(tiny, tmp_path):
+    words = ["paths.low=int4", "paths.recovery=int4", "controller.max_o=9"]
+    with pytest.warns(UserWarning) as told:
+        run_module.assemble(tiny(*words), tmp_path / "unused", lambda _: None)
+    messages = [str(each.message) for each in told]
+    assert len(messages) == len(set(messages)) == 2
+
+
+def test_threads_of_one_run_do_not_stay_for_the_next(tiny, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for threads, got in (("3", 3), ("null", before)):
+            run_module.assemble(tiny(f"training.threads={threads}"), tmp_path / "unused", lambda _: None)
+            assert torch.get_num_threads() == got
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_child_process_shares_nothing(tmp_path):

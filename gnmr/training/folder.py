@@ -1,0 +1,68 @@
+"""A run's folder: where it is, whose it is, and who may write to it. Needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gnmr.config import Config, config_hash, identity, read
+from gnmr.errors import UserError
+
+
+def run_folder(config: Config) -> Path:
+    """`run_dir`, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser()
+    name = f"{config.arm_name}-{config_hash(config)}-s{config.training.seed}"
+    return Path(config.runs_dir).expanduser() / config.experiment_name / name
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """UserError if the run folder holds another run, or any run where resuming is off."""
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        # A run's lock is its first file: one that was killed before it wrote its config is known by it.
+        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
+        if folder.exists() and foreign:
+            raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
+        return
+    try:
+        earlier = read(saved)
+    except UserError as error:
+        raise UserError(f"{error}; choose another run_dir") from error
+    ours, theirs = identity(config), identity(earlier)
+    seed = "training.seed"
+    ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
+    for key in ours | theirs:
+        there, here = (tree.get(key, "not set") for tree in (theirs, ours))
+        if there != here:
+            raise UserError(
+                f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
+                "choose another run_dir"
+            )
+    if config.training.resume == "never":
+        raise UserError(
+            f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
+        )
+
+
+def unexported(config: Config, folder: Path) -> bool:
+    return config.training.export_hf and not (folder / "hf").is_dir()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is being written by another process") from error
+        yield

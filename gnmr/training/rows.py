@@ -1,0 +1,131 @@
+"""What a run writes of itself: `gnmr.records.schema`'s rows and header, made of a step and of the parts."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import gnmr
+from gnmr import models
+from gnmr.controller import Decision
+from gnmr.paths import Window
+from gnmr.paths.plan import described
+from gnmr.records.schema import RatioRows
+from gnmr.records.view import RunInfo
+from gnmr.training.parts import Parts, tokens_of
+from gnmr.training.provenance import commit, machine
+from gnmr.training.step import StepResult
+
+
+@dataclass
+class Counters:
+    """Host state of a run besides the controller; saved in every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    nonfinite_total: int = 0
+    nonfinite_streak: int = 0
+
+
+def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
+    """What the views say about this run, which goes on after `start_step`."""
+    config = parts.config
+    return RunInfo(
+        name=name,
+        folder=parts.folder,
+        arm=config.arm_name,
+        device=str(parts.device),
+        total_steps=config.training.steps,
+        num_units=len(parts.controller.units),
+        max_o=config.controller.max_o,
+        num_parameters=sum(p.numel() for p in parts.model.parameters()),
+        tokens_per_step=config.training.tokens_per_step,
+        start_step=start_step,
+    )
+
+
+def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str, Any]:
+    """A row of `records.schema.STEP_FIELDS`."""
+    decision = result.decision
+    return {
+        "step": counters.step,
+        "tokens": counters.tokens,
+        "loss": result.loss,
+        "lr": result.lr,
+        "grad_norm_pre_clip": result.grad_norm_pre_clip,
+        "num_candidates": int(np.count_nonzero(decision.candidate)),
+        "num_active": int(np.count_nonzero(decision.in_force)),
+        "over": {column: decision.over(column) for column in decision.columns},
+        "statistics": result.statistics,
+        "monitored": result.monitored,
+        "saturation": result.saturation,
+        "saved_bytes": result.saved_bytes,
+        "saved_bytes_predicted": result.saved_bytes_predicted,
+        "skipped": result.skipped,
+        "nonfinite_total": counters.nonfinite_total,
+        "nonfinite_streak": counters.nonfinite_streak,
+        "nonfinite_unit": result.nonfinite_unit,
+        "step_time_s": seconds,
+    }
+
+
+def fault_rows(parts: Parts) -> list[dict[str, Any]]:
+    """Rows of `records.schema.FAULT_FIELDS` by their first step; outlier channels are at the units that touch them."""
+    windows = [] if parts.faults is None else list(parts.faults.windows)
+    gain = parts.config.model.outlier_channels.gain
+    for stress in parts.stress:
+        if isinstance(stress, models.OutlierWindow):
+            touched = set(stress.touched())
+            hit = [group for group in parts.plan.groups if any(o.unit_name in touched for o in group.operators)]
+            windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
+    rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
+    return [{"step": row.pop("start"), **row} for row in rows]
+
+
+def ratio_rows(decision: Decision) -> RatioRows:
+    """The decision as rows of `records.schema.ratio_schema`."""
+    return RatioRows(
+        step=decision.step,
+        units=decision.units,
+        observed=decision.observed,
+        norm=decision.norm,
+        columns=decision.columns | decision.evidence,
+        risk=decision.risk,
+        active=decision.in_force,
+        lock=decision.lock,
+    )
+
+
+def header(parts: Parts, command: str) -> dict[str, Any]:
+    """header.json: what a number needs beside it to be believed."""
+    config, corpus = parts.config, parts.corpus
+    return {
+        "gnmr": gnmr.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": command,
+        "machine": machine(parts.device),
+        "data": {
+            "name": config.data.name,
+            "fingerprint": corpus.fingerprint,
+            "train_tokens": len(tokens_of(corpus.train)),
+            "val_tokens": len(tokens_of(corpus.val)),
+            "vocab_size": corpus.vocab_size,
+        },
+        "units": parts.controller.names,
+        "cost": [unit.cost for unit in parts.controller.units],
+        "recoverable": parts.plan.recovery is not None,
+        "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
+        "checkpoint": parts.checkpoint,
+        "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
+        "arm": config.arm_name,
+        "experiment": config.experiment_name,
+        "scale": config.scale_name,
+        "seed": config.training.seed,
+    }
