@@ -13,8 +13,8 @@ OPERANDS = ("input", "weight", "grad_output", "result")
 
 
 def casts(comparison: Comparison) -> Table:
-    """Saturated elements and NaN of each operand's casts, a step; no rows where nothing was cast."""
-    columns = [f"{operand}\n{what}" for operand in OPERANDS for what in ("saturated", "NaN")]
+    """What each operand's casts saturated, and met of Inf and NaN, a step; no rows where nothing was cast."""
+    columns = [f"{operand}\n{what}" for operand in OPERANDS for what in ("saturated", "Inf, NaN")]
     table = Table(f"{comparison.name}: what the casts met", ["arm", *columns])
     for arm in comparison.arms:
         numbers = [_a_step(arm, operand, kind) for operand in OPERANDS for kind in (0, 1)]
@@ -22,7 +22,7 @@ def casts(comparison: Comparison) -> Table:
             table.rows.append([arm.label, *(NOTHING if number is None else f"{number:,.3g}" for number in numbers)])
     table.notes = [
         "Elements a step, all units together, each cast counted once; means over steps and done seeds. Saturated: more "
-        "than the format can say under the scale of its group."
+        "than the format can say under the scale of its group; Inf, NaN: there before the cast."
     ]
     return table
 
