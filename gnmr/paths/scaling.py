@@ -72,14 +72,14 @@ def nan_unless_finite(x: Tensor) -> Tensor:
     return x - x
 
 
-def count_nonfinite(x: Tensor, largest: Tensor) -> Tensor:
+def count_nonfinite(x: Tensor, largest: Tensor) -> Tensor | None:
     """How many elements of `x`, whose largest magnitudes these are, are Inf or NaN: a scalar (int64) on its device.
 
-    On CPUs, where looking waits for nothing, elements are looked at only where one of the largest tells of some.
+    On CPUs, where looking waits for nothing, the elements are looked at only where one of the largest tells of some.
+    None: there are none.
     """
-    of_largest = nan_unless_finite(largest)
-    if x.device.type == "cpu" and not bool((of_largest != of_largest).any()):
-        return torch.zeros((), dtype=torch.int64)
+    if x.device.type == "cpu" and nan_unless_finite(largest).sum().item() == 0:
+        return None
     bad = nan_unless_finite(x)
     return (bad != bad).sum()
 

@@ -66,9 +66,9 @@ class Met:
     """max|group| of every group, NaN where there is a NaN."""
     saturated: Tensor | None
     """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
-    nonfinite: Tensor
-    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one becomes NaN); and those
-    that an injected fault made so."""
+    nonfinite: Tensor | None
+    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one becomes NaN), and those
+    that an injected fault made so; None where it is known that there are none."""
     unit: int | None = None
     """The operator for which it counts: the first that ran with it."""
     counted: bool = False
