@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gnmr.report.arms import Arm, paired_difference
@@ -92,6 +92,7 @@ def against_baseline(comparison: Comparison) -> list[Table]:
         if baseline is not None and baseline is not arm:
             found.setdefault(baseline.label, (baseline, []))[1].append(arm)
     tables = []
+    shown = gap_tests(comparison.siblings or [comparison])
     for baseline, arms in found.values():
         table = Table(f"{comparison.name}: against {baseline.label}", ["arm", *TESTED, "gap\nclosed"])
         family = [paired(arm.outcomes, baseline.outcomes) for arm in arms]
@@ -100,7 +101,7 @@ def against_baseline(comparison: Comparison) -> list[Table]:
         table = table.without_empty([_D_Z, "gap\nclosed"])
         table.notes = [_how_tested(family)]
         if "gap\nclosed" in table.columns:
-            table.notes += _unclear_gaps(comparison, arms)
+            table.notes += _unclear_gaps(comparison, arms, shown)
         tables.append(table)
     return tables
 
@@ -232,15 +233,16 @@ def _gap(comparison: Comparison, arm: Arm, expected: int) -> str:
     return f"{100 * closed[0]:.0f} %" + (f" (n={closed[1]})" if closed[1] != expected else "")
 
 
-def _unclear_gaps(comparison: Comparison, arms: Iterable[Arm]) -> list[str]:
-    """What the gap is, and the line that says where it is itself not shown."""
+def _unclear_gaps(
+    comparison: Comparison, arms: Iterable[Arm], shown: Mapping[tuple[int, int], tuple[float | None, str]]
+) -> list[str]:
+    """What the gap is, and the line that says where it is itself not `shown` (`gap_tests`)."""
     notes = []
-    gaps = gap_tests(comparison.siblings or [comparison])
     for arm in arms:
         low, recovery = comparison.low(arm), comparison.recovery(arm)
         if low is None or recovery is None or low is recovery:
             continue
-        p, found = gaps[id(low), id(recovery)]
+        p, found = shown[id(low), id(recovery)]
         told = f"Gap closed: share of the way from {low.label} to {recovery.label}, mean log perplexities."
         if found != WORSE:
             over = "" if p is None else f" (p = {p:.3f} by Holm over the experiment's pairs of static arms)"

@@ -49,6 +49,7 @@ def check_folder(folder: Path, config: Config) -> None:
 
 
 def unexported(config: Config, folder: Path) -> bool:
+    """Whether training.export_hf asks for a folder hf/ that is not there yet."""
     return config.training.export_hf and not (folder / "hf").is_dir()
 
 

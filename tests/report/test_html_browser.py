@@ -260,5 +260,5 @@ def test_a_large_run_opens_soon(browser: Any, tmp_path: Path) -> None:
         began = time.perf_counter()
         opened(browser, tmp_path / "report.html")
         took.append(time.perf_counter() - began)
-    assert min(took) < 3 * shared
+    assert min(took) < min(3 * shared, 15)
     assert browser.get_log("browser") == []
