@@ -2,7 +2,8 @@
 
 simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
 scaled_mm    `torch._scaled_mm` on operands of one byte (`fp8.py`): GPUs of compute capability 8.9 or newer (Ada,
-             Hopper, Blackwell). CPUs have the function too, without being faster: good for testing
+             Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the function too, for one scale
+             a tensor and without being faster: good for testing
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
 te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and
@@ -50,11 +51,12 @@ def _missing(
     """(why `kind` does not run it; None: it does; what to use then). `auto`: nobody asked for `kind`."""
     if kind == "int_mm":
         return int8.missing(recipe, linears, device), "backend='simulated'" if recipe.integer else "backend='auto'"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        device = torch.device("cpu")  # which runs what GPUs with FP8 do
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     if kind == "te":
-        return te.missing(recipe, linears, device), "backend='scaled_mm' or 'simulated'"
-    return fp8.missing(recipe, linears, device, auto), "backend='simulated'"
+        here = torch.device("cpu") if elsewhere else device
+        return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
+    there = None if elsewhere and not auto else torch.device("cpu") if elsewhere else device
+    return fp8.missing(recipe, linears, there, auto), "backend='simulated'"
 
 
 def check_backend(backend: str) -> None:

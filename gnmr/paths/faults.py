@@ -19,9 +19,9 @@ tensor; evaluation is exact as ever.
 
 **Choice**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the rows
 that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means the
-same everywhere; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. FP8 codes
-of `scaled_mm` have one scale a tensor: unless all rows are hit it stays the sound one, to which the broken rows are
-rounded once more. An operator in recovery is not hit in the GEMMs either that recovery leaves to the low recipe.
+same everywhere; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
+codes of `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken
+rows are rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe.
 Elements that a fault saturates, or turns into NaN or Inf, are counted as others are (`Plan.saturation`).
 
 What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device), never on a
@@ -111,15 +111,13 @@ class Fault:
         reference: Callable[[Tensor], Tensor] | None,
         generator: torch.Generator,
         largest: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Met]:
-        """As `simulated.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), a row, and what was met.
+    ) -> tuple[Tensor, Tensor, Met]:
+        """As `simulated.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), and what was met.
 
-        The row, (1,) int64, is one that is not hit, a hit one where all are. `reference`: of delayed
-        scales, see `simulated`; `largest` as above. Does not wait for the device.
+        `reference`: of delayed scales, see `simulated`; `largest` as above. Does not wait for the device.
         """
         fmt, count = cast.format, len(x)
-        order = self._order(count, generator)
-        hit = order[: self._hits(count)]
+        hit = self._order(count, generator)[: self._hits(count)]
         scale, groups = scale_of_each(x, cast, contraction_dim, reference)
         lost = scale.isnan()  # they share a scale with an Inf or NaN, fault or no fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
@@ -138,7 +136,7 @@ class Fault:
             values[hit] = flipped
         values.mul_(scale)
         nonfinite = torch.where(lost, ~x.isfinite(), ~values.isfinite()).sum()
-        return values, scale, order[-1:], Met(groups, saturated, nonfinite)
+        return values, scale, Met(groups, saturated, nonfinite)
 
     def _hits(self, count: int) -> int:
         return max(1, round(self.share * count))
@@ -213,7 +211,7 @@ class Injector:
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Met]:
+    ) -> tuple[Tensor, Tensor, Met]:
         """The broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
         return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
 

@@ -1,71 +1,105 @@
 """FP8 GEMMs as the hardware runs them: backend scaled_mm (`backends.py`).
 
-scaled_mm runs what has one scale a tensor: `fp8_hybrid`, `fp8_delayed` and their like, and GEMMs that cast nothing. The
-casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
-sums, and that values stay codes until the product, so that nothing is rounded to bfloat16 in between. For scales that
-are powers of two and sums that float32 holds exactly both give the same bits. What is kept for backward is the codes:
-one byte an element, shared as in the simulation, and four bytes for the scale.
+scaled_mm runs GEMMs that cast nothing, and those whose operands are both E4M3 or E5M2 (one of them E4M3) under
+
+    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer
+    tiles and blocks        `deepseek_v3`; blocks in one operand only: 9.0 (Hopper) alone, with CUDA 12.9 or newer
+    mx                      `mxfp8`: 10.0 (Blackwell) or newer
+
+The last two were never run on hardware by us: `auto` leaves them alone, who asks for them by name gets them.
+
+The casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
+sums, and that a value's scale meets the product, so that nothing is rounded to bfloat16 in between. For scales
+that are powers of two and sums that float32 holds exactly both give the same bits. What is kept for backward is the
+codes: one byte an element, shared as in the simulation, and the scales.
 
 The hardware reads the first operand row by row and the second column by column; where a GEMM meets them the other way
 round the codes are transposed, one byte an element. Dimensions must be multiples of 16: widths are checked when the
-model is converted, and missing tokens of wgrad's contraction are filled with zeros, which add nothing.
+model is converted, and missing tokens are filled with zeros, which add nothing (`codes.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from gnmr.paths.codes import E8M0, MULTIPLE, Codes, product
 from gnmr.paths.formats import FloatFormat
 from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
-from gnmr.paths.scaling import count_nonfinite, largest_magnitude, scale_of
-from gnmr.paths.simulated import BEYOND, Met, Pass, linear_backward, remember, simulated_linear
+from gnmr.paths.scaling import count_nonfinite, largest_magnitude
+from gnmr.paths.simulated import (
+    BEYOND,
+    Met,
+    Pass,
+    linear_backward,
+    remember,
+    scale_of_each,
+    scale_under,
+    simulated_linear,
+)
 
 if TYPE_CHECKING:
     from gnmr.paths.faults import Injector
     from gnmr.paths.probe import MeasuredCasts
     from gnmr.paths.saved import PathLinear
 
-_CAPABILITY = (8, 9)
-_MULTIPLE = 16
+_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx"}
+"""Scale: what its hardware is known by."""
+_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "tile": ((9, 0), " (Hopper)"), "mx": ((10, 0), " (Blackwell)")}
+_TILE_CUDA = (12, 9)
 
 
-def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device, auto: bool) -> str | None:
-    """Why `torch._scaled_mm` cannot run the recipe in these linears on `device`; None: it can.
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device | None, auto: bool) -> str | None:
+    """Why scaled_mm cannot run the recipe in these linears on `device`; None: it can.
 
-    `auto`: nobody asked for it. Then CPUs, which have it for tests, count as without.
+    `device` None: one that has the hardware. `auto`: nobody asked for it. Then CPUs, which have it for tests, count as
+    without, and so does what no hardware has run yet.
     """
     if (unfit := _recipe_missing(recipe)) is not None:
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
-    return _device_missing(device, "auto" if auto else "scaled_mm") or width_missing(linears)
+    unseen = [cast for name in GEMMS for cast in getattr(recipe, name).casts if _KINDS[cast.scale] != "tensor"]
+    if auto and unseen:
+        return f"it has {unseen[0]}, which scaled_mm was never seen to run on hardware; backend=scaled_mm tries it"
+    return _device_missing(device, recipe, auto) or width_missing(linears)
 
 
 def _recipe_missing(recipe: Recipe) -> str | None:
     """What it does that scaled_mm cannot, as a predicate; None: it runs."""
-    takes = "torch._scaled_mm takes E4M3 and E5M2 under one scale a tensor"
+    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, in tiles and blocks, and mx"
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
         operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
         for cast in gemm.casts:
-            one_scale = cast.scale in ("tensor", "delayed")
-            if not (one_scale and isinstance(cast.format, FloatFormat) and cast.format.native is not None):
+            real = isinstance(cast.format, FloatFormat) and cast.format.native is not None
+            if not (real and cast.scale in _KINDS):
                 return f"has {cast} in {name}, and {takes}"
         if gemm.result is not None or len(operands) == 1:
             return f"casts something else than both operands of {name}"
         if {cast.format.name for cast in operands} == {"e5m2"}:
             return f"has E5M2 for both operands of {name}, which no hardware multiplies"
+        if len({_KINDS[cast.scale] for cast in operands}) > 1 or [cast.scale for cast in operands] == ["block"] * 2:
+            return f"has {' and '.join(map(str, operands))} in {name}, which no hardware multiplies"
     return None
 
 
-def _device_missing(device: torch.device, backend: str) -> str | None:
-    if device.type == "cpu" and backend == "scaled_mm":
-        return None
-    return capability_missing(device, _CAPABILITY, " (Ada, Hopper)")
+def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> str | None:
+    """What the device lacks for one of the scales of the recipe."""
+    for kind in dict.fromkeys(_KINDS[cast.scale] for name in GEMMS for cast in getattr(recipe, name).casts):
+        if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
+            continue
+        if (lacking := capability_missing(device, *_LEAST[kind])) is not None:
+            return lacking
+        if kind == "tile":
+            major, minor = torch.cuda.get_device_capability(device)
+            if major > _LEAST[kind][0][0]:
+                return f"its tiles need compute capability 9.0 (Hopper) and no other, this GPU has {major}.{minor}"
+            if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
+                return f"its tiles need a PyTorch of CUDA 12.9 or newer, this one has {torch.version.cuda}"
+    return None
 
 
 def capability_missing(device: torch.device, least: tuple[int, int], known_as: str = "") -> str | None:
@@ -80,7 +114,7 @@ def capability_missing(device: torch.device, least: tuple[int, int], known_as: s
 
 
 def width_missing(
-    linears: dict[str, nn.Linear], multiple: int = _MULTIPLE, reader: str = "FP8 hardware", where: str = ""
+    linears: dict[str, nn.Linear], multiple: int = MULTIPLE, reader: str = "FP8 hardware", where: str = ""
 ) -> str | None:
     """The first width of these linears that `reader` cannot read; None: it can read all."""
     for name, linear in linears.items():
@@ -90,44 +124,38 @@ def width_missing(
     return None
 
 
-class Codes(NamedTuple):
-    """A matrix in a format of eight bits: codes * scale."""
-
-    codes: Tensor
-    """(N, D), of the format's own dtype."""
-    scale: Tensor
-    """A scalar in float32."""
-
-    def t(self) -> Codes:
-        return Codes(self.codes.t(), self.scale)
-
-
 class _RealPass(Pass):
     """A pass whose casts give `Codes`."""
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
     ) -> tuple[Codes, Met]:
-        fmt, wide = cast.format, x.float()
+        fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
-        largest = largest_magnitude(wide, (0, 1))
-        scale = scale_of(largest if reference is None else reference(largest), fmt, torch.float32)
-        saturated = (wide.abs() > scale * (fmt.max * BEYOND)).sum() if cast.scale == "delayed" else None
-        codes = (wide / scale).clamp_(-fmt.max, fmt.max).to(fmt.native)
-        return Codes(codes, scale.view(())), Met(largest, saturated, count_nonfinite(x, largest))
+        groups = _groups(x.float(), cast, contraction_dim)
+        largest = largest_magnitude(groups, (1, 3))
+        scale = scale_under(cast, largest if reference is None else reference(largest))
+        saturated = None
+        if cast.scale in ("delayed", "mx"):
+            saturated = _matrix(groups.abs() > scale * (fmt.max * BEYOND), x).sum()
+        scaled = (groups / scale).clamp_(-fmt.max, fmt.max)
+        return _codes(scaled, scale, x, cast, fmt.native), Met(largest, saturated, count_nonfinite(x, largest))
 
     def break_(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
     ) -> tuple[Codes, Met]:
-        # The codes have one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
+        # A group has one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
-        values, scales, sound, met = self.fault.quantize(x, cast, contraction_dim, reference)
-        scale = scales.index_select(0, sound)[0, 0]
-        scaled = values / scale
+        values, scales, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        sound, _ = scale_of_each(x, cast, contraction_dim, reference)
+        each = _groups(scales, cast, contraction_dim)
+        lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
+        scale = torch.where(lowest == highest, highest, _groups(sound, cast, contraction_dim)[:, :1, :, :1])
+        scaled = _groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
-        codes = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan).to(fmt.native)
-        return Codes(codes, scale), met
+        scaled = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan)
+        return _codes(scaled, scale, x, cast, fmt.native), met
 
     def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
         return product(a, b, dtype)
@@ -137,19 +165,33 @@ class _RealPass(Pass):
 
     @staticmethod
     def values(x: Tensor | Codes, every: int = 1) -> Tensor:
-        return x[::every].float() if isinstance(x, Tensor) else x.codes[::every].float() * x.scale
+        return x[::every].float() if isinstance(x, Tensor) else x.values()[::every]
 
 
-def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
-        return a @ b
-    # Rows of a and columns of b lie in one piece, and so does what fills them up.
-    rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
-    if short := -rows.shape[1] % _MULTIPLE:
-        rows, columns = (F.pad(x.view(torch.uint8), (0, short)).view(x.dtype) for x in (rows, columns))
-    return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+def _groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
+    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones."""
+    rows, columns = x.shape
+    group = cast.group(contraction_dim)
+    height, width = group[0] or rows, group[1] or columns
+    if short := -rows % height:
+        x = torch.cat([x, x[-1:].expand(short, -1)])
+    if short := -columns % width:
+        x = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1)
+    return x.view(x.shape[0] // height, height, x.shape[1] // width, width)
+
+
+def _matrix(groups: Tensor, x: Tensor) -> Tensor:
+    """What `_groups` made of a matrix of the shape of `x`, as that matrix again."""
+    return groups.view(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
+
+
+def _codes(scaled: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
+    """Of numbers divided by their `scale`, both as `_groups` are, those of `x` (N, D)."""
+    codes = _matrix(scaled.to(dtype), x).contiguous()
+    if cast.scale in ("tensor", "delayed"):
+        return Codes(codes, scale.view(()))
+    found = scale[:, 0, :, 0]
+    return Codes(codes, found.to(E8M0) if cast.scale == "mx" else found)
 
 
 class _ScaledLinear(torch.autograd.Function):

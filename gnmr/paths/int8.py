@@ -180,7 +180,7 @@ class _IntPass(Pass):
             return super().break_(x, cast, contraction_dim, reference)
         assert self.fault is not None
         x, columns, kept = _without_outliers(x, cast.outliers)
-        values, scales, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        values, scales, met = self.fault.quantize(x, cast, contraction_dim, reference)
         scale = scales[:, :1]
         codes = (values / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
         # An integer is always finite: what is not shows in the row's scale.

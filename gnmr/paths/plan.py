@@ -267,7 +267,11 @@ def kept_bytes(operator: PathLinear, path: Path, rows: int, dtype: torch.dtype) 
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
-        return rows * width + torch.float32.itemsize  # codes under one scale
+        cast = path.wgrad.input
+        assert cast is not None
+        height, columns = cast.group(0)
+        scales = -(-rows // (height or rows)) * -(-width // (columns or width))
+        return rows * width + scales * (1 if cast.scale == "mx" else torch.float32.itemsize)
     return rows * width * dtype.itemsize
 
 

@@ -56,8 +56,8 @@ which simulated GEMMs run: those of 16 bits add up in FP32. Where cuBLAS splits 
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False forbids it, and is for the user to set.
 **Choice**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32: for
 that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14 bits
-(partial sums to FP32 every 128 products) has no counterpart. **Choice**: deepseek_v3 and mxfp8 are simulated, or run by
-Transformer Engine (`backend=te`); `torch._scaled_mm` is used here with one scale a tensor only.
+(partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless
+`backend` asks for `scaled_mm` or `te`, which were not run on such hardware yet.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gnmr.paths.saved import PathLinear, Read
 
 _AT_ONCE = 2**17
-"""Elements that a CPU takes at a time, so that they stay in its cache between the dozen passes over them."""
+"""Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
 _MOST = 2**26
 """Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
 
@@ -90,8 +90,8 @@ def _quantize(
     values = torch.empty_like(groups, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
     # Pieces of one size: a short last one would cost its dozen calls for little.
-    pieces = round(padded.numel() / _AT_ONCE) if on_cpu else math.ceil(padded.numel() / _MOST)
-    at_once = math.ceil(len(groups) / max(1, pieces))
+    pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
+    at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
     limit = cast.format.max * BEYOND
@@ -117,7 +117,10 @@ def _quantize(
             # 1.0 or 0.0: on CPUs much faster than bool.
             beyond = torch.gt(magnitudes, scale * limit, out=magnitudes)
             saturated.append(beyond.flatten(1).sum(dim=1))
-        worked.div_(scale)
+        if cast.scale == "mx":  # by a power of two: the same number, and much faster for so small groups
+            worked.mul_(scale.reciprocal())
+        else:
+            worked.div_(scale)
         if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
         out.copy_(cast.format.round(worked, room).mul_(scale))
@@ -276,7 +279,7 @@ class Pass:
     ) -> tuple[Any, Met]:
         """As `quantize`, of an input under the fault."""
         assert self.fault is not None
-        values, _, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        values, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
         return values.to(x.dtype), met
 
     def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr import config
 from gnmr.paths import BACKENDS, Plan, backends, convert, fp8
+from gnmr.paths.faults import Fault, FaultSchedule
 from gnmr.paths.recipes import GEMMS, RECIPES
 
 RECOVERED = [
@@ -131,6 +132,18 @@ def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
     assert plan.saturation()["input"].tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize(("share", "factor"), [(0.5, 1.0), (1.0, 3.0)])
+def test_the_scale_of_broken_codes_is_the_sound_one_unless_all_rows_are_hit(share: float, factor: float) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    for seed in range(4):  # other rows are hit
+        schedule = FaultSchedule(plan, Fault("scale_up", 3.0, share), ["0"], steps=1, windows=[(1, 1)], seed=seed)
+        schedule.begin_step(1)
+        y = net(X.clone().requires_grad_())
+        assert y.requires_grad
+        assert plan.operators[0].kept()[1] == factor * 2.0**-3
+
+
 def test_delayed_scales_saturate_and_are_counted_alike() -> None:
     counts = []
     for backend in ("scaled_mm", "simulated"):
@@ -171,11 +184,11 @@ def test_no_rows_at_all() -> None:
     [
         (
             "sim_e3m2",
-            "the recipe sim_e3m2 has e3m2/row in fprop, and torch._scaled_mm takes E4M3 and E5M2 under one scale",
+            "the recipe sim_e3m2 has e3m2/row in fprop, and scaled_mm takes E4M3 and E5M2 under one scale",
         ),
         ("sim_e4m3", "the recipe sim_e4m3 has e4m3/row in fprop"),
-        ("deepseek_v3", "the recipe deepseek_v3 has e4m3/tile in fprop"),
-        ("mxfp8", "the recipe mxfp8 has e4m3/mx in fprop"),
+        ("deepseek_v3", r"needs a GPU of compute capability 9.0 or newer \(Hopper\), the model is on cpu"),
+        ("mxfp8", r"needs a GPU of compute capability 10.0 or newer \(Blackwell\), the model is on cpu"),
     ],
 )
 def test_a_recipe_that_it_cannot_run_is_named(low: str, said: str) -> None:
@@ -192,9 +205,7 @@ def test_widths_that_hardware_cannot_read() -> None:
 
 def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu, linears = torch.device("cuda"), torch.device("cpu"), {"0": nn.Linear(32, 48)}
-    monkeypatch.setattr(
-        fp8, "_device_missing", lambda _device, backend, plain=fp8._device_missing: plain(cuda, backend)
-    )
+    monkeypatch.setattr(fp8, "_device_missing", lambda _device, *how, plain=fp8._device_missing: plain(cuda, *how))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     hybrid = RECIPES["fp8_hybrid"]
     with pytest.raises(
@@ -215,9 +226,9 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
         (
             "deepseek_v3",
             (9, 0),
-            "recipe deepseek_v3 is simulated: it has e4m3/tile in fprop, and torch._scaled_mm takes",
+            "recipe deepseek_v3 is simulated: it has e4m3/tile, which scaled_mm was never seen to run on hardware",
         ),
-        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx in fprop"),
+        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx, which scaled_mm"),
         ("fp8_hybrid", (8, 0), "recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"),
         ("fp8_hybrid", (9, 0), None),
         ("sim_e3m2", (9, 0), None),
