@@ -38,13 +38,18 @@ def train(argv: list[str]) -> None:
     """Runs `gnmr train` with these words. Raises what Hydra and the runs raise; `cli` turns it into exit codes."""
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
-        argv = overrides_first(argv)
+        argv = overrides_first([in_full(word) for word in argv])
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if sweeping and any(word.replace(" ", "").lower() == "plan=true" for word in argv):
         raise UserError("plan=true: plans one run; leave out -m")
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
+
+
+def in_full(word: str) -> str:
+    """`recipe.backend=` as the config calls it: what runs a recipe is said beside it, or with the other paths."""
+    return word.replace("recipe.", "paths.", 1) if word.startswith("recipe.backend=") else word
 
 
 def overrides_first(argv: list[str]) -> list[str]:
@@ -225,7 +230,7 @@ def compose(overrides: list[str]) -> schema.Config:
 
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load_composed(hydra_compose("config", overrides, return_hydra_config=True))
+        return load_composed(hydra_compose("config", [in_full(word) for word in overrides], return_hydra_config=True))
 
 
 def load_composed(composed: DictConfig) -> schema.Config:

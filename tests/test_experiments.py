@@ -46,6 +46,11 @@ def test_every_choice_composes(group):
         assert named == choice or (group == "controller" and choice.startswith(f"{named}_"))  # a calibration of it
 
 
+def test_what_runs_a_recipe_can_be_said_beside_it() -> None:
+    paths = launch.compose(["recipe=fp8_hybrid", "recipe.backend=scaled_mm"]).paths
+    assert (paths.low, paths.backend) == ("fp8_hybrid", "scaled_mm")
+
+
 def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
