@@ -72,13 +72,11 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
     """
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:
-        in_force, generator = [operator.recovering for operator in plan.operators], plan.state_dict()
-        for index, group in enumerate(plan.groups):
-            group.switch(index in recovering)
         model.zero_grad(set_to_none=True)
-        rehearsing, plan.shared.rehearsing = plan.shared.rehearsing, True
-        backward()
-        plan.shared.rehearsing = rehearsing
+        with plan.rehearsal():
+            for index, group in enumerate(plan.groups):
+                group.switch(index in recovering)
+            backward()
         grads = [
             [
                 torch.zeros_like(p) if p.grad is None else p.grad
@@ -89,10 +87,6 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
             for group in plan.groups
         ]
         model.zero_grad(set_to_none=True)
-        plan.shared.forget()
-        plan.load_state_dict(generator)
-        for operator, was in zip(plan.operators, in_force, strict=True):
-            operator.switch(was)
         return [torch.cat([grad.flatten().double() for grad in own]) for own in grads]
 
     def squares(ones: list[Tensor], others: list[Tensor]) -> np.ndarray:

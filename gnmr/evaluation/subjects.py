@@ -102,20 +102,11 @@ def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
         with plan.exact():
             yield
         return
-    before, state = [(operator.recovering, operator.fault) for operator in plan.operators], plan.state_dict()
-    rehearsing, plan.shared.rehearsing = plan.shared.rehearsing, True
-    try:
+    with plan.rehearsal():
         for operator in plan.operators:
             operator.switch(False)
             operator.fault = None  # a fault is the run's, not the model's
         yield
-    finally:
-        plan.shared.rehearsing = rehearsing
-        plan.shared.forget()
-        plan.load_state_dict(state)
-        for operator, (recovering, fault) in zip(plan.operators, before, strict=True):
-            operator.switch(recovering)
-            operator.fault = fault
 
 
 def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None, device: str = "auto") -> Subject:

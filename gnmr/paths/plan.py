@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,26 @@ class Plan:
         A copy of the model (an average of its weights) is not the plan's: it stays on the paths that it was copied on.
         """
         return exact(self.shared)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, passes are not the run's own: they leave no trace in what faults and casts remember.
+
+        The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
+        afterwards as they were, and no compressed copy is kept. Gradients and a probe are the caller's to see to.
+        """
+        shared, state = self.shared, self.state_dict()
+        in_force = [(operator.recovering, operator.fault) for operator in self.operators]
+        rehearsing, shared.rehearsing = shared.rehearsing, True
+        try:
+            yield
+        finally:
+            shared.rehearsing = rehearsing
+            shared.forget()
+            self.load_state_dict(state)
+            for operator, (recovering, fault) in zip(self.operators, in_force, strict=True):
+                operator.switch(recovering)
+                operator.fault = fault
 
     def end_step(self) -> None:
         """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take

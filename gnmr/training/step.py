@@ -247,21 +247,18 @@ class TrainStep:
         The paths in force and the generator of stochastic rounding are afterwards as they were.
         """
         plan, units = self.plan, self.controller.units
-        in_force, generator = [operator.recovering for operator in plan.operators], plan.state_dict()
         if self._probe is not None:
             self._probe.enabled = False  # until `_backward` decides anew
         gradients: list[list[list[Tensor]]] = []
-        plan.shared.rehearsing = True
         if self._outputs is not None:
             self._outputs.enabled = False
         for recovering in (False, True):
-            plan.load_state_dict(generator)
-            for operator in plan.operators:
-                operator.switch(recovering)
-            with torch.random.fork_rng(self._devices):  # dropout draws in each of them what the step will draw
+            # Dropout draws in each of them what the step will draw.
+            with plan.rehearsal(), torch.random.fork_rng(self._devices):
+                for operator in plan.operators:
+                    operator.switch(recovering)
                 for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
                     (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
-            plan.shared.forget()
             # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
             gradients.append(
                 [
@@ -270,12 +267,8 @@ class TrainStep:
                 ]
             )
             self.optimizer.zero_grad(set_to_none=True)
-        plan.shared.rehearsing = False
         if self._outputs is not None:
             self._outputs.enabled = True
-        plan.load_state_dict(generator)
-        for operator, recovering in zip(plan.operators, in_force, strict=True):
-            operator.switch(recovering)
         nothing = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
         return torch.stack(
             [
