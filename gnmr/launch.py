@@ -1,12 +1,14 @@
 """`gnmr train`: Hydra composes the config, then one run, or a sweep of runs.
 
-Hydra's own flags keep working. Three things are added: overrides and flags may stand in any order; a sweep composes
-from a snapshot of the YAML tree, so that editing it changes no later cell; mistakes end in one line, exit code 2.
+Hydra's own flags keep working. Four things are added: overrides and flags may stand in any order; what runs a recipe may be
+said beside it; a sweep composes from a snapshot of the YAML tree, so that editing it changes no later cell; mistakes end
+in one line, exit code 2.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -48,8 +50,8 @@ def train(argv: list[str]) -> None:
 
 
 def in_full(word: str) -> str:
-    """`recipe.backend=` as the config calls it: what runs a recipe is said beside it, or with the other paths."""
-    return word.replace("recipe.", "paths.", 1) if word.startswith("recipe.backend=") else word
+    """`recipe.backend=` and `hierarchy.backend=` as the config calls them: what runs recipes belongs to the paths."""
+    return re.sub(r"^(\+{0,2})(?:recipe|hierarchy)\.backend=", r"\1paths.backend=", word)
 
 
 def overrides_first(argv: list[str]) -> list[str]:

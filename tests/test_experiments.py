@@ -49,6 +49,8 @@ def test_every_choice_composes(group):
 def test_what_runs_a_recipe_can_be_said_beside_it() -> None:
     paths = launch.compose(["recipe=fp8_hybrid", "recipe.backend=scaled_mm"]).paths
     assert (paths.low, paths.backend) == ("fp8_hybrid", "scaled_mm")
+    assert launch.compose(["hierarchy=8/16_moe", "hierarchy.backend=simulated"]).paths.backend == "simulated"
+    assert launch.in_full("++recipe.backend=te") == "++paths.backend=te"
 
 
 def test_no_file_of_conf_is_left_out():

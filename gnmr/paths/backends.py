@@ -1,9 +1,9 @@
 """Which backend runs a recipe.
 
 simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
-scaled_mm    `torch._scaled_mm` on operands of one byte (`fp8.py`): GPUs of compute capability 8.9 or newer (Ada,
-             Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the function too, for one scale
-             a tensor and without being faster: good for testing
+scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`fp8.py`): GPUs of compute capability 8.9 or
+             newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the first function
+             too, without being faster: good for testing
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
 te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and

@@ -93,15 +93,20 @@ def _filled(x: Tensor, lines: int, columns: int) -> Tensor:
 
 def _tile(scale: Tensor, lines: int) -> Tensor:
     """(lines, groups)."""
-    return F.pad(scale, (0, 0, 0, lines - len(scale))).t().contiguous().t()
+    laid = scale.new_zeros(scale.shape[1], lines)
+    laid[:, : len(scale)] = scale.t()
+    return laid.t()
 
 
-def _block(scale: Tensor, lines: int) -> Tensor:
+def _block(scale: Tensor, _lines: int) -> Tensor:
     """(groups, lines / 128)."""
-    return F.pad(scale, (0, -scale.shape[1] % _FOUR)).t()
+    groups = scale.shape[1]
+    laid = scale.new_zeros(len(scale), groups + -groups % _FOUR)
+    laid[:, :groups] = scale
+    return laid.t()
 
 
-def _mx(scale: Tensor, lines: int) -> Tensor:
+def _mx(scale: Tensor, _lines: int) -> Tensor:
     """In one dimension."""
     whole = _filled(scale.contiguous(), -len(scale) % TILE, -scale.shape[1] % _FOUR)
     pieces = whole.view(len(whole) // TILE, _FOUR, TILE // _FOUR, whole.shape[1] // _FOUR, _FOUR)

@@ -1,10 +1,11 @@
 """FP8 GEMMs as the hardware runs them: backend scaled_mm (`backends.py`).
 
-scaled_mm runs GEMMs that cast nothing, and those whose operands are both E4M3 or E5M2 (one of them E4M3) under
+scaled_mm runs GEMMs that cast nothing, and those whose operands both have
 
-    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer
-    tiles and blocks        `deepseek_v3`; blocks in one operand only: 9.0 (Hopper) alone, with CUDA 12.9 or newer
-    mx                      `mxfp8`: 10.0 (Blackwell) or newer
+    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer;
+                            E4M3 or E5M2, one of them E4M3
+    tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
+    mx                      `mxfp8`; E4M3: 10.0 (Blackwell) or newer
 
 The last two were never run on hardware by us: `auto` leaves them alone, who asks for them by name gets them.
 
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
 _KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx"}
 """Scale: what its hardware is known by."""
-_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "tile": ((9, 0), " (Hopper)"), "mx": ((10, 0), " (Blackwell)")}
+_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
+_TILE_CAPABILITY = (9, 0)
 _TILE_CUDA = (12, 9)
 
 
@@ -61,21 +63,23 @@ def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device 
     """
     if (unfit := _recipe_missing(recipe)) is not None:
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
+    if (lacking := _device_missing(device, recipe, auto) or width_missing(linears)) is not None:
+        return lacking
     unseen = [cast for name in GEMMS for cast in getattr(recipe, name).casts if _KINDS[cast.scale] != "tensor"]
     if auto and unseen:
         return f"it has {unseen[0]}, which scaled_mm was never seen to run on hardware; backend=scaled_mm tries it"
-    return _device_missing(device, recipe, auto) or width_missing(linears)
+    return None
 
 
 def _recipe_missing(recipe: Recipe) -> str | None:
     """What it does that scaled_mm cannot, as a predicate; None: it runs."""
-    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, in tiles and blocks, and mx"
+    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles, blocks and mx"
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
         operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
         for cast in gemm.casts:
             real = isinstance(cast.format, FloatFormat) and cast.format.native is not None
-            if not (real and cast.scale in _KINDS):
+            if not (real and cast.scale in _KINDS) or (_KINDS[cast.scale] != "tensor" and cast.format.name != "e4m3"):
                 return f"has {cast} in {name}, and {takes}"
         if gemm.result is not None or len(operands) == 1:
             return f"casts something else than both operands of {name}"
@@ -91,14 +95,20 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
     for kind in dict.fromkeys(_KINDS[cast.scale] for name in GEMMS for cast in getattr(recipe, name).casts):
         if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
             continue
-        if (lacking := capability_missing(device, *_LEAST[kind])) is not None:
+        lacking = _tile_missing(device) if kind == "tile" else capability_missing(device, *_LEAST[kind])
+        if lacking is not None:
             return lacking
-        if kind == "tile":
-            major, minor = torch.cuda.get_device_capability(device)
-            if major > _LEAST[kind][0][0]:
-                return f"its tiles need compute capability 9.0 (Hopper) and no other, this GPU has {major}.{minor}"
-            if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
-                return f"its tiles need a PyTorch of CUDA 12.9 or newer, this one has {torch.version.cuda}"
+    return None
+
+
+def _tile_missing(device: torch.device) -> str | None:
+    needs = "needs a GPU of compute capability 9.0 (Hopper)"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{needs}, the model is on {device.type if torch.version.hip is None else 'a GPU of AMD'}"
+    if (found := torch.cuda.get_device_capability(device)) != _TILE_CAPABILITY:
+        return f"{needs}, this one has {found[0]}.{found[1]}"
+    if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
+        return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
     return None
 
 
@@ -152,6 +162,8 @@ class _RealPass(Pass):
         each = _groups(scales, cast, contraction_dim)
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
         scale = torch.where(lowest == highest, highest, _groups(sound, cast, contraction_dim)[:, :1, :, :1])
+        if cast.scale == "mx":  # a fault's scale need not be a power of two; the next larger one holds its values
+            scale = scale.log2().ceil().exp2()
         scaled = _groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
         scaled = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan)
@@ -187,7 +199,7 @@ def _matrix(groups: Tensor, x: Tensor) -> Tensor:
 
 def _codes(scaled: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
     """Of numbers divided by their `scale`, both as `_groups` are, those of `x` (N, D)."""
-    codes = _matrix(scaled.to(dtype), x).contiguous()
+    codes = _matrix(scaled, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
     found = scale[:, 0, :, 0]

@@ -150,7 +150,7 @@ class Plan:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
 
         A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
-        On real hardware it is codes of one byte and a scale.
+        On real hardware it is codes of one byte and their scales.
         """
         now = [(operator.recovering, operator.read) for operator in self.operators]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing

@@ -187,7 +187,7 @@ def test_no_rows_at_all() -> None:
             "the recipe sim_e3m2 has e3m2/row in fprop, and scaled_mm takes E4M3 and E5M2 under one scale",
         ),
         ("sim_e4m3", "the recipe sim_e4m3 has e4m3/row in fprop"),
-        ("deepseek_v3", r"needs a GPU of compute capability 9.0 or newer \(Hopper\), the model is on cpu"),
+        ("deepseek_v3", r"needs a GPU of compute capability 9.0 \(Hopper\), the model is on cpu"),
         ("mxfp8", r"needs a GPU of compute capability 10.0 or newer \(Blackwell\), the model is on cpu"),
     ],
 )
@@ -228,6 +228,11 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
             (9, 0),
             "recipe deepseek_v3 is simulated: it has e4m3/tile, which scaled_mm was never seen to run on hardware",
         ),
+        (
+            "deepseek_v3",
+            (10, 0),
+            "recipe deepseek_v3 is simulated: needs a GPU of compute capability 9.0 (Hopper), this",
+        ),
         ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx, which scaled_mm"),
         ("fp8_hybrid", (8, 0), "recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"),
         ("fp8_hybrid", (9, 0), None),
@@ -240,6 +245,7 @@ def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
 
     def warned(device: str) -> list[str]:
         net = nn.Sequential(nn.Linear(128, 128, device="meta"))
