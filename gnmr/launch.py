@@ -1,8 +1,8 @@
 """`gnmr train`: Hydra composes the config, then one run, or a sweep of runs.
 
 Hydra's own flags keep working. Four things are added: overrides and flags may stand in any order; `recipe.backend=` is
-another word for `paths.backend=`; a sweep composes from a snapshot of the YAML tree, so that editing it changes no later
-cell; mistakes end in one line, exit code 2.
+another word for `paths.backend=`; a sweep composes from a snapshot of the YAML tree, so that editing it changes no
+later cell; mistakes end in one line, exit code 2.
 """
 
 from __future__ import annotations
