@@ -232,7 +232,10 @@ def compose(overrides: list[str]) -> schema.Config:
 
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load_composed(hydra_compose("config", [in_full(word) for word in overrides], return_hydra_config=True))
+        words = [in_full(word) for word in overrides]
+        composed = hydra_compose("config", words, return_hydra_config=True)
+        refuse_both(words, composed.hydra.runtime)
+        return load_composed(composed)
 
 
 def load_composed(composed: DictConfig) -> schema.Config:

@@ -53,6 +53,7 @@ def test_help_names_every_benchmark(gnmr):
         (["sved"], "'sved' is no benchmark"),
         (["--verbose"], "'--verbose' is no benchmark"),
         (["-x=1"], "'-x=1' is no benchmark"),
+        (["recipe", "recipe=fp8_hybrid", "hierarchy=6/8"], "each of them chooses the paths; give one of them"),
         (["decision", "model.width=1"], "width"),
         (["decision", "controller.alpha=0"], "controller.alpha=0"),
         (["decision", "repeats=0"], "repeats=0"),
