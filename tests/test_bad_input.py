@@ -300,7 +300,7 @@ def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch)
     from gnmr.paths import fp8
 
     missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
-    monkeypatch.setattr(fp8, "_device_missing", lambda _device, _backend: missing)
+    monkeypatch.setattr(fp8, "_device_missing", lambda *_: missing)
     line = gnmr("train", *tiny_words, "hierarchy=8/16", "paths.backend=scaled_mm").mistake
     assert line == f"paths: backend='scaled_mm': {missing}; use backend='simulated'"
     assert not (tmp_path / "runs").exists()
