@@ -83,6 +83,7 @@ class Norms:
 
     @property
     def evidence(self) -> set[str]:
+        """Names of what was recorded."""
         return {"norm", "observed", *self.more}
 
 
@@ -357,6 +358,7 @@ class Tally:
         self.ever = np.zeros(num_units, dtype=bool)
 
     def add(self, decision: Decision) -> None:
+        """Counts one step's decision."""
         self.steps += 1
         self.promoted += int(decision.in_force.sum())
         self.full += int(decision.in_force.sum()) >= self.max_o

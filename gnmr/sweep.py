@@ -67,6 +67,7 @@ class Cell:
 
     @property
     def ended(self) -> bool:
+        """Whether nothing is left to run of it."""
         return self.done or self.failure is not None
 
     def is_run_of(self, other: Cell) -> bool:

@@ -44,6 +44,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
+        """Whether the value is within its target; None for a figure without one."""
         return None if self.target is None else self.value <= self.target
 
 

@@ -122,6 +122,7 @@ class Config:
 
     @property
     def arm_name(self) -> str:
+        """What the arm is called in run folders and reports: `arm`, or its paths, signal and what else differs."""
         if self.arm is not None:
             return self.arm
         parts = [self.paths.name]
@@ -209,6 +210,7 @@ def one_line(error: Exception) -> str:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
+    """As nested plain dictionaries, for YAML."""
     return asdict(config)
 
 

@@ -8,15 +8,18 @@ from gnmr.errors import UserError
 
 
 def require(condition: bool, key: str, value: object, right: str) -> None:
+    """`right` says what would be right."""
     if not condition:
         raise UserError(f"{key}={value}: {right}")
 
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    """One of `choices`."""
     require(value in choices, key, value, f"must be one of {', '.join(choices)}")
 
 
 def positive(key: str, value: float | None, optional: bool = False) -> None:
+    """Finite and above 0; `optional`: or None."""
     if value is None and optional:
         return
     require(
@@ -28,4 +31,5 @@ def positive(key: str, value: float | None, optional: bool = False) -> None:
 
 
 def share(key: str, value: float) -> None:
+    """From 0 to 1, both included."""
     require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")

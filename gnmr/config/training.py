@@ -68,4 +68,5 @@ class TrainingConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """Of an optimizer step, all its micro-batches together."""
         return self.seq_len * self.batch_size * self.accumulation

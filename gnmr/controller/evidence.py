@@ -46,6 +46,7 @@ def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def parameters_of(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+    """Of each unit, in order."""
     return [list(unit.parameters) for unit in units]
 
 
@@ -102,6 +103,7 @@ class UpdateNorms:
 
     @torch.no_grad()
     def before(self) -> None:
+        """Call right before the optimizer steps: keeps a copy of all units' parameters."""
         self._before = [[p.detach().clone() for p in group] for group in self._groups]
 
     @torch.no_grad()

@@ -28,4 +28,5 @@ class Unit:
 
     @property
     def recoverable(self) -> bool:
+        """Whether it can be routed; one without a switch is watched only."""
         return self.switch is not None

@@ -27,6 +27,8 @@ from gnmr.errors import UserError
 
 @dataclass(frozen=True)
 class Example:
+    """A prompt and its answer, as text."""
+
     prompt: str
     """Read, not learned; empty for plain text."""
     answer: str
@@ -97,6 +99,8 @@ def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:
 
 @dataclass(frozen=True)
 class Row:
+    """A row of a file, by the names of its columns."""
+
     where: str
     """File and number, as messages name them."""
     cells: dict[str, Any]

@@ -16,6 +16,8 @@ from gnmr.models.layers import GELUMLP, Attention, Block, Decoder
 
 
 class GPT(Decoder):
+    """tokens_BT int64 -> logits_BTV in the weights' dtype; T is at most `max_seq_len`. Does not wait for the device."""
+
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
         width, eps = config.hidden_size, config.norm_eps

@@ -13,6 +13,8 @@ from gnmr.models.layers import Attention, Block, Decoder, RMSNorm, Rotary, SwiGL
 
 
 class Llama(Decoder):
+    """tokens_BT int64 -> logits_BTV in the weights' dtype. Does not wait for the device."""
+
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
         width, eps = config.hidden_size, config.norm_eps

@@ -65,6 +65,7 @@ class Router(nn.Linear):
         super().__init__(width, num_experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
+        """x_ND -> logits_NE float32."""
         kind = input.device.type
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             return F.linear(input.float(), self.weight.float())
@@ -83,6 +84,7 @@ class MoEMLP(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """x_BTD -> (y_BTD, Routing). On a GPU waits once, for the number of tokens of each expert."""
         x_ND = x_BTD.flatten(0, 1)
         weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
         order_R = expert_Nk.flatten().argsort(stable=True)

@@ -36,6 +36,7 @@ class Codes(NamedTuple):
     """A scalar in float32; or of each group, (N / height, D / width): float32 of tiles and blocks, e8m0 of mx."""
 
     def t(self) -> Codes:
+        """The transpose: views."""
         return Codes(self.codes.t(), self.scale.t())
 
     def values(self) -> Tensor:

@@ -146,6 +146,7 @@ class Gemm:
 
     @property
     def casts(self) -> list[Cast]:
+        """Those of its operands and its result, without the operands that are kept."""
         return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
 
 
@@ -218,6 +219,7 @@ class Recipe:
 
     @property
     def casts(self) -> list[Cast]:
+        """Of all three GEMMs, in their order."""
         return [cast for name in GEMMS for cast in getattr(self, name).casts]
 
     @property

@@ -33,6 +33,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, tree: dict[str, Any]) -> None:
+    """As `replace_text`, of an object; NaN and Inf become words."""
     replace_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n")
 
 
@@ -54,6 +55,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Nothing is lost without it: every row was flushed."""
         self._file.close()
 
 

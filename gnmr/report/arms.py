@@ -67,10 +67,12 @@ class Arm:
     """The name, and where two arms of an experiment share it, the settings that tell them apart."""
 
     def with_status(self, *statuses: str) -> list[Run]:
+        """Its runs with one of `Run.status`."""
         return [run for run in self.runs if run.status in statuses]
 
     @property
     def done(self) -> list[Run]:
+        """Runs that reached their end."""
         return self.with_status("done")
 
     @property
@@ -80,10 +82,12 @@ class Arm:
 
     @property
     def seeds(self) -> list[int]:
+        """Of all its runs, in order."""
         return [run.seed for run in self.runs]
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Of its first run: the others differ in the seed alone."""
         return self.runs[0].settings
 
     @cached_property
@@ -114,6 +118,7 @@ class Arm:
 
     @property
     def ranked(self) -> bool:
+        """Whether max_o is always filled."""
         return self.settings.get("controller.routing") == "ranked"
 
     @property
@@ -156,10 +161,12 @@ class Arm:
 
     @property
     def low_bits(self) -> int | None:
+        """Of the low path, by the function `bits`."""
         return self.bits(self.settings.get("paths.low"))
 
     @property
     def recovery_bits(self) -> int | None:
+        """Of the recovery path, by the function `bits`."""
         return self.bits(self.settings.get("paths.recovery"))
 
     def bits(self, path: Any) -> int | None:
@@ -176,6 +183,7 @@ class Arm:
 
     @property
     def sixteen_bit(self) -> bool:
+        """Whether its low path is 16 bits: a reference."""
         return self.low_bits == 16
 
     def stat(self, field: str) -> Stat | None:
@@ -183,6 +191,7 @@ class Arm:
         return stat(run.summary.get(field) for run in self.done)
 
     def mean(self, field: str) -> float | None:
+        """Mean of a field of the summary over the done seeds; None where no run has it."""
         found = self.stat(field)
         return None if found is None else found.mean
 

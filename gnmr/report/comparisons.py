@@ -35,6 +35,7 @@ class Kind:
 
     @property
     def tokens(self) -> int | None:
+        """In all its steps; None where unknown."""
         return None if self.tokens_per_step is None or self.steps is None else self.tokens_per_step * self.steps
 
 
@@ -53,14 +54,17 @@ class Comparison:
 
     @property
     def name(self) -> str:
+        """Experiment and scale, as headings have them."""
         return f"{self.kind.experiment}, scale {self.kind.scale}"
 
     @property
     def runs(self) -> list[Run]:
+        """Of all arms."""
         return [run for arm in self.arms for run in arm.runs]
 
     @property
     def seeds(self) -> list[int]:
+        """Of all arms, ascending, each once."""
         return sorted({run.seed for run in self.runs})
 
     def reference(self, arm: Arm) -> Arm | None:
@@ -238,6 +242,7 @@ def _labels(arms: Iterable[Arm]) -> str:
 
 
 def short(fingerprint: str | None) -> str:
+    """The first digits of a fingerprint."""
     return str(fingerprint or "unknown")[:8]
 
 

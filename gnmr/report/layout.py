@@ -64,6 +64,7 @@ class Table:
         return blocks
 
     def markdown(self) -> str:
+        """Title, rows and notes as Markdown."""
         lines = [f"### {self.title}", "", _row(self.columns), _row(["---", *["---:"] * (len(self.columns) - 1)])]
         lines += [_row(row) for row in self.rows]
         if self.notes:
@@ -122,6 +123,7 @@ def size(number: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
+    """In seconds, minutes or hours, whichever fits."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if seconds < 60:

@@ -62,6 +62,7 @@ class Run:
 
     @cached_property
     def steps(self) -> Columns:
+        """`STEP_FIELDS` as columns, one row a recorded step."""
         return _columns(read_jsonl(self.folder / "steps.jsonl"), STEP_FIELDS)
 
     @cached_property
@@ -72,6 +73,7 @@ class Run:
 
     @cached_property
     def evals(self) -> Columns:
+        """`EVAL_FIELDS` as columns, one row an evaluation."""
         return _columns(read_jsonl(self.folder / "eval.jsonl"), EVAL_FIELDS)
 
     @cached_property
@@ -126,24 +128,29 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
+        """Optimizer steps that were asked for."""
         return self.settings.get("training.steps")
 
     @property
     def tokens_per_step(self) -> int | None:
+        """Of an optimizer step; None where the settings do not say."""
         sizes = [self.settings.get(f"training.{key}") for key in ("seq_len", "batch_size", "accumulation")]
         return None if None in sizes else int(np.prod([size for size in sizes if size is not None]))
 
     @property
     def data(self) -> dict[str, Any]:
+        """What the header says of the data."""
         return self.header.get("data") or {}
 
     @property
     def machine(self) -> str:
+        """Device and processor, in words."""
         machine = self.header.get("machine") or {}
         return ", ".join(str(machine[key]) for key in ("device", "cpu") if machine.get(key)) or "unknown machine"
 
     @property
     def commit(self) -> str:
+        """The first ten digits of it."""
         return str(self.header.get("commit") or "unknown")[:10]
 
     def ratios(self) -> Ratios:

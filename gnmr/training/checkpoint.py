@@ -38,9 +38,15 @@ _META = "meta.json"
 
 
 class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+    """What a checkpoint holds a part of."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values that `torch.save` keeps."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there; ValueError, if anything is checked, where it belongs to something else."""
+        ...
 
 
 class Checkpointer:

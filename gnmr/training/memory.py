@@ -43,6 +43,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
+        """Bytes of all rows together."""
         return sum(size for _, size, _ in self.rows)
 
     def __str__(self) -> str:

@@ -67,13 +67,17 @@ class Parts:
 class Stress(Stateful, Protocol):
     """A disturbance of known place and time."""
 
-    def begin_step(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> None:
+        """Switches on and off what step `step` (from 1) is to have."""
+        ...
 
 
 class Blocks(Stateful, Protocol):
     """What a run is trained on, in an order that can be saved."""
 
-    def next(self, n: int) -> Tensor | Batch: ...
+    def next(self, n: int) -> Tensor | Batch:
+        """The next n blocks, in the run's order."""
+        ...
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
@@ -370,6 +374,7 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
 
 
 def device_of(wanted: str) -> torch.device:
+    """The device of `training.device`; UserError for cuda where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

@@ -38,6 +38,7 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
+    """The processor's name as the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

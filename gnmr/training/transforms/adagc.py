@@ -30,6 +30,8 @@ from gnmr.training.transforms.base import (
 
 
 class AdaGC(Transform):
+    """Clips each tensor against its own past (see above). State: (tensors,) float64. Does not wait."""
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],

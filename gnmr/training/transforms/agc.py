@@ -20,6 +20,8 @@ from gnmr.training.transforms.base import StepContext, Transform, positive, requ
 
 
 class AGC(Transform):
+    """Bounds the gradient of each row by the norm of its weights (see above). No state, no waiting for the device."""
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],

@@ -25,6 +25,8 @@ from gnmr.training.transforms.base import StepContext, Transform, positive, scal
 
 
 class GradientStabilizer(Transform):
+    """Gives each tensor's gradient a steady norm (see above). Its state is three (tensors,) float64; no waiting."""
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],

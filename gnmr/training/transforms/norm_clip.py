@@ -16,6 +16,8 @@ from gnmr.training.transforms.base import StepContext, Transform, positive, scal
 
 
 class NormClip(Transform):
+    """Clips the norm over all parameters at `max_norm`. No state, no waiting for the device."""
+
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, max_norm: float = 1.0) -> None:
         super().__init__(named_parameters)
         positive(max_norm=max_norm)

@@ -25,6 +25,8 @@ from gnmr.training.transforms.base import StepContext, Transform, positive, requ
 
 
 class SkipStep(Transform):
+    """Returns which steps to leave out, a bool scalar on the device (see above). Does not wait for it."""
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],

@@ -59,6 +59,7 @@ class SPAM(Transform):
         return None
 
     def lr_factor(self, step: int) -> float:
+        """What the rate is multiplied by in step `step` (from 1): the warm-up after each reset."""
         since = step % self.reset_every
         if step < self.reset_every or since >= self.warmup:
             return 1.0

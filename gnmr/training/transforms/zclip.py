@@ -25,6 +25,8 @@ from gnmr.training.transforms.base import StepContext, Transform, positive, scal
 
 
 class ZClip(Transform):
+    """Clips outliers of the norm over all parameters (see above). Its state is three float64 scalars; no waiting."""
+
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
