@@ -20,7 +20,9 @@ import yaml
 from gnmr import sweep
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json
-from gnmr.sweep import Cell, Progress, last_step, makespan
+from gnmr.sweep import progress
+from gnmr.sweep.progress import Cell, Progress, last_step, makespan
+from gnmr.sweep.workers import stop_file
 from gnmr.training import parts
 
 pytestmark = pytest.mark.xdist_group("sweep")  # one pool of workers
@@ -64,7 +66,7 @@ def test_the_last_whole_row_counts(tmp_path, monkeypatch):
     assert last_step(tmp_path) == 300
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"step": 301, "lo')  # killed, or being written
-    monkeypatch.setattr(sweep, "_TAIL_BYTES", 64)  # begins within a row
+    monkeypatch.setattr(progress, "_TAIL_BYTES", 64)  # begins within a row
     assert last_step(tmp_path) == 300
 
 
@@ -146,9 +148,9 @@ def test_an_earlier_failure_does_not_count(cell, tmp_path):
 
 
 def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "_LOOK_S", 0.01)
+    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
     said = []
-    monkeypatch.setattr(sweep, "say", said.append)
+    monkeypatch.setattr(progress, "say", said.append)
 
     def wait_for(text: str) -> None:
         until = time.monotonic() + 10
@@ -162,7 +164,7 @@ def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, c
         write(tmp_path / "a", 8, DONE="")
         wait_for("sweep: 1 of 2 cells done, 0 failed, 1 running, 8 of 16 steps (50%), about 0:0")
         assert len(said) == 1
-        monkeypatch.setattr(sweep, "_SAY_S", 0.05)
+        monkeypatch.setattr(progress, "_SAY_S", 0.05)
         write(tmp_path / "b", 6)
         wait_for("14 of 16 steps")
     said.clear()
@@ -278,7 +280,7 @@ def test_ctrl_c_stops_a_sweep_with_checkpoints(gnmr, tiny_words, tmp_path, worke
     assert "sweep: stopping, each cell that runs saves a checkpoint first" in lines
     assert lines[-1].startswith("sweep: 0 of 3 cells done, 0 failed, 3 not finished (the same command continues), in ")
     assert_stopped_with_checkpoints(tmp_path)
-    assert signal.getsignal(signal.SIGINT) is handler and not sweep._stop_file(os.getpid()).exists()
+    assert signal.getsignal(signal.SIGINT) is handler and not stop_file(os.getpid()).exists()
 
 
 def test_cells_side_by_side_share_the_cores(gnmr, tiny_words, tmp_path, workers):

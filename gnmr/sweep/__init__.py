@@ -1,0 +1,160 @@
+"""A sweep as a whole: about how long it will take, how far it is, how it ended; and workers that end with their parent.
+
+`Sweep` takes the place of Hydra's basic sweeper. What it says comes from the cells' own records, so it holds for any
+launcher, and for cells that an earlier sweep has begun.
+Other sweepers (hydra/sweeper=...) work as ever and say nothing of this.
+
+Cells side by side (hydra/launcher=joblib) share the cores: each gets `training.threads` = cores / jobs unless it is
+set. The number goes into the config as an override, and so into the hash and the folder's name: sums of floats depend
+on it, and a run is only continued, and only compared bit by bit, under the number that it began with. It depends on
+the cores and on hydra.launcher.n_jobs alone, not on the cells, so adding seeds or arms renames nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gnmr.config import Config
+from gnmr.errors import UserError
+from gnmr.launch import load_composed, say
+from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
+from gnmr.sweep.workers import in_worker, stoppable
+from gnmr.training.folder import run_folder
+
+__all__ = ["Sweep", "in_worker", "step_seconds"]
+
+
+class Sweep(Sweeper):
+    """Every combination of the values, as Hydra's basic sweeper, with the lines of `Progress`."""
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None) -> None:
+        """Hydra's options: cells that the launcher gets at once (None: all), and the config's own axes."""
+        self._max_batch_size, self._params = max_batch_size, params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Raises the first cell's failure, when all cells have ended, or SystemExit where it was stopped."""
+        assert self.hydra_context is not None and self.config is not None and self.launcher is not None
+        parser = OverridesParser.create(self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*(f"{key}={values}" for key, values in self._params.items()), *arguments])
+        sweep_dir = Path(self.config.hydra.sweep.dir)
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
+
+        options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
+        jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
+        cells: list[Cell] = []
+        for words in BasicSweeper.split_arguments(overrides, None)[0]:
+            cell = self._cell(words, len(cells), threads)
+            twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
+            if twin is None:
+                cells.append(cell)
+            elif cell.config != twin.config:
+                both = {*cell.words} & {*twin.words}
+                mine, its = (" ".join(word for word in one.words if word not in both) for one in (cell, twin))
+                say(f"sweep: {mine} makes the run of {its} again: left out")
+        jobs = min(jobs, len(cells))
+        measure = step_seconds
+        if options is not None:
+            # No worker without a cell, and no cells in one parcel, which joblib makes of those that end at once.
+            options |= {"n_jobs": jobs, "batch_size": 1, "backend": "loky"}
+            if jobs > 1:
+                measure = lambda config: _step_seconds_side_by_side(config, options)
+                _prepare_data(cells)
+
+        errors, received = [], list[int]()
+        with stoppable() if jobs > 1 else nullcontext(received) as received:
+            progress = Progress(cells, jobs)
+            say(progress.opening(measure))
+            try:
+                with progress:
+                    size = self._max_batch_size or len(cells)
+                    for batch in (cells[i : i + size] for i in range(0, len(cells), size)):
+                        returns = self.launcher.launch([cell.words for cell in batch], batch[0].number)
+                        for cell, returned in zip(batch, returns, strict=True):
+                            if isinstance(returned._return_value, Exception):
+                                cell.failure = " ".join(str(returned._return_value).split())
+                                errors.append(returned._return_value)
+            finally:
+                say("\n".join(progress.closing()))
+        if received:
+            raise SystemExit(128 + received[0])
+        if errors:
+            raise errors[0]
+
+    def _cell(self, words: list[str], number: int, threads: int | None) -> Cell:
+        """What a launcher will make of these overrides; threads: for a cell that does not choose."""
+        assert self.hydra_context is not None and self.config is not None
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, words)
+        with open_dict(composed):
+            composed.hydra.job.id = composed.hydra.job.num = number
+        try:
+            config = load_composed(composed)
+        except UserError:
+            return Cell(words, None, number)
+        if threads is None or config.training.threads is not None:
+            return Cell(words, config, number)
+        config = replace(config, training=replace(config.training, threads=threads))
+        return Cell([*words, f"training.threads={threads}"], config, number)
+
+
+def step_seconds(config: Config) -> float:
+    """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
+    from gnmr.bench.steps import batch
+    from gnmr.training.parts import assemble, train_step
+
+    parts = assemble(config, run_folder(config), say)
+    step, micro_batches = train_step(parts), batch(parts)
+    times = []
+    for _ in range(MEASURED_STEPS):
+        began = time.perf_counter()
+        step(micro_batches, config.optim.lr)
+        times.append(time.perf_counter() - began)
+    return mean(times[1:])
+
+
+def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:
+    """Cells side by side under joblib, and the threads of each; None where there is but one at a time."""
+    from joblib import cpu_count, effective_n_jobs
+
+    jobs = effective_n_jobs(n_jobs)
+    return jobs, max(1, cpu_count() // jobs) if jobs > 1 else None
+
+
+def _step_seconds_side_by_side(config: Config, options: dict[str, Any]) -> float:
+    """`step_seconds` as it is while all jobs are busy; the same workers then take the cells."""
+    from joblib import Parallel, delayed
+
+    measure = delayed(in_worker)(partial(step_seconds, config), os.getpid())
+    return mean(Parallel(**options)([measure] * options["n_jobs"]))
+
+
+def _prepare_data(cells: list[Cell]) -> None:
+    """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
+    from gnmr.training.parts import open_data
+
+    asked = {}
+    for cell in cells:
+        if cell.config is not None and not cell.done:
+            tokens = cell.config.training.steps * cell.config.training.tokens_per_step
+            asked[repr((cell.config.data, cell.config.model.checkpoint, tokens))] = cell.config
+    for config in asked.values():
+        with suppress(UserError):  # which the cells themselves will say
+            open_data(config, say)
