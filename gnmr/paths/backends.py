@@ -52,11 +52,11 @@ def _missing(
     if kind == "int_mm":
         return int8.missing(recipe, linears, device), "backend='simulated'" if recipe.integer else "backend='auto'"
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    here = torch.device("cpu") if elsewhere else device
     if kind == "te":
-        here = torch.device("cpu") if elsewhere else device
         return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
-    there = None if elsewhere and not auto else torch.device("cpu") if elsewhere else device
-    return fp8.missing(recipe, linears, there, auto), "backend='simulated'"
+    # A GPU that is elsewhere is taken to have FP8 by whoever asks for it.
+    return fp8.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='simulated'"
 
 
 def check_backend(backend: str) -> None:

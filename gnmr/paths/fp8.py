@@ -36,6 +36,8 @@ from gnmr.paths.simulated import (
     BEYOND,
     Met,
     Pass,
+    as_groups,
+    as_matrix,
     linear_backward,
     remember,
     scale_of_each,
@@ -65,7 +67,7 @@ def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device 
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
     if (lacking := _device_missing(device, recipe, auto) or width_missing(linears)) is not None:
         return lacking
-    unseen = [cast for name in GEMMS for cast in getattr(recipe, name).casts if _KINDS[cast.scale] != "tensor"]
+    unseen = [cast for cast in recipe.casts if _KINDS[cast.scale] != "tensor"]
     if auto and unseen:
         return f"it has {unseen[0]}, which scaled_mm was never seen to run on hardware; backend=scaled_mm tries it"
     return None
@@ -92,7 +94,7 @@ def _recipe_missing(recipe: Recipe) -> str | None:
 
 def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> str | None:
     """What the device lacks for one of the scales of the recipe."""
-    for kind in dict.fromkeys(_KINDS[cast.scale] for name in GEMMS for cast in getattr(recipe, name).casts):
+    for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
         if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
             continue
         lacking = _tile_missing(device) if kind == "tile" else capability_missing(device, *_LEAST[kind])
@@ -142,12 +144,12 @@ class _RealPass(Pass):
     ) -> tuple[Codes, Met]:
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
-        groups = _groups(x.float(), cast, contraction_dim)
+        groups = as_groups(x.float(), cast, contraction_dim)
         largest = largest_magnitude(groups, (1, 3))
         scale = scale_under(cast, largest if reference is None else reference(largest))
         saturated = None
         if cast.scale in ("delayed", "mx"):
-            saturated = _matrix(groups.abs() > scale * (fmt.max * BEYOND), x).sum()
+            saturated = as_matrix(groups.abs() > scale * (fmt.max * BEYOND), x).sum()
         scaled = (groups / scale).clamp_(-fmt.max, fmt.max)
         return _codes(scaled, scale, x, cast, fmt.native), Met(largest, saturated, count_nonfinite(x, largest))
 
@@ -159,12 +161,12 @@ class _RealPass(Pass):
         assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
         values, scales, met = self.fault.quantize(x, cast, contraction_dim, reference)
         sound, _ = scale_of_each(x, cast, contraction_dim, reference)
-        each = _groups(scales, cast, contraction_dim)
+        each = as_groups(scales, cast, contraction_dim)
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
-        scale = torch.where(lowest == highest, highest, _groups(sound, cast, contraction_dim)[:, :1, :, :1])
+        scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
         if cast.scale == "mx":  # a fault's scale need not be a power of two; the next larger one holds its values
             scale = scale.log2().ceil().exp2()
-        scaled = _groups(values, cast, contraction_dim) / scale
+        scaled = as_groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
         scaled = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan)
         return _codes(scaled, scale, x, cast, fmt.native), met
@@ -180,26 +182,9 @@ class _RealPass(Pass):
         return x[::every].float() if isinstance(x, Tensor) else x.values()[::every]
 
 
-def _groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
-    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones."""
-    rows, columns = x.shape
-    group = cast.group(contraction_dim)
-    height, width = group[0] or rows, group[1] or columns
-    if short := -rows % height:
-        x = torch.cat([x, x[-1:].expand(short, -1)])
-    if short := -columns % width:
-        x = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1)
-    return x.view(x.shape[0] // height, height, x.shape[1] // width, width)
-
-
-def _matrix(groups: Tensor, x: Tensor) -> Tensor:
-    """What `_groups` made of a matrix of the shape of `x`, as that matrix again."""
-    return groups.view(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
-
-
 def _codes(scaled: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
-    """Of numbers divided by their `scale`, both as `_groups` are, those of `x` (N, D)."""
-    codes = _matrix(scaled, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
+    """Of numbers divided by their `scale`, both as `as_groups` gives them, those of `x` (N, D)."""
+    codes = as_matrix(scaled, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
     found = scale[:, 0, :, 0]

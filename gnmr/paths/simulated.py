@@ -143,14 +143,27 @@ def scale_of_each(
     x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `_quantize`."""
+    groups = as_groups(x.float(), cast, contraction_dim)
+    largest = largest_magnitude(groups, (1, 3))
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    return as_matrix(scale.expand_as(groups), x).contiguous(), largest
+
+
+def as_groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
+    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones."""
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     height, width = group[0] or rows, group[1] or columns
-    padded = F.pad(x.float(), (0, -columns % width, 0, -rows % height))
-    groups = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest if reference is None else reference(largest))
-    return scale.expand_as(groups).reshape(padded.shape)[:rows, :columns].contiguous(), largest
+    if short := -rows % height:
+        x = torch.cat([x, x[-1:].expand(short, -1)])
+    if short := -columns % width:
+        x = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1)
+    return x.view(x.shape[0] // height, height, x.shape[1] // width, width)
+
+
+def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
+    """What `as_groups` made of a matrix of the shape of `x`, as that matrix again."""
+    return groups.reshape(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
 
 
 def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
