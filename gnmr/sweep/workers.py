@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gnmr.launch import say
+from gnmr.stopping import signals_collected
 
 _WATCH_S = 0.25  # between a worker's looks at its parent
 
@@ -33,23 +34,15 @@ def stoppable() -> Iterator[list[int]]:
     """
     stop = stop_file(os.getpid())
     stop.unlink(missing_ok=True)  # of a process of the same number, which was killed
-    received: list[int] = []
 
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        restore()
+    def tell() -> None:
         stop.touch()
         say("sweep: stopping, each cell that runs saves a checkpoint first")
 
-    def restore() -> None:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        with signals_collected(tell) as received:
+            yield received
     finally:
-        restore()
         stop.unlink(missing_ok=True)
 
 

@@ -28,6 +28,7 @@ from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
 from gnmr.records.reader import read_json, read_jsonl, stored
 from gnmr.records.recorder import Recorder
+from gnmr.stopping import signals_collected
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, locked, run_folder, unexported
 from gnmr.training.optim import learning_rate
@@ -140,7 +141,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             if parts.stress:
                 recorder.faults(fault_rows(parts))
             looping = True
-            with _signals() as stop:
+            with signals_collected() as stop:
                 status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
             looping = False
             if status == "done":
@@ -303,21 +304,3 @@ def _sigterm_raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one of either kind acts as usual."""
-    received: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        for each, old in before.items():
-            signal.signal(each, old)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
