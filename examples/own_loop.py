@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"step {step:3d}  loss {loss:.3f}  in recovery next: {len(controller.active)} of {len(controller.units)}")
         for event in decision.events:
             if event.event == "promote":
-                print(f"          {event.unit} promoted: {event.cause}, risk {event.risk:.2f}")
+                risk = "none" if event.risk is None else f"{event.risk:.2f}"  # None: unobserved, or before step 1
+                print(f"          {event.unit} promoted: {event.cause}, risk {risk}")
 
     controller.detach()  # 3: plain linears again
 

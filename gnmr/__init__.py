@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "attach": "gnmr.attachment",
     "AttachedController": "gnmr.attachment",
+    "Context": "gnmr.controller",
     "Controller": "gnmr.controller",
     "Decision": "gnmr.controller",
     "GnmrSignal": "gnmr.controller",
@@ -23,6 +24,7 @@ _WHERE = {
 
 __all__ = [
     "AttachedController",
+    "Context",
     "Controller",
     "Decision",
     "GnmrSignal",
@@ -35,7 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
-    from gnmr.controller import Controller, Decision, GnmrSignal, TwoStage, Unit
+    from gnmr.controller import Context, Controller, Decision, GnmrSignal, TwoStage, Unit
     from gnmr.paths import convert
 
 

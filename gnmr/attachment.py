@@ -9,7 +9,7 @@ controller.step()          # before clipping and optimizer.step()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from gnmr.controller import (
 )
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters
+from gnmr.controller.signals import SIGNALS
+from gnmr.controller.signals.base import whole
 from gnmr.paths import Plan, Recipe, convert
 from gnmr.paths.groups import Group
 from gnmr.paths.plan import nominal_bits
@@ -66,16 +68,11 @@ def norms_of(model: nn.Module, units: Sequence[Unit], observe: str) -> OutputGra
     return OutputGradients(model, [unit.name for unit in units]) if observe == "input_grad" else None
 
 
-def context_of(units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
-    """What a signal is told of these units."""
-    names, cost = tuple(unit.name for unit in units), tuple(unit.cost for unit in units)
-    return Context(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
-
-
 class AttachedController(Controller):
     """A controller that knows the plan it routes."""
 
     plan: Plan
+    _detached = False
 
     def attach_plan(self, plan: Plan, probe_tokens: int = 1) -> None:
         """Takes the plan and has its operators measure what the signal needs of them."""
@@ -90,7 +87,9 @@ class AttachedController(Controller):
             self._probe.enabled = self.reads_next()
 
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """As `Controller.measure`, with what the paths measured."""
+        """As `Controller.measure`, with what the paths measured. RuntimeError after `detach`."""
+        if self._detached:
+            raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
         found = super().measure(grad_scale)
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.
@@ -108,8 +107,36 @@ class AttachedController(Controller):
         self._look()
         return super().apply(packet)
 
+    def discard(self) -> None:
+        """As `Controller.discard`, with what the paths measured and remember of the step."""
+        super().discard()
+        if self._probe is not None:
+            self._probe.reset()
+        self.plan.end_step()
+
+    def _advice(self, decision: Decision) -> str:
+        if advice := super()._advice(decision):
+            return advice
+        units = zip(self.units, self.plan.groups, decision.observed, strict=True)
+        for unit, group, observed in units:
+            own = [parameter for operator in group.operators for parameter in operator.parameters()]
+            if not observed and any(p.grad is not None for p in own) and not set(own) & set(unit.parameters):
+                return (
+                    f"{unit.name}: its parameters are others than when the controller was made (exchanged or sharded "
+                    "since), so it has no gradient norm: attach afterwards, or use observe='input_grad'"
+                )
+            for operator in group.operators:
+                if operator.read is None and operator.weight.grad is not None:
+                    return (
+                        f"{operator.unit_name}: has a gradient but never ran: something reads its weight without "
+                        "calling the module (a fused projection, F.linear), so its path is never in force; leave it "
+                        "out of the targets"
+                    )
+        return ""
+
     def detach(self) -> None:
         """Gives the model its plain linears back; the controller is of no use afterwards."""
+        self._detached = True
         self.plan.restore()
         if isinstance(self.norms, OutputGradients):
             self.norms.close()
@@ -146,41 +173,46 @@ def attach(
     backend: str = "auto",
     weights: str = "online",
     outlier_threshold: float | None = None,
-    signal: str | Signal | Callable[[Context], Signal] | None = None,
+    signal: str | Signal | Callable[..., Signal] = "gnmr_delta",
     ranked: bool = False,
     trigger: float = 1.0,
     probe_tokens: int = 1,
     record: Sequence[str] = (),
     hold: int = 1,
     observe: str = "parameters",
+    options: Mapping[str, Any] | None = None,
+    steps: int | None = None,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
 
     Args:
         model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        low, recovery, targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see
-            `gnmr.paths.convert`.
+        low, recovery: two formats ("int4", "e4m3", "bf16"), which compress what the linears save for the backward pass
+            and leave the forward pass as it is; or two recipes ("fp8_hybrid", "llm_int8", "bf16"), which compute in low
+            precision.
+        targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
-        signal: another risk signal in place of GNMR (docs/signals.md): its name, the class or any function from a
-            `Context` to one; alpha, beta and delta are then not used.
-        ranked, trigger, record, hold: see `gnmr.controller.Controller`.
+        signal: another risk signal in place of GNMR (docs/signals.md); alpha, beta and delta are the paper's own
+            signals', and a warning says where one is not read.
+        ranked, trigger, record, hold, options, steps: see `gnmr.controller.Controller`.
         probe_tokens: of this many tokens one is measured, where the signal needs the paths' errors.
         observe: what a unit's norm is taken of: the gradients of its own `parameters`; of the `adapter` in it, where
             the base is frozen (LoRA; they have to be there already); or of its output (`input_grad`). See
             `gnmr.controller.observed`.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
-    ValueError for senseless values, before the model is touched.
+    Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
+    was. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
     if observe not in OBSERVE:
         raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
-    one = Context(("unit",), (1.0,), torch.device("cpu"))
-    GnmrSignal(one, alpha=alpha, beta=beta, delta=delta)  # refuses senseless thresholds before anything is converted
-    if probe_tokens < 1:
-        raise ValueError(f"probe_tokens={probe_tokens}: must be 1 or more")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    options = _with_thresholds(signal, options or {}, {"alpha": alpha, "beta": beta, "delta": delta})
+    whole(probe_tokens, "probe_tokens")
     plan = convert(
         model,
         low,
@@ -198,25 +230,37 @@ def attach(
     )
     norms = None
     try:
+        if plan.without_effect:
+            raise ValueError(
+                f"low={plan.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
+                "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
+            )
         units = units_of(plan, model, observe)
         frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]
         if frozen and observe == "parameters":
             warnings.warn(
                 f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
                 f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
-                "trained in them, else observe='input_grad'",
+                "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
+                "site='forward', does)",
                 stacklevel=2,
             )
         norms = norms_of(model, units, observe)
-        context = context_of(units, max_o, seed=seed, hold=hold)
-        made: Signal
-        if signal is None:
-            made = GnmrSignal(context, alpha=alpha, beta=beta, delta=delta)
-        elif isinstance(signal, str):
-            made = build_signal(signal, {}, context)
-        else:
-            made = signal(context) if callable(signal) else signal
-        controller = AttachedController(units, made, max_o, t_lock, warmup_steps, ranked, trigger, record, hold, norms)
+        controller = AttachedController(
+            units,
+            signal,
+            max_o,
+            t_lock,
+            warmup_steps,
+            ranked,
+            trigger,
+            record,
+            hold,
+            norms,
+            options,
+            steps,
+            seed,
+        )
         controller.attach_plan(plan, probe_tokens)
         plan.store(weights)  # last: it cannot be undone to the bit
     except BaseException:
@@ -225,3 +269,25 @@ def attach(
             norms.close()
         raise
     return controller
+
+
+_THRESHOLDS = {"alpha": 1.5, "beta": 1.3, "delta": 5}
+"""What `attach` takes for the paper's signals, and its defaults."""
+
+
+def _with_thresholds(
+    signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], thresholds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options with those thresholds that the signal reads; a warning for one that was set and that it does not.
+
+    ValueError for senseless ones, before anything is converted.
+    """
+    cls = SIGNALS.get(signal) if isinstance(signal, str) else signal
+    reads: dict[str, Any] = {}
+    if isinstance(cls, type) and issubclass(cls, GnmrSignal):
+        reads = {name: value for name, value in thresholds.items() if name in cls.options()}
+        build_signal(cls, reads | dict(options), Context(("unit",), (1.0,), torch.device("cpu")))
+    if unread := [key for key, value in thresholds.items() if key not in reads and value != _THRESHOLDS[key]]:
+        name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
+        warnings.warn(f"{', '.join(unread)}: has no effect, the signal {name} does not read it", stacklevel=3)
+    return reads | dict(options)

@@ -106,8 +106,8 @@ def main(argv: list[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0 if argv else 2
-    paths = [Path(word) for word in argv if "=" not in word]
-    words = [word for word in argv if "=" in word]
+    paths = [Path(word) for word in argv if "=" not in word or Path(word).exists()]
+    words = [word for word in argv if "=" in word and not Path(word).exists()]
     if not paths:
         raise UserError("replay: name a run folder or a file (gnmr replay --help)")
     if any(word.startswith("detect=") for word in words):
@@ -338,7 +338,8 @@ def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Contro
     if lacking := missing(controller.needs, tuple(norms.evidence)):
         raise UserError(
             f"replay: signal {settings.signal.name} needs {', '.join(lacking)}, which was not recorded: train with "
-            f"records.evidence=[{','.join(lacking)}]"
+            f"records.evidence=[{','.join(lacking)}], or give your own file {'columns' if lacking[1:] else 'a column'} "
+            "of that name"
         )
     return controller
 

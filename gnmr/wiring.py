@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnmr.attachment import context_of
 from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
-from gnmr.controller import Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
+from gnmr.controller import Context, Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
 from gnmr.errors import UserError
 from gnmr.paths import Plan, Recipe, convert
 
@@ -75,4 +74,4 @@ def signal_of(settings: ControllerConfig, units: list[Unit], steps: int, seed: i
     if (name := settings.signal.name) in THRESHOLDS:
         options = {"delta": settings.delta, "eps": settings.eps} | options
         options |= {key: threshold(key) for key in THRESHOLDS[name]}
-    return build_signal(name, options, context_of(units, settings.max_o, steps, seed, settings.hold))
+    return build_signal(name, options, Context.of(units, settings.max_o, steps, seed, settings.hold))

@@ -57,13 +57,14 @@ def test_state_dict_carries_on() -> None:
     assert other.active == controller.active and other.t == 10
 
 
-@pytest.mark.parametrize("signal", [None, SIGNALS["gap"]])
-def test_attach_routes_blocks(signal) -> None:
+@pytest.mark.parametrize("signal", ["gnmr_delta", "gap"])
+def test_attach_routes_blocks(signal: str) -> None:
     """Two linears each; the paths' evidence comes by the block too."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
-    how = {"max_o": 1, "alpha": 1.2, "beta": 1.2, "targets": ["?.?"], "unit": "block", "signal": signal}
-    controller = gnmr.attach(model, ranked=signal is not None, **how)
+    how = {"max_o": 1, "targets": ["?.?"], "unit": "block", "signal": signal}
+    how |= {"ranked": True} if signal == "gap" else {"alpha": 1.2, "beta": 1.2}
+    controller = gnmr.attach(model, **how)
     assert controller.names == ["0", "1", "2"]
     sets = train(model, 12, controller)
     assert any(sets) and max(map(len, sets)) == 1
@@ -241,7 +242,7 @@ def explode(_context: Context) -> Signal:
         ({"signal": SIGNALS["gap"], "recovery": None}, ValueError),
         ({"signal": partial(SIGNALS["mse"], threshold=-1.0)}, ValueError),
         ({"signal": SIGNALS["first_last"]}, ValueError),  # there are no layers.N here
-        ({"signal": partial(SIGNALS["mse"], level=1.0)}, TypeError),
+        ({"signal": partial(SIGNALS["mse"], level=1.0)}, ValueError),
         ({"signal": explode}, RuntimeError),
         ({"signal": "colour"}, ValueError),
         ({"record": ["colour"]}, ValueError),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.controller.evidence import PATH_EVIDENCE, MicroNorms, missing, weight_std
+from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.policy import Choice, decide
-from gnmr.controller.signals.base import TINY, Evidence, Signal
+from gnmr.controller.signals import build_signal
+from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, positive, whole
 from gnmr.controller.units import Unit
 
 NO_CAP = 2**31 - 1
@@ -108,8 +109,10 @@ class Controller:
     """GNMR's controller over any units (paper, sections 2 and 3).
 
     Args:
-        units: in a fixed order, the same on every rank; ids must differ.
-        signal: gives each unit's risk.
+        units: in a fixed order, the same on every rank; ids must differ. All are put on the low-cost path (on the
+            recovery path for a warm-up).
+        signal: gives each unit's risk: a signal, a class or function of (`Context`, **options) that makes one, or the
+            name of one (docs/signals.md).
         max_o: most units on the recovery path at once, once control has started. At the number of recoverable units
             it caps nothing; above it a warning says so, unless it is `NO_CAP`.
         t_lock: steps for which a triggered unit stays a candidate.
@@ -124,14 +127,21 @@ class Controller:
             where the set is full.
         norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
             the gradients of the units' parameters. `gnmr.controller.observed` has another one.
+        options: of a signal that is made here.
+        steps: length of the run, where known, for signals that go by it (static_k).
+        seed: of signals that draw.
+
+    A step in which the risk of every observed unit is Inf, and they are more than max_o, blames nobody: a loss scale
+    overflowed, or the loss itself is not finite. Set and locks then stay as they are. **Choice**: the paper says
+    nothing of such steps, and the first units in order are no answer.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        signal: Signal,
+        units: Iterable[Unit],
+        signal: str | Signal | Callable[..., Signal] = "gnmr_delta",
         max_o: int = 4,
         t_lock: int = 1,
         warmup_steps: int = 0,
@@ -140,7 +150,11 @@ class Controller:
         record: Sequence[str] = (),
         hold: int = 1,
         norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        seed: int = 0,
     ) -> None:
+        units = list(units)
         if not units:
             raise ValueError("no units: there is nothing to control")
         names = [unit.name for unit in units]
@@ -151,11 +165,20 @@ class Controller:
             ("t_lock", t_lock, 1),
             ("warmup_steps", warmup_steps, 0),
             ("hold", hold, 1),
+            ("steps", 1 if steps is None else steps, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-        if not (trigger > 0 and math.isfinite(trigger)):
-            raise ValueError(f"trigger={trigger!r}: must be a positive number")
+            whole(value, name, least)
+        positive(trigger, "trigger")
+        if not isinstance(ranked, bool):
+            raise ValueError(f"ranked={ranked!r}: must be True or False")
+        if isinstance(record, str):
+            raise ValueError(f"record={record!r}: must be a list of names")
+        signal = build_signal(signal, options or {}, Context.of(units, max_o, steps, seed, hold))
+        if len(signal.thresholds(1)) != len(signal.columns):
+            raise ValueError(
+                f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
+                f"{', '.join(signal.columns) or 'none'}: one each"
+            )
         self.needs = tuple(dict.fromkeys([*signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         missing(self.needs, ())  # refuses unknown names
@@ -167,7 +190,7 @@ class Controller:
         _check_ranks(units, norms is not None or bool({"micro_square", *PATH_EVIDENCE} & set(self.needs)))
         if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
             raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
-        self.units = list(units)
+        self.units = units
         self.names = names
         self.ranked, self.trigger, self.record = ranked, trigger, tuple(record)
         self.signal = signal
@@ -186,6 +209,7 @@ class Controller:
         self._active = np.zeros(len(units), dtype=bool)
         self._chosen = torch.zeros_like(self._recoverable)  # what `apply` will have made of it
         self._pending: list[Event] = []
+        self._advised = False
         if warmup_steps > 0:
             self._pending = self._switch(self._recoverable.cpu().numpy(), step=0, causes=None, risk=None)
         else:
@@ -211,13 +235,43 @@ class Controller:
 
         Call it after the backward pass of the whole step (all micro-batches) and before clipping. Where gradients
         still carry a loss scale, give it as `grad_scale`. `evidence`: what the signal needs and this controller cannot
-        measure by itself, each (U,); ValueError names what is missing.
+        measure by itself, each (U,) on the units' device (docs/signals.md says of what signals, and how). ValueError
+        for what is missing, unknown or of another shape. Warns, once, of what makes all of it pointless.
+
+        A step that the loop throws away ends with `discard` in place of this.
         """
-        return self.apply(self.observe(self.measure(grad_scale) | dict(evidence or {})).cpu())
+        if unknown := [name for name in evidence or {} if name not in EVIDENCE]:
+            raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
+        decision = self.apply(self.observe(self.measure(grad_scale) | dict(evidence or {})).cpu())
+        if not self._advised and (advice := self._advice(decision)):
+            self._advised = True
+            warnings.warn(advice, stacklevel=2)
+        return decision
+
+    def discard(self) -> None:
+        """Forgets what backward passes brought since the last `step`, and decides nothing.
+
+        For passes that are not to count: a batch that is skipped, gradients that are thrown away, a second backward
+        pass of another loss. Call it with `zero_grad()`. Needless where `step` is called in every step.
+        """
+        if self._micro is not None:
+            self._micro.reset()
+        if callable(reset := getattr(self.norms, "reset", None)):
+            reset()
+
+    def _advice(self, decision: Decision) -> str:
+        """What the user should know of this step; empty: nothing."""
+        if decision.observed.any() and not decision.norm[decision.observed].any():
+            return "every gradient norm is 0 in this step: call step() before zero_grad()"
+        return ""
 
     @torch.no_grad()
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """The evidence that this controller can make of its units alone. Does not wait for the device."""
+        if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)) or not 0 < grad_scale < math.inf:
+            raise ValueError(
+                f"grad_scale={grad_scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
+            )
         norm, observed = self.norms()
         return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
 
@@ -244,9 +298,12 @@ class Controller:
         """
         if lacking := missing(self.needs, tuple(evidence)):
             raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
+        for name, values in evidence.items():
+            if values.shape != (len(self.units),):
+                raise ValueError(f"evidence {name}: has shape {tuple(values.shape)}, not ({len(self.units)},)")
         self.t += 1
         norm, observed = evidence["norm"], evidence["observed"]
-        risk, columns = self.signal.observe(evidence, self.t)
+        risk, columns = self._judged(evidence)
         if self.t < self.warmup_steps:
             nothing = torch.zeros_like(self._recoverable)
             choice = Choice(nothing, self._recoverable, self._lock, torch.arange(len(self.units), device=self._device))
@@ -255,10 +312,36 @@ class Controller:
             choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
                 choice = self._held(choice, risk, observed)
+            choice = self._unless_all_broke(choice, risk, observed)
         self._lock, self._chosen = choice.lock, choice.active
         recorded = [evidence[name] for name in self.record]
         rows = [norm, risk, *columns, *recorded, observed, choice.candidate, choice.active, choice.lock, choice.rank]
         return torch.stack([row.to(torch.float64) for row in rows])
+
+    def _judged(self, evidence: Evidence) -> tuple[Tensor, Sequence[Tensor]]:
+        """The signal's verdict, of the shape that it has to have; a risk that is no number is Inf."""
+        found: Any = self.signal.observe(evidence, self.t)
+        names, shape = self.signal.columns, (len(self.units),)
+        two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
+        tensors: list[Tensor] = [found[0], *found[1]] if two else []
+        if len(tensors) != 1 + len(names) or any(getattr(one, "shape", None) != shape for one in tensors):
+            raise ValueError(
+                f"{type(self.signal).__name__}.observe() must return the risk and a tuple of its columns "
+                f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
+            )
+        risk, *columns = tensors
+        return torch.where(risk.isnan(), torch.inf, risk), columns
+
+    def _unless_all_broke(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
+        """Set and locks as they were where every observed unit's risk is Inf and they are more than max_o."""
+        routed = observed & self._recoverable
+        # Right after the warm-up more than max_o may be in force; then the cap comes first.
+        stays = (risk.isinf() | ~observed).all() & (routed.sum() > self.max_o) & (self._chosen.sum() <= self.max_o)
+        return choice._replace(
+            candidate=choice.candidate | (stays & self._chosen),
+            active=torch.where(stays, self._chosen, choice.active),
+            lock=torch.where(stays, self._lock, choice.lock),
+        )
 
     def _held(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
         """The set in force and the units whose risk is not finite, by rank up to the cap."""

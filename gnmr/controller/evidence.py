@@ -83,8 +83,7 @@ class MicroNorms:
     def take(self) -> Tensor:
         """(U,): the step's mean, and a new step begins. ValueError where fewer than two micro-batches were added."""
         count, total = self.count, self._sum
-        self._before = [[None] * len(group) for group in self._groups]
-        self._sum, self.count = None, 0
+        self.reset()
         if count < 2 or total is None:
             raise ValueError(
                 f"micro_square needs two or more micro-batches a step, {count} came: call micro_step() after each "
@@ -92,6 +91,11 @@ class MicroNorms:
             )
         # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
         return total / count if self._weighted else total * count
+
+    def reset(self) -> None:
+        """Forgets the micro-batches since the last `take`."""
+        self._before = [[None] * len(group) for group in self._groups]
+        self._sum, self.count = None, 0
 
 
 class UpdateNorms:

@@ -27,7 +27,8 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     NaN and Inf pass through; squares that leave float32 show as norm Inf (elements above about 1e19) or 0 (below about
     1e-23). Does not wait for the device.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    # Of a sparse gradient (an embedding's) the rows that are there; the others are 0.
+    gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device
     if not gradients:
         return torch.zeros(len(parameters), dtype=torch.float64, device=device)
@@ -71,7 +72,8 @@ class UnitNorms:
             self._warned = True
             warnings.warn(
                 "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
-                "parameters that the model had when the controller was made",
+                "parameters that the model had when the controller was made; where they are sharded or exchanged "
+                "afterwards, or the optimizer steps in backward, use observe='input_grad'",
                 stacklevel=4,
             )
         return norms, flags(observed, norms.device)

@@ -66,7 +66,8 @@ class OutputGradients:
     mappings. A module that runs several times in a step adds up.
 
     Passes without a graph (evaluation) and forward passes without a backward one leave no trace; under activation
-    checkpointing (reentrant or not) each output has one gradient and counts once. Changes no gradient, keeps no tensor.
+    checkpointing (reentrant or not) each output has one gradient and counts once. A backward pass whose gradients are
+    thrown away counts as well: `Controller.discard` takes it back. Changes no gradient, keeps no tensor.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -94,7 +95,6 @@ class OutputGradients:
         float64); NaN and Inf pass through. Does not wait for the device.
         """
         norms = self._squares.sqrt()
-        self._squares.zero_()
         observed = self._all_observed
         if len(self._seen) < len(norms):
             observed = flags([i in self._seen for i in range(len(norms))], norms.device)
@@ -105,8 +105,13 @@ class OutputGradients:
                 "trainable before the units",
                 stacklevel=4,
             )
-        self._seen.clear()
+        self.reset()
         return norms, observed
+
+    def reset(self) -> None:
+        """Forgets the passes since the last call: they were not this step's."""
+        self._squares.zero_()
+        self._seen.clear()
 
     def close(self) -> None:
         """Takes the hooks off the modules."""

@@ -53,8 +53,8 @@ def convert(
         site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
         rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
         recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
-        unit: which operators change their path together: `operator`, `expert`, `layer` or `block`
-            (`gnmr.paths.groups`).
+        unit: which operators change their path together: `operator`, `expert`, `layer` or `block`, told by their
+            names; a block by the first number in it (`gnmr.paths.groups`).
         backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.backends`).
         weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
             pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
@@ -75,6 +75,8 @@ def convert(
     effect; and under backend=auto of recipes that a GPU does not run (`gnmr.paths.backends`).
     """
     targets = [targets] if isinstance(targets, str) else targets
+    if not isinstance(targets, Sequence):
+        raise ValueError(f"targets={targets!r}: must be a list of patterns")
     recovers = [recovers] if isinstance(recovers, str) else recovers
     check_backend(backend)
     check_settings(weights, outlier_threshold)
@@ -94,7 +96,10 @@ def convert(
     names, empty = select(linears, targets)
     if empty or not targets:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
-        raise ValueError(f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'}")
+        raise ValueError(
+            f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'} (what is no "
+            "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
+        )
     if isinstance(low_path, Recipe):
         free = _without_kept(model, linears)
         names, empty = select(free, targets)
@@ -106,7 +111,10 @@ def convert(
     chosen = {name: linears[name] for name in names}
     for name, module in chosen.items():
         if type(module) is not nn.Linear:
-            raise ValueError(f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths")
+            raise ValueError(
+                f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
+                "targets, or make it a gnmr.Unit of your own"
+            )
         shape, whole = tuple(module.weight.shape), (module.out_features, module.in_features)
         if shape != whole:
             raise ValueError(

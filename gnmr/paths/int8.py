@@ -398,8 +398,9 @@ def check_settings(weights: str, outlier_threshold: float | None) -> None:
     """ValueError for values that mean nothing."""
     if weights not in WEIGHTS:
         raise ValueError(f"weights={weights!r}: use one of {', '.join(WEIGHTS)}")
-    if outlier_threshold is not None and not outlier_threshold > 0:
-        raise ValueError(f"outlier_threshold={outlier_threshold}: must be above 0 (published: 6.0), or None")
+    number = isinstance(outlier_threshold, (int, float)) and not isinstance(outlier_threshold, bool)
+    if outlier_threshold is not None and not (number and outlier_threshold > 0):
+        raise ValueError(f"outlier_threshold={outlier_threshold!r}: must be above 0 (published: 6.0), or None")
 
 
 def check_weights(weights: str, paths: Iterable[Path | None], linears: dict[str, nn.Linear]) -> None:

@@ -39,6 +39,13 @@ class Plan:
         """Whether no operator's weight is trained: then there is no weight gradient."""
         return not any(operator.weight.requires_grad for operator in self.operators)
 
+    @property
+    def without_effect(self) -> bool:
+        """Whether the paths change nothing: formats that compress for a weight gradient that no operator has."""
+        low = self.low
+        saved = isinstance(low, Format) and not isinstance(low, KeepFormat) and not self.shared.quantize_forward
+        return self.frozen and saved
+
     def store(self, weights: str) -> None:
         """Makes the INT8 codes of the weights that are kept `beside` or `instead` of them; others have none."""
         for operator in self.operators:

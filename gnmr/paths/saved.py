@@ -276,8 +276,10 @@ class PathLinear(nn.Linear):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has operators on `x` compute in; None where it is off."""
+    """What autocast has operators on `x` compute in; None where it is off, and for float64, which it leaves alone."""
     kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
 

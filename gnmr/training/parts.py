@@ -33,7 +33,6 @@ from gnmr.data.packing import Documents
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
-from gnmr.paths.formats import Format
 from gnmr.paths.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.optim import build_optimizer
@@ -270,7 +269,7 @@ def _check_watched(config: Config, plan: Plan) -> None:
             "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
             "use adapter (what is trained in each unit) or input_grad"
         )
-    if isinstance(plan.low, Format) and config.paths.site == "saved" and config.paths.low != "bf16":
+    if plan.without_effect:
         raise UserError(
             f"paths.low={config.paths.low}: compresses what the weight gradient reads, and all converted weights are "
             "frozen; use a recipe (llm_int8) or paths.site=forward"

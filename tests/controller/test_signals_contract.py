@@ -261,7 +261,7 @@ def test_a_signal_with_one_threshold_needs_it(name: str) -> None:
 @pytest.mark.parametrize("name", SIGNALS)
 def test_defaults_can_be_built_and_handed_back(name: str) -> None:
     options = SIGNALS[name].options()
-    build_signal(name, options, context())
+    build_signal(name, options, context(steps=STEPS))
     with pytest.raises(ValueError, match=f"signal {name} has no option 'alfa': it has ") as caught:
         build_signal(name, {"alfa": 1}, context())
     assert all(option in str(caught.value) for option in options)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 from gnmr.controller.signals.always import AlwaysHigh, AlwaysLow
 from gnmr.controller.signals.base import BlindSignal, Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
@@ -55,28 +55,43 @@ SIGNALS: dict[str, type[SignalBase]] = {
 }
 
 
-def build_signal(name: str, options: Mapping[str, Any], context: Context) -> Signal:
-    """The signal `name` (a key of `SIGNALS`, or `package.module:Class` for a third party's) with these options.
+def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], context: Context) -> Signal:
+    """The signal that this is, names or makes: a key of `SIGNALS`, `package.module:Class` for a third party's, a class
+    or any function of (context, **options), or a signal that is made already.
 
     ValueError in one line: an unknown name, a module or class that is not there, an option that the signal does not
-    have, a value without sense.
+    have, a value without sense, something that is no signal, one that was made for other units.
     """
-    cls: Any = _third_party(name) if ":" in name else SIGNALS.get(name)
-    if cls is None:
-        raise ValueError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}, or package.module:Class")
-    parameters = signature(cls).parameters
-    known = [key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
-    open_ended = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for option in options:
-        if option not in known and not open_ended:
-            raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(known) or 'none'}")
-    try:
-        built: Signal = cls(context, **options)
-    except TypeError as error:
-        raise ValueError(f"signal {name}: cannot be made of (context, **options): {error}") from error
-    if not hasattr(built, "observe"):
-        raise ValueError(f"signal {name}: a {type(built).__name__} is no signal: it has no observe()")
-    return built
+    name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
+    cls: Any = signal
+    if isinstance(signal, str):
+        cls = _third_party(name) if ":" in name else SIGNALS.get(name)
+        if cls is None:
+            raise ValueError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}, or package.module:Class")
+    built: Any = cls
+    if isinstance(cls, type) or (callable(cls) and not hasattr(cls, "observe")):
+        parameters = signature(cls).parameters if options else {}
+        known = [key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
+        open_ended = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for option in options:
+            if option not in known and not open_ended:
+                raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(known) or 'none'}")
+        try:
+            built = cls(context, **options)
+        except TypeError as error:
+            raise ValueError(f"signal {name}: cannot be made of (context, **options): {error}") from error
+    elif options:
+        raise ValueError(f"options {', '.join(options)}: {name} is made already; give the class, or its name")
+    if lacking := [part for part in _PARTS if not hasattr(built, part)]:
+        raise ValueError(f"signal {name}: a {type(built).__name__} is no signal: it has no {', '.join(lacking)}")
+    own = getattr(getattr(built, "context", None), "names", context.names)
+    if len(own) != len(context.names):
+        raise ValueError(f"signal {name}: was made for {len(own)} units, these are {len(context.names)}")
+    return cast(Signal, built)
+
+
+_PARTS = ("observe", "columns", "needs", "thresholds", "state_dict", "load_state_dict")
+"""What `Signal` asks for."""
 
 
 def _third_party(name: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gnmr.controller.signals.history import LARGEST, Stateful, make_history
 from gnmr.controller.thresholds import Threshold, at, check
+from gnmr.controller.units import Unit
 
 Evidence: TypeAlias = Mapping[str, Tensor]
 """Of one step: (U,) float64 each, `observed` (U,) bool, on the units' device. `norm` and `observed` are always there,
@@ -47,6 +48,12 @@ class Context:
     def __post_init__(self) -> None:
         if len(self.cost) != len(self.names):
             raise ValueError(f"cost has {len(self.cost)} entries for {len(self.names)} units")
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
+        """What there is to tell of these units."""
+        names, cost = tuple(unit.name for unit in units), tuple(unit.cost for unit in units)
+        return cls(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
 
 
 class Signal(Protocol):

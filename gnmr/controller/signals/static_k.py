@@ -42,7 +42,9 @@ class StaticK(BlindSignal):
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
         calibration_frac = share_of(calibration_frac, "calibration_frac")
         if calibration_steps is None:
-            calibration_steps = max(1, round(calibration_frac * (context.steps or 10_000)))
+            if context.steps is None:
+                raise ValueError("static_k: the run's length is not known: give steps, or the option calibration_steps")
+            calibration_steps = max(1, round(calibration_frac * context.steps))
         self.calibration_steps = whole(calibration_steps, "calibration_steps")
         if k_frac is not None:
             chosen = max(1, round(share_of(k_frac, "k_frac") * num_units))
