@@ -207,7 +207,7 @@ class Controller:
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
-        self._chosen = torch.zeros_like(self._recoverable)  # what `apply` will have made of it
+        self._chosen = self._recoverable & (warmup_steps > 0)  # what `apply` will have made of it
         self._pending: list[Event] = []
         self._advised = False
         if warmup_steps > 0:
