@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.controller import Context, Controller, GnmrSignal, Unit
+from gnmr.controller.evidence import UpdateNorms
 from gnmr.controller.signals import SIGNALS, SignalBase
 
 
@@ -263,3 +266,37 @@ def test_discarded_micro_batches_leave_no_trace() -> None:
 
     assert run(True) == run(False)
     assert all(value == value for value in run(False))
+
+
+def test_the_example_switches_its_operators(monkeypatch, capsys) -> None:
+    """The first layer reads the features; in the step after they were far out it is on its careful path."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    module = importlib.import_module("own_unit")
+    careful: list[list[bool]] = []
+    forward = module.MyLinear.forward
+
+    def noted(self, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        careful.append([self.weight.shape[1] == 32, self.careful])
+        return forward(self, x)
+
+    monkeypatch.setattr(module.MyLinear, "forward", noted)
+    module.main(["--steps", "22"])
+    first = [on for is_first, on in careful if is_first]
+    assert first[18:22] == [False, False, True, True]
+    assert "step  20" in (out := capsys.readouterr().out) and "0 promote (gnmr)" in out
+
+
+def test_norms_of_updates_in_a_loop_of_ones_own() -> None:
+    """As docs/signals.md writes it: the update exists only after the optimizer's step."""
+    made = units()
+    optimizer = torch.optim.SGD([p for unit in made for p in unit.parameters], lr=0.5)
+    controller, updates = Controller(made, "update_norm", max_o=1), UpdateNorms(made)
+    for factor in (1.0, 1.0, 3.0):
+        optimizer.zero_grad()
+        backward(made, factor)
+        evidence = controller.measure()
+        updates.before()
+        optimizer.step()
+        decision = controller.apply(controller.observe(evidence | {"update_norm": updates.after()}).cpu())
+    assert decision.columns["update_ratio"].tolist() == pytest.approx([3.0] * 3, rel=1e-5)
+    assert len(controller.active) == 1

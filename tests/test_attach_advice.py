@@ -1,0 +1,188 @@
+"""What `attach` refuses, takes back and warns of in loops that are not ours."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.controller.signals import SIGNALS
+
+
+def net(number: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(number)))
+
+
+def loss_of(model: nn.Module, seed: int = 1) -> Tensor:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    return (model(x) - x).square().mean()
+
+
+def attached(model: nn.Module, **how: Any) -> gnmr.AttachedController:
+    return gnmr.attach(model, **{"targets": ["?"], "max_o": 2} | how)
+
+
+# ---- thresholds and options ----
+
+
+@pytest.mark.parametrize(
+    ("how", "thresholds"),
+    [
+        ({"alpha": 9.0, "beta": 8.0}, (9.0, 8.0)),
+        ({"signal": "gnmr_delta", "alpha": 9.0, "beta": 8.0}, (9.0, 8.0)),
+        ({"signal": "gnmr", "alpha": 9.0}, (9.0, None)),
+        ({"signal": "delta_gnmr", "beta": 9.0}, (None, 9.0)),
+        ({"signal": SIGNALS["gnmr"], "alpha": 9.0}, (9.0, None)),
+        ({"options": {"alpha": 7.0}}, (7.0, 1.3)),
+        ({"signal": "zscore", "options": {"threshold": 4.0}}, (4.0,)),
+    ],
+)
+def test_thresholds_reach_the_signal_however_it_is_named(how: dict[str, Any], thresholds: tuple[float, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attached(net(), **how).signal.thresholds(1) == thresholds
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"signal": "gap", "alpha": 2.0}, "alpha: has no effect, the signal gap does not read it"),
+        ({"signal": "gnmr", "beta": None, "delta": 7}, "beta: has no effect, the signal gnmr"),
+        ({"signal": SIGNALS["mse"], "beta": 2.0}, "beta: has no effect, the signal Mse"),
+    ],
+)
+def test_a_threshold_that_nothing_reads_warns(how: dict[str, Any], what: str) -> None:
+    with pytest.warns(UserWarning, match=what):
+        attached(net(), **how)
+
+
+def test_the_length_of_the_run_reaches_the_signal() -> None:
+    assert attached(net(), signal="static_k", steps=100).signal.calibration_steps == 5  # type: ignore[attr-defined]
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"targets": None}, "targets=None: must be a list of patterns"),
+        ({"trigger": "1"}, "trigger='1'"),
+        ({"probe_tokens": "2"}, "probe_tokens='2'"),
+        ({"probe_tokens": 1.5}, "probe_tokens=1.5"),
+        ({"record": "gap_low"}, "record='gap_low': must be a list"),
+        ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold='6'"),
+        ({"signal": 3}, "is no signal"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(how: dict[str, Any], message: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=message):
+        attached(model, **how)
+    assert [type(module) for module in model] == [nn.Linear] * 4
+
+
+@pytest.mark.parametrize("wrong", [None, {}])
+def test_a_model_must_be_one(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"model: must be an nn\.Module, not"):
+        gnmr.attach(wrong)
+
+
+def test_a_format_on_frozen_weights_is_refused_and_a_recipe_is_not() -> None:
+    """A format touches what the weight gradient reads; of a frozen weight there is none."""
+
+    def lora() -> nn.Sequential:
+        model = net().requires_grad_(False)
+        return nn.Sequential(nn.Linear(16, 16), *model)
+
+    how = {"targets": ["1", "2"], "observe": "input_grad"}
+    model = lora()
+    with pytest.raises(ValueError, match=r"low='int4': compresses what the weight gradient reads.*low='llm_int8'"):
+        attached(model, **how)
+    assert [type(module) for module in model] == [nn.Linear] * 5
+    for more in ({"site": "forward"}, {"low": "llm_int8", "recovery": "bf16"}, {"low": "bf16", "recovery": "bf16"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # bf16 twice
+            attached(lora(), **how, **more)
+
+
+def test_a_detached_controller_says_so() -> None:
+    model = net()
+    controller = attached(model)
+    controller.detach()
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="this controller was detached"):
+        controller.step()
+
+
+# ---- what makes it pointless ----
+
+
+def test_parameters_that_were_exchanged_are_told() -> None:
+    model = net()
+    controller = attached(model)
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    model[1].bias = None
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="1: its parameters are others than when the controller was made"):
+        controller.step()
+
+
+def test_a_weight_that_is_read_past_its_module_is_told() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.o_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.o_proj(F.linear(x, self.q_proj.weight))
+
+    model = Fused()
+    controller = attached(model, targets=["*_proj"])
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="q_proj: has a gradient but never ran"):
+        controller.step()
+
+
+def test_a_loop_in_order_is_told_nothing() -> None:
+    model = net()
+    controller = attached(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            controller.step()
+            model.zero_grad()
+
+
+# ---- steps that are thrown away ----
+
+
+@pytest.mark.parametrize(
+    "how", [{"observe": "input_grad"}, {"signal": "gap"}, {"low": "fp8_hybrid", "recovery": "bf16"}]
+)
+def test_a_discarded_step_leaves_no_trace(how: dict[str, Any]) -> None:
+    """A broken batch, thrown away between two steps: the next decision is as if it had never been."""
+
+    def decisions(broken: bool) -> list[list[float]]:
+        model = net()
+        controller = attached(model, **how)
+        found = []
+        for seed in range(3):
+            if broken and seed == 1:
+                (loss_of(model, 9) * float("nan")).backward()
+                model.zero_grad()
+                controller.discard()
+            loss_of(model, seed).backward()
+            decision = controller.step()
+            found.append([*decision.norm, *decision.risk, *decision.lock])
+            model.zero_grad()
+        return found
+
+    assert decisions(True) == decisions(False)
