@@ -117,14 +117,14 @@ class AttachedController(Controller):
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
             return advice
-        units = zip(self.units, self.plan.groups, decision.observed, strict=True)
-        for unit, group, observed in units:
-            own = [parameter for operator in group.operators for parameter in operator.parameters()]
-            if not observed and any(p.grad is not None for p in own) and not set(own) & set(unit.parameters):
-                return (
-                    f"{unit.name}: its parameters are others than when the controller was made (exchanged or sharded "
-                    "since), so it has no gradient norm: attach afterwards, or use observe='input_grad'"
-                )
+        for unit, group, observed in zip(self.units, self.plan.groups, decision.observed, strict=True):
+            if not observed:
+                own = [parameter for operator in group.operators for parameter in operator.parameters()]
+                if any(p.grad is not None for p in own) and not set(own) & set(unit.parameters):
+                    return (
+                        f"{unit.name}: its parameters are others than when the controller was made (exchanged or "
+                        "sharded since), so it has no gradient norm: attach afterwards, or use observe='input_grad'"
+                    )
             for operator in group.operators:
                 if operator.read is None and operator.weight.grad is not None:
                     return (
