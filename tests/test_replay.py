@@ -195,6 +195,28 @@ def test_a_unit_that_is_not_there_is_kept_by_its_lock_and_ranks_last(replayed):
     assert [line["active"] for line in lines] == [[], ["a"], ["b", "a"], ["b", "a"]]
 
 
+def test_a_folder_whose_name_reads_like_a_setting(gnmr, tmp_path, monkeypatch):
+    """Sweeps of other tools name folders so."""
+    monkeypatch.chdir(tmp_path)
+    (folder := Path("alpha=0.1")).mkdir()
+    (folder / "norms.csv").write_text("step,unit,norm\n1,a,1\n2,a,3\n")
+    outcome = gnmr("replay", "alpha=0.1/norms.csv", "alpha=4", "max_o=1")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert told(outcome)["gnmr_over_frac"] == "0.000000"
+
+
+def test_columns_of_evidence_in_a_file_feed_the_signals_that_need_them(gnmr, tmp_path):
+    """The gap of b is the larger one, though its norm is the smaller."""
+    file, out = tmp_path / "norms.csv", tmp_path / "out.jsonl"
+    file.write_text("step,unit,norm,gap_low,gap_recovery\n1,a,9,1,0\n1,b,1,3,0\n")
+    outcome = gnmr("replay", str(file), "signal=gap", "routing=ranked", "max_o=1", f"out={out}")
+    assert outcome.code == 0, outcome.err
+    assert [line["active"] for line in decisions(out)] == [["b"]]
+    file.write_text("step,unit,norm,gap_low\n1,a,9,1\n1,b,1,3\n")
+    outcome = gnmr("replay", str(file), "signal=gap", "routing=ranked", "max_o=1")
+    assert outcome.code == 2 and "or give your own file a column of that name" in outcome.err
+
+
 def test_without_out_nothing_is_written(gnmr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("norms.csv").write_text("step,unit,norm\n1,a,1\n2,a,9\n")

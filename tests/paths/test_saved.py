@@ -118,6 +118,17 @@ def test_off_is_off_under_autocast() -> None:
             assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    plain = model(True, torch.float64)
+    kept = copy.deepcopy(plain)
+    convert(kept, "bf16", None)
+    x = inputs(torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(x)
+        assert expected.dtype == torch.float64
+        assert torch.equal(kept(x), expected)
+
+
 def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
     kept = plan.saved_bytes()
