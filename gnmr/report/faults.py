@@ -43,6 +43,10 @@ class Detection:
     """Per window: first flagged step minus the window's first; None where it was missed."""
     covered: tuple[bool, ...]
     """Per window: the unit was on the recovery path throughout, so that the fault had nothing to act on."""
+    broken: int
+    """Recorded unit-steps in which the low-cost path was broken."""
+    recovered: int
+    """Of these, those that the unit spent on the recovery path."""
     flagged: int
     """Unit-steps over the trigger."""
     flagged_inside: int
@@ -52,6 +56,11 @@ class Detection:
     @property
     def detected(self) -> int:
         return sum(delay is not None for delay in self.delays)
+
+    @property
+    def spared(self) -> float | None:
+        """Share of the broken unit-steps that were on the recovery path."""
+        return self.recovered / self.broken if self.broken else None
 
     @property
     def precision(self) -> float | None:
@@ -90,19 +99,24 @@ def detect(ratios: Ratios, windows: Iterable[Window], trigger: float = 1.0, grac
     inside_SU = np.zeros(risk_SU.shape, bool)
     delays: list[int | None] = []
     covered = []
+    broken = recovered = 0
     for window in begun:
         rows = slice(*np.searchsorted(steps, (window.start, window.end + grace + 1)))
         unit = place.get(window.unit)
         hits = np.zeros(0, int) if unit is None else steps[rows][flagged_SU[rows, unit]]
         delays.append(int(hits[0]) - window.start if len(hits) else None)
         fault = slice(*np.searchsorted(steps, (window.start, window.end + 1)))
-        covered.append(unit is not None and fault.stop > fault.start and bool(ratios.active_SU[fault, unit].all()))
+        active = np.zeros(0, bool) if unit is None else ratios.active_SU[fault, unit]
+        covered.append(bool(len(active) and active.all()))
+        broken, recovered = broken + len(active), recovered + int(active.sum())
         if unit is not None:
             inside_SU[rows, unit] = True
     return Detection(
         windows=begun,
         delays=tuple(delays),
         covered=tuple(covered),
+        broken=broken,
+        recovered=recovered,
         flagged=int(flagged_SU.sum()),
         flagged_inside=int((flagged_SU & inside_SU).sum()),
         unit_steps_outside=int((~np.isnan(risk_SU) & ~inside_SU).sum()),
@@ -270,6 +284,7 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
     `found`: the detection of each run that has one, by folder. No rows where there is none.
     """
     columns = ["arm", "seeds", "windows", "recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered"]
+    columns.append("recovered")
     table = Table(f"{comparison.name}: injected faults", columns)
     for arm in comparison.arms:
         if not (mine := [found[run.folder] for run in arm.runs if run.folder in found]):
@@ -281,12 +296,13 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
             measure(stat(d.delay for d in mine), 1),
             measure(stat(d.false_alarms for d in mine), 2),
         ]
-        table.rows.append([arm.label, str(len(mine)), str(windows), *figures, str(covered)])
+        spared = measure(stat(_percent(d.spared) for d in mine), 1, unit=" %")
+        table.rows.append([arm.label, str(len(mine)), str(windows), *figures, str(covered), spared])
     table.notes = [
         "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
         "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
         "unit-steps outside. Delay: median. Covered: windows that the unit spent on the recovery path, where no fault "
-        "could act."
+        "could act. Recovered: share of the broken unit-steps that were spent there."
     ]
     return table
 

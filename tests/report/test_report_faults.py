@@ -88,6 +88,15 @@ def test_a_window_on_the_recovery_path_is_covered() -> None:
     assert detect(made, WINDOWS).covered == (True, False)
 
 
+def test_broken_unit_steps_on_the_recovery_path_by_hand() -> None:
+    """Two of the three of a's window, none of b's one; steps outside of windows do not count."""
+    made = flagged()
+    made.active_SU[3:8, 0] = True
+    found = detect(made, WINDOWS)
+    assert (found.broken, found.recovered, found.spared) == (4, 2, 0.5)
+    assert detect(made, []).spared is None
+
+
 def test_windows_of_a_run_folder(tmp_path: Path) -> None:
     assert read_windows(tmp_path) == []
     (tmp_path / "faults.jsonl").write_text(
@@ -124,8 +133,8 @@ def test_tables(tmp_path: Path) -> None:
     found = {run.folder: detection for run in runs if (detection := run_detection(run))}
     table = detection_table(comparison, found)
     assert table.rows == [
-        ["int4", "1", "2", "0.0 ± - %", "-", "-", "0.00 ± -", "0"],
-        ["int4_int8", "1", "2", "50.0 ± - %", "50.0 ± - %", "1.0 ± -", "71.43 ± -", "1"],
+        ["int4", "1", "2", "0.0 ± - %", "-", "-", "0.00 ± -", "0", "0.0 ± - %"],
+        ["int4_int8", "1", "2", "50.0 ± - %", "50.0 ± - %", "1.0 ± -", "71.43 ± -", "1", "25.0 ± - %"],
     ]
     table = windows_table(comparison, found)
     assert table.columns == ["unit", "steps", "kind", "magnitude", "seed", "int4", "int4_int8"]
