@@ -21,6 +21,7 @@ from rich.progress import track
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
+from gnmr.records.files import replace_text
 from gnmr.replay import Asked, Norms, replay
 
 _ROUNDS = 30
@@ -133,6 +134,6 @@ def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequen
     what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{what}\n{text}", encoding="utf-8")
+        replace_text(file, f"# @package _global_\n{what}\n{text}")
     except OSError as error:
         raise UserError(f"out={folder}: cannot be written ({error.strerror})") from error

@@ -26,6 +26,7 @@ from gnmr.replay import Norms, risks
 from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Ratios
+from gnmr.terminal import Terminal
 
 _BLIND = set(BlindSignal.__subclasses__())
 
@@ -62,12 +63,15 @@ def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str]
                 raise
             print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
     kinds = sorted({window.kind for run in runs for window in run.windows})
-    shown = Console(width=None if sys.stdout.isatty() else 100)
+    shown = Terminal(width=None if sys.stdout.isatty() else 100)
     for table in (_overall(found, runs, share), _by_kind(found, kinds)):
         table.print(shown)
     if out is not None:
         rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
-        replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
+        try:
+            replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
+        except OSError as error:
+            raise UserError(f"out={out}: cannot be written ({error.strerror or error})") from error
         print(f"figures: {out}")
     return 0
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,8 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         raise UserError("calibrate and detect: one at a time")
     if signals and not shares:
         raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
+    if signals and (options := [word for word in changes if word.startswith("signal.options.")]):
+        raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
     for name in signals:
         if name not in (*SIGNALS, "all") and ":" not in name:
             raise UserError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}")
@@ -393,7 +395,8 @@ def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def _shown(decisions: Iterator[Decision], total: int) -> Iterator[Decision]:

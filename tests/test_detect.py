@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gnmr.config import ControllerConfig
 from gnmr.errors import UserError
-from gnmr.replay import main
+from gnmr.replay import main, parse
 
 UNITS, STEPS = ["a", "b", "c", "d"], 60
 
@@ -107,3 +108,10 @@ def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, c
 def test_without_any_faults_it_says_so(recorded) -> None:
     with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress="):
         main([str(recorded(faults=False)), "detect=0.01"])
+
+
+def test_options_of_several_signals_are_refused(recorded, tmp_path: Path) -> None:
+    """They would be dropped without a word."""
+    with pytest.raises(UserError, match=r"signal\.options\.two_sided=true: of which signal\?"):
+        parse(["detect=0.1", "signal=gnmr,ema_ratio", "signal.options.two_sided=true"], ControllerConfig())
+    parse(["detect=0.1", "signal=gnmr", "signal.options.two_sided=true"], ControllerConfig())

@@ -50,6 +50,28 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
         assert read_json(folder / "header.json")["command"].endswith(f" training.seed={seed}")
 
 
+def test_a_glob_that_matches_nothing_is_told(gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = gnmr("train", *tiny_words, "-m", "variant=glob(nothing_*)")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
+    assert "variant=glob(nothing_*) matches nothing, so there is no cell" in outcome.err
+    assert not folders(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(gnmr, tiny_words, tmp_path):
+    (tmp_path / "file").write_text("")
+    words = [word for word in tiny_words if not word.startswith("runs_dir")]
+    outcome = gnmr("train", *words, "-m", f"runs_dir={tmp_path}/file/runs", SEEDS)
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
+    assert "cannot be written" in outcome.err
+
+
+def test_a_sweep_without_its_flag_says_that_it_is_one_run(gnmr, tiny_words, tmp_path):
+    outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress")
+    assert outcome.code == 0 and "sweep=act_quant_stress: without -m this is one run" in outcome.err
+    assert len(folders(tmp_path)) == 1
+
+
 def test_the_sweep_of_the_paper_makes_its_arms(gnmr, tiny_words, tmp_path):
     words = [*tiny_words, "training.seed=3", "-m", "sweep=act_quant_stress"]
     assert gnmr("train", *words).code == 0

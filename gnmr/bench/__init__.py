@@ -63,11 +63,11 @@ def main(argv: list[str]) -> int:
     asked = _parse(argv)
 
     import torch
-    from rich.console import Console
 
     from gnmr.bench.figures import Figure, describe_machine, record, show, writer
     from gnmr.bench.setting import Setting
     from gnmr.launch import compose
+    from gnmr.terminal import Terminal
 
     write = writer(asked.out)
     setting = Setting(compose(asked.overrides), asked.overrides, asked.repeats, asked.clock)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     if setting.config.training.threads is not None:
         torch.set_num_threads(setting.config.training.threads)
     machine = describe_machine()
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Terminal(width=None if sys.stdout.isatty() else 100)
     found: dict[str, list[Figure]] = {}
     for name in chosen:
         found[name] = _function(name)(setting)

@@ -115,6 +115,14 @@ class Config:
                 "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
                 "recomputed forward pass would differ from the first; use paths.rounding=nearest"
             )
+        for key, name in (
+            ("experiment_name", self.experiment_name),
+            ("scale_name", self.scale_name),
+            ("arm", self.arm),
+            ("paths.name", self.paths.name),
+        ):
+            sound = name is None or (name != "" and not name.startswith(".") and not set(name) & {"/", "\\"})
+            require(sound, key, name, "is part of a folder's name: not empty, no leading dot, no slash")
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(
                 f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +69,9 @@ class BlockOrder:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             beside = file.with_name(f".{file.name}.{os.getpid()}")
-            with beside.open("wb") as stream:
-                np.save(stream, self._draw())
+            packed = BytesIO()
+            np.save(packed, self._draw())  # to a file itself it would write past Python, and a full disk has no errno
+            beside.write_bytes(packed.getbuffer())
             beside.replace(file)
         return self._load(file)
 

@@ -154,9 +154,8 @@ def _record(subject: Any, asked: Asked, found: dict[str, Any], command: str) -> 
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from gnmr.report.layout import NOTHING, Table
+    from gnmr.terminal import Terminal
 
     table = Table("Scores", ["task", "metric", "value", "stderr", "items", "shots", "tokens scored"])
     for name, task in found.items():
@@ -168,7 +167,7 @@ def _show(found: dict[str, Any]) -> None:
         table.notes.append(f"{name}: {task['convention']}")
         if task["truncated"]:
             table.notes.append(f"{name}: {task['truncated']} inputs did not fit and lost their beginning")
-    table.print(Console(width=None if sys.stdout.isatty() else 100))
+    table.print(Terminal(width=None if sys.stdout.isatty() else 100))
 
 
 def _figure(value: float) -> str:

@@ -51,7 +51,7 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     row = json.loads(line)
                 except ValueError:  # JSONDecodeError, or UnicodeDecodeError of a torn character
                     return
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") or not isinstance(row, dict):
                     return
                 yield {key: decode(value) for key, value in row.items()}, end
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -73,8 +73,9 @@ def read_ratios(folder: Path) -> pa.Table:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None if the file is missing or cut short."""
+    """A JSON object, or None if the file is missing, cut short or holds something else."""
     try:
-        return {key: decode(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # JSONDecodeError, or UnicodeDecodeError
         return None
+    return {key: decode(value) for key, value in found.items()} if isinstance(found, dict) else None

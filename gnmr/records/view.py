@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.records.schema import RatioRows
+from gnmr.terminal import Terminal
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
@@ -50,7 +51,7 @@ class View:
         """mode: auto (a picture on a terminal, else plain lines), plain, or off (only what `say` is given).
         plain_every: steps between plain lines. console: where to; standard output by default.
         """
-        self._console = console or Console()
+        self._console = console or Terminal()
         if mode == "auto":
             mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self._mode = mode

@@ -15,6 +15,7 @@ from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table
 from gnmr.report.runs import Run, find_runs, load
 from gnmr.report.tables import paper_tables_of, run_table, tables
+from gnmr.terminal import Terminal
 
 
 def main(argv: list[str]) -> int:
@@ -30,9 +31,11 @@ def main(argv: list[str]) -> int:
     add("--no-plots", dest="plots", action="store_false", help="tables only")
     add("--against", metavar="ARM", help="the arm that all others are tested against (default: the static low path)")
     add("--strict", action="store_true", help="refuse runs of one experiment and scale that cannot be compared")
-    add("--html", metavar="FILE", type=Path, help="also one self-contained page for a browser (html=FILE will do too)")
-    given = parser.parse_args([f"--{word}" if word.startswith("html=") else word for word in argv])
-    report(given.runs, given.out, Console(), given.plots, given.against, given.strict, given.html)
+    add("--html", metavar="FILE", type=Path, help="also one self-contained page for a browser")
+    parser.epilog = "out=DIR, against=ARM and html=FILE will do too."
+    as_flags = [f"--{word}" if word.startswith(("html=", "out=", "against=")) else word for word in argv]
+    given = parser.parse_args(as_flags)
+    report(given.runs, given.out, Terminal(), given.plots, given.against, given.strict, given.html)
     return 0
 
 

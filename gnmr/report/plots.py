@@ -10,7 +10,15 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from gnmr.report.comparisons import Comparison
-from gnmr.report.curves import Curves, losses, losses_by_tokens, mean_gnmr, mean_of_units, saved_bytes
+from gnmr.report.curves import (
+    Curves,
+    loss_by_tokens,
+    losses,
+    losses_by_tokens,
+    mean_gnmr,
+    mean_of_units,
+    saved_bytes,
+)
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks
 from gnmr.report.tradeoff import tradeoff
@@ -40,14 +48,14 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
         for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
             mine = [comp for comp in comparisons if comp.kind.experiment == experiment]
             runs = [run for comparison in mine for run in comparison.runs]
-            if any(run.last_step for run in runs):
+            if any(loss_by_tokens(comparison) for comparison in mine):
                 save(f"{_slug(experiment)}-loss-by-tokens", losses_by_tokens(mine, shared), runs)
     return images
 
 
 def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figure, list[Run]]]:
     """Name, figure and the runs in it. An arm looks the same in all of them."""
-    if any(run.last_step for run in comparison.runs):
+    if any(len(run.steps["step"]) for run in comparison.runs):  # records may have been kept without their steps
         yield "loss", losses(comparison, shared), comparison.runs
         yield "saved-bytes", saved_bytes(comparison, shared), [arm.first for arm in comparison.arms]
     if tradeoff(comparison).rows:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -225,6 +227,7 @@ def load(folder: Path) -> Run:
         seed = settings.pop("training.seed", None)
         seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
     status, reason = _status(folder)
+    _check_ratios(folder)
     return Run(
         folder=folder,
         settings=settings,
@@ -278,3 +281,14 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
+
+
+def _check_ratios(folder: Path) -> None:
+    """UserError for ratios that were cut off or are no Parquet at all; reads no more than their end."""
+    file = folder / "ratios.parquet"
+    try:
+        pq.read_metadata(file)
+    except FileNotFoundError:
+        return
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{file}: damaged ({str(error).splitlines()[0]})") from error

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from gnmr.records.reader import stored
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
 from gnmr.report.cells import cell_lines
@@ -253,11 +254,12 @@ def _unclear_gaps(
 
 
 def _promotions(arm: Arm) -> str:
-    causes = Counter(
-        str(event.get("cause")) for run in arm.done for event in run.events if event.get("event") == "promote"
-    )
+    """Of the runs whose events were kept, which is one at least."""
+    kept = [run for run in arm.done if stored(run.folder / "events.jsonl")]
+    causes = Counter(str(event.get("cause")) for run in kept for event in run.events if event.get("event") == "promote")
     told = ", ".join(f"{cause} {number:,}" for cause, number in causes.most_common())
-    return f"{arm.label}: {causes.total():,} promotions in {len(arm.done)} seeds" + (f" ({told})." if told else ".")
+    seeds = f"{len(kept)} seeds" if len(kept) == len(arm.done) else f"{len(kept)} of {len(arm.done)} seeds"
+    return f"{arm.label}: {causes.total():,} promotions in {seeds}" + (f" ({told})." if told else ".")
 
 
 def _what(comparison: Comparison) -> str:

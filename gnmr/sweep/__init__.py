@@ -23,6 +23,7 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -55,13 +56,16 @@ class Sweep(Sweeper):
         parser = OverridesParser.create(self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*(f"{key}={values}" for key, values in self._params.items()), *arguments])
         sweep_dir = Path(self.config.hydra.sweep.dir)
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
+        try:
+            sweep_dir.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
+        except OSError as error:
+            raise UserError(f"{sweep_dir}: cannot be written ({error.strerror or error})") from error
 
         options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
         jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
         cells: list[Cell] = []
-        for words in BasicSweeper.split_arguments(overrides, None)[0]:
+        for words in _combinations(overrides):
             cell = self._cell(words, len(cells), threads)
             twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
             if twin is None:
@@ -113,6 +117,15 @@ class Sweep(Sweeper):
             return Cell(words, config, number)
         config = replace(config, training=replace(config.training, threads=threads))
         return Cell([*words, f"training.threads={threads}"], config, number)
+
+
+def _combinations(overrides: list[Override]) -> list[list[str]]:
+    """The overrides of each cell. UserError for a value of which there is none, as of a glob."""
+    for override in overrides:
+        if override.is_sweep_override() and not list(override.sweep_string_iterator()):
+            raise UserError(f"sweep: {override.input_line} matches nothing, so there is no cell")
+    combinations: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
+    return combinations
 
 
 def step_seconds(config: Config) -> float:

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,16 @@ def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Pat
     assert [row["step"] for row in read_jsonl(tmp_path / "events.jsonl")] == [0]
     RunWriter(tmp_path, 0).close()  # no checkpoint yet: all is written again
     assert read_jsonl(tmp_path / "events.jsonl") == []
+
+
+def test_rows_that_were_lost_before_a_checkpoint_are_told(tmp_path: Path, makers: tuple[Make, ...]) -> None:
+    """Rows are flushed and never synced, checkpoints are: a power cut can leave it so."""
+    run_to(tmp_path, 1, 6, None, makers).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RunWriter(tmp_path, 4).close()
+    with pytest.warns(UserWarning, match=r"steps\.jsonl ends with step 4, the checkpoint is of step 6: rows were lost"):
+        RunWriter(tmp_path, 6).close()
 
 
 def packed(path: Path) -> Path:

@@ -74,6 +74,28 @@ def test_a_run_whose_config_is_broken_is_left_out_and_named(write_run: Write, tm
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("ratios.parquet", b"PAR1 cut off", "ratios.parquet: damaged"),
+        ("ratios.parquet", b"", "ratios.parquet: damaged"),
+        ("header.json", b"\xff\xfe", ""),
+        ("header.json", b"[]", ""),
+        ("steps.jsonl", b"[]\n", ""),
+        ("summary.json", b"[1]", ""),
+    ],
+)
+def test_a_damaged_file_costs_no_more_than_its_run(
+    file: str, content: bytes, told: str, write_run: Write, tmp_path: Path
+) -> None:
+    write_run(arm="bf16", seed=0, steps=12, units=2, val_loss={12: 3.0})
+    broken = write_run(arm="int4", seed=0, steps=12, units=2, val_loss={12: 3.0})
+    (broken / "ratios.rows").unlink(missing_ok=True)
+    (broken / file).write_bytes(content)
+    assert told in printed([tmp_path / "runs"], tmp_path / "out", plots=True, width=300)
+    assert (tmp_path / "out" / "report.md").exists()
+
+
 def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         printed([tmp_path / "absent"])

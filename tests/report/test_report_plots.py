@@ -29,6 +29,15 @@ def drawn(root: Path, out: Path) -> dict[str, Path]:
     return {path.stem: path for path in draw(compare(load(folder) for folder in find_runs([root])), out)}
 
 
+def test_records_that_were_kept_without_their_steps(write_run: Write, tmp_path: Path) -> None:
+    """As runs/reference has them: a summary, evaluations and maybe ratios."""
+    for seed in (0, 1):
+        for arm in ("bf16", "int4"):
+            run = write_run(arm=arm, seed=seed, steps=30, units=7, val_loss={30: 3.5})
+            (run / "steps.jsonl").unlink()
+    assert not any("loss" in name for name in drawn(tmp_path / "runs", tmp_path / "out"))
+
+
 def test_every_plot_of_a_sweep_shows_something(write_run: Write, tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(arm="bf16", seed=seed, steps=30, units=7, gnmr=ratios(30, 7), val_loss={10: 5.0, 20: 4.0, 30: 3.5})

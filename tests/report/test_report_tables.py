@@ -386,6 +386,13 @@ def test_promotions_are_counted_by_cause(write_run: Write, comparisons: Callable
     assert "int4_int8-gnmr: 6 promotions in 2 seeds (gnmr 4, delta_gnmr 2)." in told
 
 
+def test_promotions_are_those_of_the_runs_whose_events_were_kept(write_run: Write, comparisons: Callable) -> None:
+    event = {"step": 1, "unit": "u", "event": "promote", "cause": "gnmr", "risk": 2.0}
+    folders = [write_run(seed=seed, events=[event] * 2) for seed in range(3)]
+    (folders[1] / "events.jsonl").unlink()
+    assert "int4_int8-gnmr: 4 promotions in 2 of 3 seeds (gnmr 4)." in notes(control(comparisons()[0]))
+
+
 def test_statistics() -> None:
     assert stat([]) is None
     assert stat([None, 2.0]) == Stat(1, 2.0, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gnmr.errors import UserError
+from gnmr.records.files import replace_text
 from gnmr.report import faults
 from gnmr.report.binning import binned
 from gnmr.report.comparisons import Comparison
@@ -85,8 +86,7 @@ def write_html(
     between, after = rest.split("<!-- data -->")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines([before, get_plotlyjs(), between, script_json(data), after])
+        replace_text(path, "".join([before, get_plotlyjs(), between, script_json(data), after]))
     except OSError as error:
         raise UserError(f"{path}: cannot write the page ({error.strerror or error})") from error
 
