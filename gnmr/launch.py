@@ -45,8 +45,6 @@ def train(argv: list[str]) -> None:
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if sweeping and any(word.replace(" ", "").lower() == "plan=true" for word in argv):
         raise UserError("plan=true: plans one run; leave out -m")
-    if not sweeping and not completing and (swept := [word for word in argv if re.match(r"\+{0,2}sweep=", word)]):
-        print(f"gnmr: {swept[0]}: without -m this is one run, of the sweep's own settings", file=sys.stderr)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
 

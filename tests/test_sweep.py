@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_told(gnmr, tiny_words, tmp_path):
 
 def test_a_sweep_without_its_flag_says_that_it_is_one_run(gnmr, tiny_words, tmp_path):
     outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress")
-    assert outcome.code == 0 and "sweep=act_quant_stress: without -m this is one run" in outcome.err
+    assert outcome.code == 0 and "this is one run; the sweep's arms and seeds need -m" in outcome.out
     assert len(folders(tmp_path)) == 1
 
 
