@@ -271,10 +271,6 @@ def attach(
     return controller
 
 
-_THRESHOLDS = {"alpha": 1.5, "beta": 1.3, "delta": 5}
-"""What `attach` takes for the paper's signals, and its defaults."""
-
-
 def _with_thresholds(
     signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], thresholds: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -287,7 +283,8 @@ def _with_thresholds(
     if isinstance(cls, type) and issubclass(cls, GnmrSignal):
         reads = {name: value for name, value in thresholds.items() if name in cls.options()}
         build_signal(cls, reads | dict(options), Context(("unit",), (1.0,), torch.device("cpu")))
-    if unread := [key for key, value in thresholds.items() if key not in reads and value != _THRESHOLDS[key]]:
+    usual = GnmrSignal.options()  # which are `attach`'s too
+    if unread := [key for key, value in thresholds.items() if key not in reads and value != usual[key]]:
         name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
         warnings.warn(f"{', '.join(unread)}: has no effect, the signal {name} does not read it", stacklevel=3)
     return reads | dict(options)

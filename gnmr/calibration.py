@@ -15,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import OmegaConf
-from rich.console import Console
-from rich.progress import track
 
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 from gnmr.records.files import replace_text
 from gnmr.replay import Asked, Norms, replay
+from gnmr.terminal import tracked
 
 _ROUNDS = 30
 
@@ -101,9 +100,7 @@ def calibrate_and_print(recorded: Sequence[Norms], asked: Asked) -> int:
     names = list(SIGNALS) if asked.signals == ("all",) else list(asked.signals or [own])
     points = [(name, wanted) for name in names for wanted in asked.calibrate]
     changed = [f"controller.{word}" for word in asked.words if not word.startswith("signal.")]
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    for name, wanted in track(points, "calibrating", console=console, transient=True, disable=hidden):
+    for name, wanted in tracked(points, "calibrating"):
         signal = settings.signal if name == own else SignalConfig(name)
         plus = "++" if ":" in name else ""  # conf/controller/signal/own.yaml has no options
         options = [
@@ -132,8 +129,6 @@ def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequen
     text = OmegaConf.to_yaml(OmegaConf.merge(tree, OmegaConf.from_dotlist(keys), arm))
     file = folder / "variant" / f"{name}_at_{wanted:g}.yaml"
     what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
-    try:
+    with writing(f"out={folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, f"# @package _global_\n{what}\n{text}")
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from error

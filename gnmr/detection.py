@@ -15,18 +15,16 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS, BlindSignal
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 from gnmr.records.files import replace_json
 from gnmr.replay import Norms, risks
 from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Ratios
-from gnmr.terminal import Terminal
+from gnmr.terminal import for_tables, tracked
 
 _BLIND = set(BlindSignal.__subclasses__())
 
@@ -52,10 +50,8 @@ def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str]
     names = list(signals) or [runs[0].settings.signal.name]
     if names == ["all"]:
         names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
     found: dict[str, dict[str, Tally]] = {}
-    for name in track(names, "detecting", console=console, transient=True, disable=hidden):
+    for name in tracked(names, "detecting"):
         try:
             found[name] = _of_signal(name, runs, share)
         except UserError as error:
@@ -63,15 +59,13 @@ def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str]
                 raise
             print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
     kinds = sorted({window.kind for run in runs for window in run.windows})
-    shown = Terminal(width=None if sys.stdout.isatty() else 100)
+    shown = for_tables()
     for table in (_overall(found, runs, share), _by_kind(found, kinds)):
         table.print(shown)
     if out is not None:
         rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
-        try:
+        with writing(f"out={out}"):
             replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
-        except OSError as error:
-            raise UserError(f"out={out}: cannot be written ({error.strerror or error})") from error
         print(f"figures: {out}")
     return 0
 

@@ -32,7 +32,7 @@ from gnmr.config import read as read_config
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
 from gnmr.controller.signals import SIGNALS
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 from gnmr.records.reader import read_json, read_ratios
 from gnmr.wiring import build_controller
 
@@ -106,8 +106,8 @@ def main(argv: list[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0 if argv else 2
-    paths = [Path(word) for word in argv if "=" not in word or Path(word).exists()]
     words = [word for word in argv if "=" in word and not Path(word).exists()]
+    paths = [Path(word) for word in argv if word not in words]
     if not paths:
         raise UserError("replay: name a run folder or a file (gnmr replay --help)")
     if any(word.startswith("detect=") for word in words):
@@ -122,10 +122,12 @@ def main(argv: list[str]) -> int:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {path}: {note}, so the sets are not the run's", file=sys.stderr)
 
+    from gnmr.terminal import tracked  # rich, which nobody else needs who reads norms
+
     decisions = replay(norms, asked.settings)
     tally = Tally(len(norms.units), asked.settings.max_o)
     with _lines(asked.out) as write:
-        for decision in _shown(decisions, len(norms.norm)):
+        for decision in tracked(decisions, "replaying", len(norms.norm)):
             tally.add(decision)
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
             write({"step": decision.step, **line})
@@ -389,21 +391,10 @@ def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
         return
     beside = out.with_name(f".{out.name}.writing")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            yield lambda row: print(json.dumps(row), file=file)
-        beside.replace(out)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
+        with writing(f"out={out}"):
+            with beside.open("w", encoding="utf-8") as file:
+                yield lambda row: print(json.dumps(row), file=file)
+            beside.replace(out)
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-
-
-def _shown(decisions: Iterator[Decision], total: int) -> Iterator[Decision]:
-    """With a progress bar on a terminal's standard error."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    yield from track(decisions, "replaying", total=total, console=console, transient=True, disable=hidden)

@@ -25,4 +25,5 @@ def test_a_reader_that_left_is_an_error_and_no_exit() -> None:
 def test_a_run_goes_on_without_its_reader() -> None:
     view = View("plain", console=closed_pipe())
     view.say("anybody?")
-    view.say("nobody: nothing is printed, nothing is raised")
+    assert view._console.quiet, "nothing is printed any more"
+    view.say("nobody: nothing is raised either")

@@ -7,7 +7,6 @@ costs no torch.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> int:
     from gnmr.bench.figures import Figure, describe_machine, record, show, writer
     from gnmr.bench.setting import Setting
     from gnmr.launch import compose
-    from gnmr.terminal import Terminal
+    from gnmr.terminal import for_tables
 
     write = writer(asked.out)
     setting = Setting(compose(asked.overrides), asked.overrides, asked.repeats, asked.clock)
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
     if setting.config.training.threads is not None:
         torch.set_num_threads(setting.config.training.threads)
     machine = describe_machine()
-    console = Terminal(width=None if sys.stdout.isatty() else 100)
+    console = for_tables()
     found: dict[str, list[Figure]] = {}
     for name in chosen:
         found[name] = _function(name)(setting)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 
 if TYPE_CHECKING:
     from gnmr.evaluation.progress import Progress
@@ -102,10 +102,8 @@ def main(argv: list[str]) -> int:
 
     from gnmr.records.files import replace_json
 
-    try:
+    with writing(f"out={out}"):
         replace_json(out, tree)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
     _show(found)
     print(f"scores: {out}")
     return 0
@@ -155,7 +153,7 @@ def _record(subject: Any, asked: Asked, found: dict[str, Any], command: str) -> 
 
 def _show(found: dict[str, Any]) -> None:
     from gnmr.report.layout import NOTHING, Table
-    from gnmr.terminal import Terminal
+    from gnmr.terminal import for_tables
 
     table = Table("Scores", ["task", "metric", "value", "stderr", "items", "shots", "tokens scored"])
     for name, task in found.items():
@@ -167,7 +165,7 @@ def _show(found: dict[str, Any]) -> None:
         table.notes.append(f"{name}: {task['convention']}")
         if task["truncated"]:
             table.notes.append(f"{name}: {task['truncated']} inputs did not fit and lost their beginning")
-    table.print(Terminal(width=None if sys.stdout.isatty() else 100))
+    table.print(for_tables())
 
 
 def _figure(value: float) -> str:

@@ -59,24 +59,26 @@ class JsonLines:
         self._file.close()
 
 
-def cut_jsonl(path: Path, last_step: int) -> None:
-    """Drops the rows after `last_step` and a torn last line. Rows stand in order of their step.
+def cut_jsonl(path: Path, last_step: int) -> int:
+    """Drops the rows after `last_step` and a torn last line. Rows stand in order of their step: that of the last row
+    which is left comes back, 0 without one.
 
     Truncating is one system call and needs no space, so it works on a full disk and cannot be half done. A compressed
     copy is unpacked first.
     """
     found = stored(path)
     if found is None:
-        return
+        return 0
     if found != path:
         beside = path.with_name(path.name + ".tmp")
         with gzip.open(found) as source, beside.open("wb") as target:
             shutil.copyfileobj(source, target)
         os.replace(beside, path)
         found.unlink()
-    end = 0
+    end = last = 0
     for row, after in iter_jsonl(path):
         if row["step"] > last_step:
             break
-        end = after
+        end, last = after, int(row["step"])
     os.truncate(path, end)
+    return last

@@ -14,7 +14,7 @@ from typing import Any
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.files import JsonLines, cut_jsonl, replace_json, replace_text
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
-from gnmr.records.reader import read_jsonl, stored
+from gnmr.records.reader import stored
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.summary import summarize
 
@@ -132,10 +132,8 @@ class RunWriter:
                 close()
 
     def _cut(self, last_step: int) -> None:
-        for name in (*_JSONL, _SCORES):
-            cut_jsonl(self.folder / name, last_step)
-        last = max((row["step"] for row in read_jsonl(self.folder / "steps.jsonl")), default=0)
-        if last < last_step:
+        lasts = {name: cut_jsonl(self.folder / name, last_step) for name in (*_JSONL, _SCORES)}
+        if (last := lasts["steps.jsonl"]) < last_step:
             warnings.warn(
                 f"{self.folder / 'steps.jsonl'} ends with step {last}, the checkpoint is of step {last_step}: rows "
                 "were lost, and the summary will be of those that are left",

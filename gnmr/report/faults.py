@@ -283,8 +283,8 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
 
     `found`: the detection of each run that has one, by folder. No rows where there is none.
     """
-    columns = ["arm", "seeds", "windows", "recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered"]
-    columns.append("recovered")
+    figures_of = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered", "recovered"]
+    columns = ["arm", "seeds", "windows", *figures_of]
     table = Table(f"{comparison.name}: injected faults", columns)
     for arm in comparison.arms:
         if not (mine := [found[run.folder] for run in arm.runs if run.folder in found]):

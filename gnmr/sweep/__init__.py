@@ -30,7 +30,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr.config import Config
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 from gnmr.launch import load_composed, say
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
 from gnmr.sweep.workers import in_worker, stoppable
@@ -56,11 +56,9 @@ class Sweep(Sweeper):
         parser = OverridesParser.create(self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*(f"{key}={values}" for key, values in self._params.items()), *arguments])
         sweep_dir = Path(self.config.hydra.sweep.dir)
-        try:
+        with writing(sweep_dir):
             sweep_dir.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
-        except OSError as error:
-            raise UserError(f"{sweep_dir}: cannot be written ({error.strerror or error})") from error
 
         options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
         jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
