@@ -126,7 +126,8 @@ class AttachedController(Controller):
                         "sharded since), so it has no gradient norm: attach afterwards, or use observe='input_grad'"
                     )
             for operator in group.operators:
-                if operator.read is None and operator.weight.grad is not None:
+                ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
+                if not ran and operator.weight.grad is not None:
                     return (
                         f"{operator.unit_name}: has a gradient but never ran: something reads its weight without "
                         "calling the module (a fused projection, F.linear), so its path is never in force; leave it "

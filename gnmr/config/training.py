@@ -41,7 +41,7 @@ class TrainingConfig:
     activation_checkpointing: bool = False
     """Recompute each block's forward during backward."""
     compile: bool = False
-    """torch.compile for each block; converted linears run outside the graphs."""
+    """torch.compile for each block; converted linears are in its graphs under recipes with unit=block, else between."""
     export_hf: bool = False
     """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
     gnmr[finetune])."""

@@ -160,6 +160,7 @@ def convert(
         assert isinstance(module, PathLinear)
         module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
+        module.in_graphs = module.tally = None
         if isinstance(module, Int8Linear):
             module.store("online")
         operators.append(module)

@@ -31,9 +31,7 @@ from torch.autograd.function import once_differentiable
 from gnmr.paths.codes import E8M0, MULTIPLE, Codes, product
 from gnmr.paths.formats import FloatFormat
 from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
-from gnmr.paths.scaling import count_nonfinite, largest_magnitude
 from gnmr.paths.simulated import (
-    BEYOND,
     Met,
     Pass,
     as_groups,
@@ -41,7 +39,7 @@ from gnmr.paths.simulated import (
     linear_backward,
     remember,
     scale_of_each,
-    scale_under,
+    scaled,
     simulated_linear,
 )
 
@@ -136,7 +134,7 @@ def width_missing(
     return None
 
 
-class _RealPass(Pass):
+class RealPass(Pass):
     """A pass whose casts give `Codes`."""
 
     def quantize(
@@ -144,14 +142,8 @@ class _RealPass(Pass):
     ) -> tuple[Codes, Met]:
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
-        groups = as_groups(x.float(), cast, contraction_dim)
-        largest = largest_magnitude(groups, (1, 3))
-        scale = scale_under(cast, largest if reference is None else reference(largest))
-        saturated = None
-        if cast.scale in ("delayed", "mx"):
-            saturated = as_matrix(groups.abs() > scale * (fmt.max * BEYOND), x).sum()
-        scaled = (groups / scale).clamp_(-fmt.max, fmt.max)
-        return _codes(scaled, scale, x, cast, fmt.native), Met(largest, saturated, count_nonfinite(x, largest))
+        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+        return _codes(divided, scale, x, cast, fmt.native), Met(largest, saturated, self.nonfinite(x, largest))
 
     def break_(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
@@ -166,10 +158,10 @@ class _RealPass(Pass):
         scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
         if cast.scale == "mx":  # a fault's scale need not be a power of two; the next larger one holds its values
             scale = scale.log2().ceil().exp2()
-        scaled = as_groups(values, cast, contraction_dim) / scale
+        divided = as_groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
-        scaled = torch.where(scaled.isfinite(), scaled.clamp(-fmt.max, fmt.max), torch.nan)
-        return _codes(scaled, scale, x, cast, fmt.native), met
+        divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
+        return _codes(divided, scale, x, cast, fmt.native), met
 
     def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
         return product(a, b, dtype)
@@ -182,16 +174,16 @@ class _RealPass(Pass):
         return x[::every].float() if isinstance(x, Tensor) else x.values()[::every]
 
 
-def _codes(scaled: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
+def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
     """Of numbers divided by their `scale`, both as `as_groups` gives them, those of `x` (N, D)."""
-    codes = as_matrix(scaled, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
+    codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
     found = scale[:, 0, :, 0]
     return Codes(codes, found.to(E8M0) if cast.scale == "mx" else found)
 
 
-class _ScaledLinear(torch.autograd.Function):
+class ScaledLinear(torch.autograd.Function):
     """F.linear by `product`, of an input that was cast already. Differentiable once."""
 
     @staticmethod
@@ -200,7 +192,7 @@ class _ScaledLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        the_pass: _RealPass,
+        the_pass: RealPass,
         x_fprop: Tensor | Codes,
         x_wgrad: Tensor | Codes | None,
         measured: MeasuredCasts | None,
@@ -234,9 +226,9 @@ def scaled_mm_linear(
     fault: Injector | None = None,
 ) -> tuple[Tensor, str]:
     """As `simulated.simulated_linear`, really in eight bits."""
-    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _RealPass, _ScaledLinear)
+    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, RealPass, ScaledLinear)
 
 
 def pass_kind(recipe: Recipe) -> type[Pass]:
     """What casts and multiplies under `recipe`."""
-    return _RealPass if recipe.backend == "scaled_mm" else Pass
+    return RealPass if recipe.backend == "scaled_mm" else Pass

@@ -161,10 +161,16 @@ def _device_missing(device: torch.device) -> str | None:
 class _IntPass(Pass):
     """A pass whose fprop operands are `Integers`; its other casts are those of the simulation."""
 
-    def __init__(self, operator: PathLinear, *args: Any, **more: Any) -> None:
-        super().__init__(operator, *args, **more)
-        assert isinstance(operator, Int8Linear)
-        self.operator = operator
+    operator: Int8Linear
+
+    @classmethod
+    def of(
+        cls, operator: PathLinear, recipe: Recipe, fault: Injector | None = None, looks_on: bool = False
+    ) -> _IntPass:
+        the_pass = super().of(operator, recipe, fault, looks_on)
+        assert isinstance(the_pass, cls) and isinstance(operator, Int8Linear)
+        the_pass.operator = operator
+        return the_pass
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None

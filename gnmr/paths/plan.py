@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.paths import te
+from gnmr.paths.compiled import graph_linear, missing, new_tally
 from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.groups import Group
+from gnmr.paths.groups import Group, unit_of
 from gnmr.paths.int8 import Int8Linear
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import RECIPES, Recipe
@@ -59,6 +60,45 @@ class Plan:
         """
         return exact(self.shared)
 
+    def compile(self, blocks: Iterable[nn.Module], **options: Any) -> None:
+        """`block.compile(**options)` of each, the operators in them taken into the graphs where that makes few.
+
+        Where all operators of a block are switched together (unit=block, or a static plan) and the paths are recipes,
+        a block type has one graph for each path, and one for evaluation: give `fullgraph=True` to be sure. Otherwise,
+        and in steps that a probe or a fault looks into, operators run between the graphs: more and smaller ones, none
+        of which knows of paths. Either way a switch compiles nothing that was not compiled before. Give models of
+        Hugging Face's `use_cache=False`, or every layer is a type of its own.
+
+        In graphs what backward keeps is the compiler's choice: `saved_bytes` cannot be read. Inductor leaves out
+        roundings to 16 bits between operations that it fuses, as in any model.
+        """
+        switched = self.recovery is not None
+        apart = switched and len({unit_of(o.unit_name, "block") for o in self.operators}) != len(self.groups)
+        if not apart and self.shared.engine is None and missing(self.low, self.recovery) is None:
+            paths = [path for path in (self.low, self.recovery) if isinstance(path, Recipe)]
+            graphs = tuple(graph_linear(path) for path in paths)
+            for operator in self.operators:
+                operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
+        for block in blocks:
+            block.compile(**options)
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether `compile` took the operators into its graphs."""
+        return any(operator.in_graphs is not None for operator in self.operators)
+
+    def _collect(self, into_ledger: bool = True) -> None:
+        """Moves what the casts in graphs met into the ledger, or nowhere."""
+        tallies = [operator.tally for operator in self.operators if operator.tally is not None]
+        if not any(tally.grad is not None for tally in tallies):
+            return
+        if into_ledger:
+            assert self.shared.ledger is not None
+            zero = torch.zeros_like(tallies[0], requires_grad=False)
+            self.shared.ledger.add(torch.stack([zero if tally.grad is None else tally.grad for tally in tallies]))
+        for tally in tallies:
+            tally.grad = None
+
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Inside, passes are not the run's own: they leave no trace in what faults and casts remember.
@@ -66,12 +106,14 @@ class Plan:
         The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
         afterwards as they were, and no compressed copy is kept. Gradients and a probe are the caller's to see to.
         """
+        self._collect()
         shared, state = self.shared, self.state_dict()
         in_force = [(operator.recovering, operator.fault) for operator in self.operators]
         rehearsing, shared.rehearsing = shared.rehearsing, True
         try:
             yield
         finally:
+            self._collect(into_ledger=False)
             shared.rehearsing = rehearsing
             shared.forget()
             self.load_state_dict(state)
@@ -83,6 +125,7 @@ class Plan:
         """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
         note of the step, and `saturation` begins anew."""
         self.shared.forget()
+        self._collect(into_ledger=False)
         if self.shared.ledger is not None:
             self.shared.ledger.end_step()
 
@@ -92,6 +135,7 @@ class Plan:
         so read it before the controller's `step`. Empty where the paths are formats, and under backend=te. Counts every
         cast once: of a tensor that several operators read, for the first that cast it. Does not wait for the device.
         """
+        self._collect()
         ledger = self.shared.ledger
         return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
@@ -107,7 +151,7 @@ class Plan:
                 continue
             if isinstance(operator, Int8Linear):
                 operator.unstore()
-            for name in ("unit_name", "index", "low", "recovery", "recovering", "shared", "fault", "read", "_node"):
+            for name in PathLinear.__annotations__:
                 delattr(operator, name)
             operator.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -143,10 +187,12 @@ class Plan:
         Read from the graph's own nodes; a storage that several operators share counts once, an operator that ran
         several times with its last pass. Under activation checkpointing the graph holds no inputs at this point and
         reading them would recompute them: do not call it.
-        ValueError under backend=te.
+        ValueError under backend=te, and where `compile` took the operators into graphs.
         """
         if self.shared.engine is not None:
             raise ValueError(f"saved_bytes: {te.UNREADABLE}")
+        if self.in_graphs:
+            raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
         storages = {}
         for operator in self.operators:
             for tensor in operator.kept():

@@ -175,7 +175,7 @@ class Probe:
         """
 
         def looking(recipe: Recipe, fault: Injector | None) -> tuple[Pass, dict[Any, tuple[Any, Met]]]:
-            look = pass_kind(recipe)(operator, recipe, fault, looks_on=True)
+            look = pass_kind(recipe).of(operator, recipe, fault, looks_on=True)
             same = fault is the_pass.fault and type(look) is type(the_pass)
             return look, made if same else look.casts_of(read, rows.dtype)
 

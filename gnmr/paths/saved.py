@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gnmr.paths.compiled import GraphLinear
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.fp8 import scaled_mm_linear
 from gnmr.paths.recipes import Recipe
@@ -176,6 +177,10 @@ class PathLinear(nn.Linear):
     read: tuple[int, str, torch.dtype] | None
     """(rows, first reader of the same tensor, dtype of what was kept) of the last forward pass that kept something."""
     _node: weakref.ref[Any] | None
+    in_graphs: tuple[GraphLinear, ...] | None
+    """What runs the low and the recovery path within graphs of torch.compile's; None: between them."""
+    tally: Tensor | None
+    """Leaf whose gradient counts what the casts in graphs met."""
 
     def switch(self, recovering: bool) -> None:
         """Puts the operator on the recovery (True) or low-cost path from its next forward pass on."""
@@ -187,11 +192,27 @@ class PathLinear(nn.Linear):
         """The format or recipe in force."""
         return self.recovery if self.recovering and self.recovery is not None else self.low
 
-    # Switching would make torch.compile specialise every block on every combination of paths, and the copies are found
-    # by the identity of tensors: these operators run between the graphs.
-    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        if self.in_graphs is not None and torch.compiler.is_compiling() and self._fits_graph(input):
+            if self.shared.exact:
+                return self.plain(input)
+            keeps = torch.is_grad_enabled() and self.weight.requires_grad
+            linear, tally = self.in_graphs[self.recovering], self.tally
+            assert tally is not None
+            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
+        return self._between_graphs(input)
+
+    def _fits_graph(self, input: Tensor) -> bool:
+        """Whether nothing looks on or breaks in, and there is a backward pass in which to tell of the casts."""
+        disturbed = self.fault is not None or (self.shared.probe is not None and self.shared.probe.enabled)
+        tells = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
+        return tells and not disturbed and input.numel() > 0
+
+    # Where switching would make torch.compile specialise blocks on combinations of paths, and where copies are found by
+    # the identity of tensors.
+    @torch.compiler.disable
+    def _between_graphs(self, input: Tensor) -> Tensor:
         shared, path = self.shared, self.path
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
@@ -268,7 +289,7 @@ class PathLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the graph of the last step, whole."""
-        return {**self.__dict__, "_node": None, "fault": None}
+        return {**self.__dict__, "_node": None, "fault": None, "in_graphs": None, "tally": None}
 
     def extra_repr(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name

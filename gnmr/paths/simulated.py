@@ -132,6 +132,22 @@ def _quantize(
     return values, Met(largest, over, count_nonfinite(x, largest))
 
 
+def scaled(
+    x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(`x` (N, D) divided by its scales, float32, none beyond the format's largest value; scale; max|group|; elements
+    that saturate, a scalar or None), the first three as `as_groups` has them: `_quantize` without its rounding and in
+    whole tensors, as GPUs and compilers want it.
+    """
+    groups = as_groups(x.float(), cast, contraction_dim)
+    largest = largest_magnitude(groups, (1, 3))
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    saturated = None
+    if cast.scale in ("delayed", "mx"):
+        saturated = as_matrix(groups.abs() > scale * (cast.format.max * BEYOND), x).sum()
+    return (groups / scale).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
+
+
 def scale_under(cast: Cast, largest: Tensor) -> Tensor:
     """The float32 scale of groups with these largest magnitudes; NaN for NaN and Inf."""
     if cast.scale == "mx":
@@ -207,6 +223,11 @@ class Ledger:
         before = self.history[unit, operand, 1 : 1 + history].amax()
         return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
 
+    def add(self, counts: Tensor) -> None:
+        """Adds numbers (units, operands, 2) that were counted elsewhere."""
+        self._written = True
+        self.counts.add_(counts.long())
+
     def write(self, unit: int, counted: Iterable[tuple[int, Met]], largest: dict[int, Tensor]) -> None:
         """Adds what one forward and backward pass of `unit` met; of casts, those that no other pass has told of."""
         self._written = True
@@ -228,21 +249,32 @@ class Ledger:
 class Pass:
     """A forward pass of an operator and the backward pass that belongs to it: what they cast, and what that met.
 
-    `fault`: breaks the casts of the input. `looks_on`: nothing runs under this recipe, somebody wants to know its
-    casts; they are those of a run, and nothing of it enters the ledger.
+    `unit`: the operator's place in the `ledger`. `fault`: breaks the casts of the input. `looks_on`: nothing runs under
+    this recipe, somebody wants to know its casts; they are those of a run, and nothing of it enters the ledger, as
+    nothing of a `rehearsal` does.
     """
 
     def __init__(
-        self, operator: PathLinear, recipe: Recipe, fault: Injector | None = None, looks_on: bool = False
+        self,
+        recipe: Recipe,
+        ledger: Ledger,
+        unit: int,
+        fault: Injector | None = None,
+        looks_on: bool = False,
+        rehearsal: bool = False,
     ) -> None:
-        ledger = operator.shared.ledger
-        assert ledger is not None
-        self.recipe, self.shared, self.ledger, self.unit = recipe, operator.shared, ledger, operator.index
-        self.fault, self._looks_on = fault, looks_on
-        self._name = operator.unit_name
+        self.recipe, self.ledger, self.unit, self.fault = recipe, ledger, unit, fault
+        self._looks_on, self._rehearsal = looks_on, rehearsal
         self._counted: dict[int, tuple[int, Met]] = {}
         """By identity: two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, operator: PathLinear, recipe: Recipe, fault: Injector | None = None, looks_on: bool = False) -> Pass:
+        """The one that begins in `operator` now."""
+        shared = operator.shared
+        assert shared.ledger is not None
+        return cls(recipe, shared.ledger, operator.index, fault, looks_on, shared.rehearsing)
 
     def cast(
         self,
@@ -295,6 +327,10 @@ class Pass:
         values, _, met = self.fault.quantize(x, cast, contraction_dim, reference)
         return values.to(x.dtype), met
 
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
+        """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
+        return count_nonfinite(x, largest)
+
     def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """a (M, K) times b (K, N), as `cast` gives them."""
         result: Tensor = a @ b
@@ -320,12 +356,12 @@ class Pass:
         """Where the casts of the tensor that was `read` stand, for its other readers; broken ones are nobody else's."""
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
-    def first_reader(self, read: Read) -> str:
+    def first_reader(self, operator: PathLinear, read: Read) -> str:
         """The first operator that keeps what this one keeps of the tensor that was `read`."""
-        cast = self.recipe.wgrad.input
+        cast, name = self.recipe.wgrad.input, operator.unit_name
         if cast is not None and self.fault is not None:
-            return f"{self._name} (broken)"
-        return self._name if cast is not None and cast.scale == "delayed" else read.reader
+            return f"{name} (broken)"
+        return name if cast is not None and cast.scale == "delayed" else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
@@ -333,7 +369,7 @@ class Pass:
 
     def end(self) -> None:
         """Once, when the last of its GEMMs is done."""
-        if not self.shared.rehearsing:
+        if not self._rehearsal:
             self.ledger.write(self.unit, self._counted.values(), self._largest)
         self._counted.clear()
         self._largest.clear()
@@ -374,7 +410,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
-class _SimulatedLinear(torch.autograd.Function):
+class SimulatedLinear(torch.autograd.Function):
     """F.linear of operands that were cast already; casts those of backward. Differentiable once."""
 
     @staticmethod
@@ -416,7 +452,7 @@ def simulated_linear(
     keeps: bool,
     fault: Injector | None = None,
     kind: type[Pass] = Pass,
-    function: type[torch.autograd.Function] = _SimulatedLinear,
+    function: type[torch.autograd.Function] = SimulatedLinear,
 ) -> tuple[Tensor, str]:
     """(output, first operator that keeps what this one keeps): `operator` on `input`, under `recipe`.
 
@@ -425,7 +461,8 @@ def simulated_linear(
     for backends that do it otherwise.
     """
     read, probe = operator.shared.read_of(input, operator.unit_name), operator.shared.probe
-    the_pass, rows = kind(operator, recipe, None if operator.recovering else fault), x.detach().reshape(-1, x.shape[-1])
+    the_pass = kind.of(operator, recipe, None if operator.recovering else fault)
+    rows = x.detach().reshape(-1, x.shape[-1])
     made = the_pass.casts_of(read, x.dtype)
     x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
@@ -435,7 +472,7 @@ def simulated_linear(
     output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, measured)
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         the_pass.end()  # frozen, and so is all before it: no backward pass will
-    return output, the_pass.first_reader(read)
+    return output, the_pass.first_reader(operator, read)
 
 
 def in_backward() -> bool:

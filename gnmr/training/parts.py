@@ -99,8 +99,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if training.export_hf:
         pretrained.need("transformers", "training.export_hf=true")
     if training.compile:
-        for layer in blocks_of(model):
-            layer.compile()
+        plan.compile(blocks_of(model))
     controller = _controller(config, model, plan)
     optimizer, transform = build_optim(model, config)
     faults = build_faults(config, plan)
@@ -323,7 +322,9 @@ def train_step(parts: Parts) -> TrainStep:
         parts.controller,
         parts.optimizer,
         config.optim.clip_norm,
-        measure_saved=not config.training.activation_checkpointing and parts.plan.shared.engine is None,
+        measure_saved=not config.training.activation_checkpointing
+        and parts.plan.shared.engine is None
+        and not parts.plan.in_graphs,
         transform=parts.transform,
         probe_tokens=config.paths.probe_tokens,
         monitor=config.records.monitor,

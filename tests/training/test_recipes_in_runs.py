@@ -160,7 +160,8 @@ def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
     for kind in (FloatFormat, IntFormat):
         for method in ("round", "encode"):
             monkeypatch.setattr(kind, method, spied(getattr(kind, method)))
-    forward, backward = (lambda o: f"{o.unit_name} forward"), (lambda ctx: f"{ctx.the_pass._name} backward")
+    names = [operator.unit_name for operator in plan.operators]
+    forward, backward = (lambda o: f"{o.unit_name} forward"), (lambda ctx: f"{names[ctx.the_pass.unit]} backward")
     monkeypatch.setattr(PathLinear, "forward", within(forward, PathLinear.forward))
     monkeypatch.setattr(simulated, "linear_backward", within(backward, simulated.linear_backward))
     output = model(torch.randint(0, 64, (2, 16)))
