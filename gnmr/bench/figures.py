@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gnmr import __version__
-from gnmr.errors import UserError
+from gnmr.errors import UserError, writing
 from gnmr.records.files import replace_json
 
 _BOOTSTRAP_DRAWS = 2000
@@ -144,4 +145,5 @@ def writer(out: Path | None) -> Callable[[dict[str, Any]], None]:
         raise UserError(f"out={out}: the folder {out.parent} does not exist")
     if out.is_dir():
         raise UserError(f"out={out}: is a folder; give a file")
-    return partial(replace_json, out)
+    with writing(f"out={out}"), TemporaryFile(dir=out.parent):
+        return partial(replace_json, out)

@@ -69,6 +69,15 @@ def test_mistakes_are_one_line(gnmr, words, says):
     assert says in gnmr("bench", *words).mistake
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(gnmr, monkeypatch, tmp_path):
+    def refused(dir):
+        raise PermissionError(13, "Permission denied", dir)
+
+    monkeypatch.setattr("gnmr.bench.figures.TemporaryFile", refused)
+    out = tmp_path / "figures.json"
+    assert f"out={out}: cannot be written (Permission denied)" in gnmr("bench", "decision", f"out={out}").mistake
+
+
 def test_hf_without_transformers(gnmr, monkeypatch, tiny_words):
     monkeypatch.setattr("gnmr.bench.hf.find_spec", lambda _name: None)
     assert "pip install transformers" in gnmr("bench", "hf").mistake

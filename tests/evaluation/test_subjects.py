@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
 from gnmr.data import TokenCorpus, validation_blocks
-from gnmr.data.cache import open_folder
+from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
 from gnmr.evaluation import load_subject, of_run, score
 from gnmr.evaluation.harness import Harness
@@ -46,9 +46,9 @@ def runs(train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
-def corpus_of(cache: Path) -> TokenCorpus:
-    (folder,) = cache.glob("text-*")
-    return open_folder(folder)
+@pytest.fixture
+def corpus(tiny) -> TokenCorpus:
+    return prepare(tiny().data, 0, lambda _line: None)
 
 
 def nll(logits: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor) -> float:
@@ -57,11 +57,11 @@ def nll(logits: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_what_it_was_when_it_ended(kind, runs, cache, task_data) -> None:
+def test_a_run_is_what_it_was_when_it_ended(kind, runs, corpus, task_data) -> None:
     run = runs(kind)
     subject = load_subject(str(run), device="cpu")
     assert (subject.max_length, subject.facts["step"], subject.facts["kind"]) == (160, 3, "run")
-    blocks = validation_blocks(corpus_of(cache).val, 160, 2)
+    blocks = validation_blocks(corpus.val, 160, 2)
     with subject.serving():
         assert nll(subject.logits, blocks) == pytest.approx(read_jsonl(run / "eval.jsonl")[-1]["val_loss"], rel=1e-6)
         # Padding on the right, and what else is in a batch, must not be seen.
@@ -74,8 +74,8 @@ def test_a_run_is_what_it_was_when_it_ended(kind, runs, cache, task_data) -> Non
     assert found["hellaswag"]["items"] == 3
 
 
-def test_the_low_path_is_the_runs_own(runs, cache) -> None:
-    run, blocks = runs("recipe"), validation_blocks(corpus_of(cache).val, 160, 1)
+def test_the_low_path_is_the_runs_own(runs, corpus) -> None:
+    run, blocks = runs("recipe"), validation_blocks(corpus.val, 160, 1)
     plain, low = (load_subject(str(run), path, device="cpu") for path in ("16bit", "low"))
     assert low.facts["low_path"] == "sim_int4, simulated"
     with plain.serving(), low.serving():
@@ -84,13 +84,13 @@ def test_the_low_path_is_the_runs_own(runs, cache) -> None:
     assert found == nll(plain.logits, blocks) != exact
 
 
-def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, cache, tmp_path) -> None:
+def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpus, tmp_path) -> None:
     from gnmr.training.run import assemble
 
     parts = assemble(tiny(*SIZES, "paths.low=sim_int4", "paths.recovery=sim_int8"), tmp_path / "unused", lambda _: None)
     parts.model.train()
     parts.plan.operators[2].switch(True)
-    blocks = validation_blocks(corpus_of(cache).val, 160, 1)
+    blocks = validation_blocks(corpus.val, 160, 1)
     found = {}
     for path in ("16bit", "low"):
         arguments = (parts.corpus.tokenizer_path, 160, parts.device, path, parts.plan)
