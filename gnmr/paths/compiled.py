@@ -50,24 +50,20 @@ def missing(*paths: object) -> str | None:
 
 def graph_linear(recipe: Recipe) -> GraphLinear:
     """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees."""
-    real = recipe.backend == "scaled_mm"
-    last: weakref.ref[Tensor] | None = None
+    pass_kind, function = (_CodesPass, _CodesLinear) if recipe.backend == "scaled_mm" else (_ValuesPass, _ValuesLinear)
+    read = _Read()
 
     def linear(
         input: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor, dtype: torch.dtype | None, keeps: bool
     ) -> Tensor:
-        nonlocal last
-        # While a graph is made its values are objects, and all readers of one are given the same.
-        first = last is None or last() is not input
-        last = weakref.ref(input)
-        x = input if dtype is None else input.to(dtype)
+        x = input
         if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        the_pass = (_GraphRealPass if real else _GraphPass)(recipe, _Counts(first), 0)
+            x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        the_pass: Pass = pass_kind(recipe, _Counts(), 0)
         rows, made = x.detach().reshape(-1, x.shape[-1]), dict[Any, tuple[Any, Met]]()
         x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
         x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-        function = _GraphScaledLinear if real else _GraphSimulatedLinear
+        read.tell_once(input, made)
         output: Tensor = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, None, tally)
         return output
 
@@ -75,31 +71,58 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
     return found
 
 
-class _Counts(Ledger):
-    """The ledger of one pass: what is written becomes the gradient of a tally."""
+class _Read:
+    """The tensor that was read last, and which casts of it were told of: each counts for its first reader.
 
-    def __init__(self, first: bool) -> None:
-        """`first`: of the operators that read this input, the one for which its casts count."""
-        self.history, self.first = None, first
-        self.found: dict[tuple[int, int], list[Tensor]] = {}
+    What `linear` is given while a graph is made are stand-ins, and all readers of a tensor get the same one. So this is
+    settled when the graph is, and as in `SharedState.read_of`.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: weakref.ref[Tensor] | None = None
+        self._told: set[Any] = set()
+
+    def tell_once(self, x: Tensor, made: dict[Any, tuple[Any, Met]]) -> None:
+        """Leaves to the earlier readers of `x` to tell of the casts that they have `made` too."""
+        if self._tensor is None or self._tensor() is not x:
+            self._tensor, self._told = weakref.ref(x), set()
+        for key, (_, met) in made.items():
+            met.counted = key in self._told
+            self._told.add(key)
+
+
+class _Counts(Ledger):
+    """The ledger of one pass, without a history: what is written becomes the gradient of a tally."""
+
+    def __init__(self) -> None:
+        self.history = None
+        self._found: dict[tuple[int, int], list[Tensor]] = {}
 
     def write(self, unit: int, counted: Iterable[tuple[int, Met]], largest: dict[int, Tensor]) -> None:
         for operand, met in counted:
             for kind, number in enumerate((met.saturated, met.nonfinite)):
-                if number is not None and (self.first or OPERANDS[operand] != "input"):
-                    self.found.setdefault((operand, kind), []).append(number)
+                if number is not None and not met.counted:
+                    self._found.setdefault((operand, kind), []).append(number)
 
     def gradient(self, device: torch.device) -> Tensor:
         """What a tally gets."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        rows = ((sum(self.found.get((i, kind), []), zero) for kind in range(2)) for i in range(len(OPERANDS)))
+        rows = ((sum(self._found.get((i, kind), []), zero) for kind in range(2)) for i in range(len(OPERANDS)))
         return torch.stack([torch.stack(list(row)) for row in rows])
 
 
-class _GraphPass(Pass):
-    """A pass whose casts are those of the simulation in whole tensors."""
+class _InGraph(Pass):
+    """A pass that looks at no value."""
 
     ledger: _Counts
+
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor:
+        bad = nan_unless_finite(x)
+        return (bad != bad).sum()
+
+
+class _ValuesPass(_InGraph):
+    """Its casts are those of the simulation, in whole tensors."""
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
@@ -108,26 +131,13 @@ class _GraphPass(Pass):
         values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
         return values, Met(largest, saturated, self.nonfinite(x, largest))
 
-    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor:
-        return _nonfinite(x)
+
+class _CodesPass(_InGraph, RealPass):
+    """Its casts are the hardware's codes."""
 
 
-class _GraphRealPass(RealPass):
-    """The same in codes."""
-
-    ledger: _Counts
-
-    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor:
-        return _nonfinite(x)
-
-
-def _nonfinite(x: Tensor) -> Tensor:
-    bad = nan_unless_finite(x)
-    return (bad != bad).sum()
-
-
-class _GraphSimulatedLinear(SimulatedLinear):
-    """As its base, with one argument more: the tally, whose gradient are the counts."""
+class _ValuesLinear(SimulatedLinear):
+    """As its base, with one argument more: the tally."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -139,7 +149,7 @@ class _GraphSimulatedLinear(SimulatedLinear):
         return _backward(ctx, *grads)
 
 
-class _GraphScaledLinear(ScaledLinear):
+class _CodesLinear(ScaledLinear):
     """The same of codes."""
 
     @staticmethod
@@ -152,7 +162,7 @@ class _GraphScaledLinear(ScaledLinear):
         return _backward(ctx, *grads)
 
 
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *others, _ = linear_backward(ctx, *grads)
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    *others, _ = linear_backward(ctx, grad_output)
     counts: _Counts = ctx.the_pass.ledger
-    return *others, counts.gradient(grads[0].device)
+    return *others, counts.gradient(grad_output.device)

@@ -60,27 +60,34 @@ class Plan:
         """
         return exact(self.shared)
 
-    def compile(self, blocks: Iterable[nn.Module], **options: Any) -> None:
+    def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
         """`block.compile(**options)` of each, the operators in them taken into the graphs where that makes few.
 
-        Where all operators of a block are switched together (unit=block, or a static plan) and the paths are recipes,
-        a block type has one graph for each path, and one for evaluation: give `fullgraph=True` to be sure. Otherwise,
-        and in steps that a probe or a fault looks into, operators run between the graphs: more and smaller ones, none
-        of which knows of paths. Either way a switch compiles nothing that was not compiled before. Give models of
-        Hugging Face's `use_cache=False`, or every layer is a type of its own.
+        Returns why operators stay between the graphs; None: they are in them. Where all operators of a block are
+        switched together (unit=block, or a static plan) and the paths are recipes, a block type has one graph for each
+        path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
+        before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of
+        experts. Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs: more and
+        smaller ones, none of which knows of paths. Either way a switch compiles nothing that was not compiled before.
+        Give models of Hugging Face's `use_cache=False`, or every layer is a type of its own.
 
-        In graphs what backward keeps is the compiler's choice: `saved_bytes` cannot be read. Inductor leaves out
-        roundings to 16 bits between operations that it fuses, as in any model.
+        In graphs what backward keeps is the compiler's choice: `saved_bytes` cannot be read. `saturation` is counted in
+        `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations
+        that it fuses, as in any model.
         """
-        switched = self.recovery is not None
-        apart = switched and len({unit_of(o.unit_name, "block") for o in self.operators}) != len(self.groups)
-        if not apart and self.shared.engine is None and missing(self.low, self.recovery) is None:
-            paths = [path for path in (self.low, self.recovery) if isinstance(path, Recipe)]
-            graphs = tuple(graph_linear(path) for path in paths)
+        blocks, why = list(blocks), missing(self.low, self.recovery)
+        together = {unit_of(operator.unit_name, "block") for operator in self.operators}
+        if self.recovery is not None and len(together) != len(self.groups):
+            why = "units are smaller than blocks, and each combination of their paths would be a graph"
+        if why is None:
+            graphs = tuple(graph_linear(path) for path in (self.low, self.recovery) if isinstance(path, Recipe))
+            inside = {module for block in blocks for module in block.modules()}
             for operator in self.operators:
-                operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
+                if operator in inside:
+                    operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
         for block in blocks:
             block.compile(**options)
+        return why
 
     @property
     def in_graphs(self) -> bool:
@@ -89,15 +96,15 @@ class Plan:
 
     def _collect(self, into_ledger: bool = True) -> None:
         """Moves what the casts in graphs met into the ledger, or nowhere."""
-        tallies = [operator.tally for operator in self.operators if operator.tally is not None]
-        if not any(tally.grad is not None for tally in tallies):
-            return
-        if into_ledger:
+        tallies = [operator.tally for operator in self.operators]
+        found = [None if tally is None else tally.grad for tally in tallies]
+        if into_ledger and (first := next((one for one in found if one is not None), None)) is not None:
             assert self.shared.ledger is not None
-            zero = torch.zeros_like(tallies[0], requires_grad=False)
-            self.shared.ledger.add(torch.stack([zero if tally.grad is None else tally.grad for tally in tallies]))
+            zero = torch.zeros_like(first)
+            self.shared.ledger.add(torch.stack([zero if one is None else one for one in found]))
         for tally in tallies:
-            tally.grad = None
+            if tally is not None:
+                tally.grad = None
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -130,9 +137,9 @@ class Plan:
             self.shared.ledger.end_step()
 
     def saturation(self) -> dict[str, Tensor]:
-        """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that came back
-        as NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`;
-        so read it before the controller's `step`. Empty where the paths are formats, and under backend=te. Counts every
+        """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that were Inf
+        or NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`. Since the last `end_step`; so
+        read it before the controller's `step`. Empty where the paths are formats, and under backend=te. Counts every
         cast once: of a tensor that several operators read, for the first that cast it. Does not wait for the device.
         """
         self._collect()

@@ -194,13 +194,14 @@ class PathLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
-        if self.in_graphs is not None and torch.compiler.is_compiling() and self._fits_graph(input):
-            if self.shared.exact:
-                return self.plain(input)
+        in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
+        if in_graph and self.shared.exact:
+            return self.plain(input)
+        if in_graph and self._fits_graph(input):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
-            linear, tally = self.in_graphs[self.recovering], self.tally
-            assert tally is not None
-            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
+            linears, tally = self.in_graphs, self.tally
+            assert linears is not None and tally is not None
+            return linears[self.recovering](input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
         return self._between_graphs(input)
 
     def _fits_graph(self, input: Tensor) -> bool:

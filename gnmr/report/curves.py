@@ -72,7 +72,7 @@ def saved_bytes(comparison: Comparison, looks: Looks) -> Figure:
 
 
 def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
-    """GNMR averaged over the operators, `mean_of_units` of each run: the paper's figure 3."""
+    """GNMR averaged over the units, `mean_of_units` of each run: the paper's figure 3."""
     figure, (axes,) = new_figure(8.5, 4.2)
     width = bin_width(_last_step(comparison), 150)
     for arm in comparison.arms:
@@ -80,7 +80,7 @@ def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
         _seeds_and_mean(axes, arm, curves, looks)
     axes.axhline(1.0, color=FAINT, lw=0.8, zorder=1)
     axes.set_title(f"seeds thin, their mean bold{of_steps('mean', width)}")
-    axes.set_ylabel("mean GNMR over operators")
+    axes.set_ylabel("mean GNMR over units")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _steps_of(axes, comparison)
     head(figure, f"Mean GNMR (as the paper's figure 3): {comparison.name}{_early(comparison)}")

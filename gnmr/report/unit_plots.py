@@ -1,4 +1,4 @@
-"""Plots of one run's units: GNMR or risk of single operators (the paper's figure 2), risk of all."""
+"""Plots of one run's units: GNMR or risk of single units (the paper's figure 2), risk of all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST, _MOST = 1 / 3, 3.0
 
 
 def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
-    """The four operators with the highest peaks, each before the band of all, as in the paper's figure 2.
+    """The four units with the highest peaks, each before the band of all, as in the paper's figure 2.
 
     GNMR, or under a signal without it the risk R.
     """
@@ -32,9 +32,9 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     peaks = np.nan_to_num(values, nan=-np.inf).max(axis=0)
     trigger = _trigger(run)
     for axes, unit in zip(grid, np.argsort(-peaks, kind="stable"), strict=False):
-        axes.fill_between(steps, lowest_all, highest_all, color=BAND, lw=0, label="all operators")
+        axes.fill_between(steps, lowest_all, highest_all, color=BAND, lw=0, label="all units")
         axes.plot(steps, median_all, color=FAINT, lw=0.8, label="their median")
-        axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this operator")
+        axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this unit")
         if what != "GNMR":
             axes.axhline(trigger, color=COLOURS[1], lw=1.3, ls="--", label="trigger")
         elif run.settings.get("controller.alpha") is not None:
@@ -53,7 +53,7 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
         axes.set_ylabel(f"{what}{of_steps('highest', width)}")
     _ratio_axis(grid[0])
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=6)
-    head(figure, f"{what} of the operators with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
+    head(figure, f"{what} of the units with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
     return figure
 
 

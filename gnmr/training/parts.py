@@ -99,7 +99,9 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     if training.export_hf:
         pretrained.need("transformers", "training.export_hf=true")
     if training.compile:
-        plan.compile(blocks_of(model))
+        between = plan.compile(blocks_of(model))
+        place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
+        say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
     controller = _controller(config, model, plan)
     optimizer, transform = build_optim(model, config)
     faults = build_faults(config, plan)

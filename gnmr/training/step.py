@@ -52,7 +52,7 @@ class StepResult:
     monitored: dict[str, float]
     """Gradient norms of the modules that are watched besides the units."""
     saturation: dict[str, list[int]]
-    """Saturated elements and NaN by operand, of all operators (`Plan.saturation`); empty under formats."""
+    """Saturated elements, and Inf or NaN, by operand, of all operators (`Plan.saturation`); empty under formats."""
 
 
 def loss_of(model: nn.Module, batch: Tensor | Batch) -> Tensor:

@@ -210,9 +210,9 @@ def test_what_would_make_many_graphs_or_remembers_stays_between_them(low: str, r
         net = model()
         plan = convert(net, low, recovery, **({"unit": "block"} | how))
         if compiles:
-            plan.compile(net.layers, backend="aot_eager")
+            why = plan.compile(net.layers, backend="aot_eager")
         found.append(step(net, plan))
-    assert not plan.in_graphs and same(*found)
+    assert why and not plan.in_graphs and same(*found)
     before = graphs()
     for i in range(len(plan.groups)):
         switch(plan, {i})
@@ -251,10 +251,34 @@ def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
     assert same([p.grad for p in compiled.parameters()], [p.grad for p in plain.parameters()])
 
 
+def test_evaluation_is_one_graph_beside_a_probe_too() -> None:
+    _, (net, plan) = pair("sim_e2m1", "bf16")
+    plan.probe(["mse"])
+    with torch.no_grad(), plan.exact():
+        net(tokens())
+    assert graphs() == 1
+
+
 def test_what_graphs_keep_cannot_be_read() -> None:
     _, (_, plan) = pair("sim_e2m1", "bf16")
     with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):
         plan.saved_bytes()
+    net = model()
+    plan = convert(net, "sim_e2m1", "bf16", unit="block")
+    assert plan.compile([]) is None and not plan.in_graphs
+    logits = net(tokens())
+    assert logits.requires_grad and plan.saved_bytes() > 0
+
+
+def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:
+    """q, frozen, casts the input that k and v read for fprop alone."""
+    (net, plan), (compiled, other) = pair("mxfp8", "bf16")
+    for each in (net, compiled):
+        for layer in each.layers:
+            layer.self_attn.q_proj.weight.requires_grad_(False)
+    expected = step(net, plan)
+    assert (expected[-4][:2, 0] > 0).all()
+    assert same(step(compiled, other), expected)
 
 
 def test_frozen_weights_and_nothing_to_train_before_them() -> None:

@@ -94,6 +94,23 @@ def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
     assert differences(plain["state"], seen["state"]) == []
 
 
+def test_a_compiled_run_is_the_run_that_is_not_and_goes_on_to_the_last_bit(train, tmp_path, monkeypatch):
+    plain = torch.nn.Module.compile  # without Inductor, which rounds otherwise and takes a minute
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
+    sizes = ["model.intermediate_size=64", "model.num_layers=2"]
+    words = [*sizes, "paths.low=mxfp8", "paths.recovery=bf16", "paths.unit=block", "controller.max_o=1"]
+    wanted = everything(train(tmp_path / "plain", *words))
+    assert any(row["num_active"] for row in wanted["steps"])
+    compiled = [*words, "training.compile=true"]
+    stopped(train, tmp_path / "run", *compiled)
+    found = everything(train(tmp_path / "run", *compiled))
+    for row in wanted["steps"]:
+        assert row["saved_bytes"] == row["saved_bytes_predicted"] > 0
+        row |= {"saved_bytes": None, "saved_bytes_predicted": None}
+    for name in ("steps", "eval", "events", "ratios", "state"):
+        assert differences(wanted[name], found[name]) == [], name
+
+
 def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted):
     stopped(train, tmp_path / "run", *DELAYED)
     assert differences(uninterrupted(*DELAYED), everything(train(tmp_path / "run", *DELAYED))) == []

@@ -81,7 +81,7 @@ def step_width(comparison: Comparison) -> int:
 
 
 def gnmr(comparison: Comparison, means: Curves) -> Tree | None:
-    """GNMR averaged over the operators, by run folder in bins of `step_width`; None where there is none."""
+    """GNMR averaged over the units, by run folder in bins of `step_width`; None where there is none."""
     lines = [line for place, arm in enumerate(comparison.arms) for line in _lines(place, "gnmr", arm, means)]
     return {"width": step_width(comparison), "lines": lines} if lines else None
 
