@@ -24,7 +24,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gnmr_delta": [{}, {"two_sided": True, "history": "window", "window": 7, "delta": 3}],
     "gnmr": [{}, {"history": "ema", "decay": 0.9}],
     "ema_ratio": [{}, {"clip": None, "history": "window", "window": 4}],
-    "zscore": [{"warmup": 5}, {"warmup": 3, "history": "window", "window": 5}],
+    "zscore": [{"warmup": 5}, {"warmup": 3, "history": "window", "window": 5, "clip": False}],
     "gap": [{}, {"variant": "relative", "every": 4}, {"variant": "per_byte"}, {"variant": "times_gnmr", "every": 7}],
     "random": [{}, {"share": 0.1}],
     "static_k": [{"calibration_steps": 15}, {"calibration_steps": 25, "k": 2, "share": 0.03}],
