@@ -148,11 +148,11 @@ def test_zscore_by_hand() -> None:
     assert 1 > risk[1] > risk[2] > 0, "below the mean is less of a risk the farther it is"
     # 5 enters as 2 + 2.5^2 / 3
     assert signal.history.mean.tolist() == pytest.approx([(1 + 3 + 2 + 6.25 / 3) / 3, 5 / 3, 4 / 3])
-    follows = make("zscore", history="cumulative", warmup=2, clip=False)
+    follows = make("zscore", history="cumulative", warmup=2, clipped=False)
     fed(follows, 1, 3, 5)
     assert follows.history.mean.tolist() == pytest.approx([3])
-    with pytest.raises(ValueError, match="clip=1: must be true or false"):
-        make("zscore", clip=1)
+    with pytest.raises(ValueError, match="clipped=1: must be true or false"):
+        make("zscore", clipped=1)
 
 
 def test_zscore_risk_is_continuous() -> None:

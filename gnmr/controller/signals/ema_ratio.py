@@ -3,9 +3,9 @@
     ratio[t] = n[t] / (M[t-1] + eps)                                     R = ratio / threshold
     M[t]     = EMA of min(n[t], clip * M[t-1])
 
-What enters the history is clipped, so that one spike does not raise the level it is judged by. A lasting rise is followed
-by (1 - decay)(clip - 1) a step at most, 0.1 % as published, where the gradient is clipped too and cannot run away. Here
-nothing is: a unit whose norm rises tenfold stays above the threshold for 2,300 steps. `clip=None` follows it.
+What enters the history is clipped, so that one spike does not raise the level it is judged by. A lasting rise is
+followed by (1 - decay)(clip - 1) a step at most, 0.1 % as published, where the gradient is clipped too and cannot run
+away. Here nothing is: a unit whose norm rises tenfold stays above the threshold for 2,300 steps. `clip=None` follows.
 
 Source: arXiv 2502.11034 (AdaGC), which multiplies the gradient by min(1, 1.05 M / n); decay 0.98 and 1.05 are its
 values. It starts from the least norm of 100 globally clipped steps, this signal from the plain mean of the first

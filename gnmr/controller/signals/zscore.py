@@ -1,11 +1,11 @@
 """How many standard deviations a unit's gradient norm lies above its own moving mean: ZClip's statistic, per unit.
 
     z[t] = (n[t] - mu[t-1]) / (sigma[t-1] + eps)        0 for the first `warmup` norms        R = z / threshold
-    mu, sigma: EMAs of n[t], or where z > threshold of the clipped mu + threshold^2 / z * sigma (`clip`)
+    mu, sigma: EMAs of n[t], or where z > threshold of the clipped mu + threshold^2 / z * sigma (`clipped`)
 
 Unlike a ratio it knows how much a unit's norm fluctuates anyway: a unit that is always noisy has to rise further. What
-enters the history is clipped as published, where the gradient is clipped too; here it is not, and a unit whose norm rises
-for good can stay thousands of standard deviations above a history that hardly follows. `clip=False` lets it follow.
+enters the history is clipped as published, where the gradient is clipped too; here it is not, and a unit whose norm
+rises for good can stay thousands of standard deviations above a history that hardly follows. `clipped=False` follows.
 
 Source: arXiv 2504.02507 (ZClip), there for the global norm and to clip; threshold 2.5, decay 0.97, 25 warm-up steps and
 eps 1e-6 are its values. The moving variance is the exact one of the weights. Needs nothing but the norms; costs a dozen
@@ -40,12 +40,12 @@ class ZScore(SignalBase):
         decay: float = 0.97,
         window: int = 50,
         eps: float = 1e-6,
-        clip: bool = True,
+        clipped: bool = True,
     ) -> None:
         super().__init__(context)
-        if not isinstance(clip, bool):
-            raise ValueError(f"clip={clip!r}: must be true or false")
-        self.clip = clip
+        if not isinstance(clipped, bool):
+            raise ValueError(f"clipped={clipped!r}: must be true or false")
+        self.clipped = clipped
         self.threshold = checked_threshold(threshold)
         self.warmup, self.eps = whole(warmup, "warmup"), positive(eps, "eps")
         self.history = make_history(history, self.num_units, context.device, decay, window)
@@ -55,8 +55,8 @@ class ZScore(SignalBase):
         norm, threshold = evidence["norm"], at(self.threshold, step)
         mean, std = self.history.mean, self.history.std
         z = torch.where(self.history.count >= self.warmup, ((norm - mean) / (std + self.eps)).clamp(max=LARGEST), 0.0)
-        clipped = mean + threshold**2 / z * std
-        self.history.update(torch.where((z > threshold) & self.clip, clipped, norm), seen(evidence))
+        bounded = mean + threshold**2 / z * std
+        self.history.update(torch.where((z > threshold) & self.clipped, bounded, norm), seen(evidence))
         # A z below 0 would be no risk at all: from 0.01 down a branch goes on, with the same slope there, towards 0.
         positive_z = torch.where(z > _SMALL, z, _SMALL**2 / (2 * _SMALL - z.clamp(max=_SMALL)))
         risk, _ = self.verdict(evidence, step, positive_z)
