@@ -1,7 +1,7 @@
 """The paper's tables with our runs in them: rows are found by the arms' settings.
 
 Each module holds the tables of one of the paper's settings. The paper's figures stand beside ours only where scale and
-settings are the paper's.
+settings are the paper's; in tables along the run (2, 13, 15) at other scales too, with theirs in the row's name.
 """
 
 from __future__ import annotations

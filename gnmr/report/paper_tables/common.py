@@ -40,10 +40,12 @@ def shown(arm: Arm) -> bool:
     return arm.always is not None or (arm.signal in GNMR and not arm.ranked)
 
 
-def undisturbed(arm: Arm) -> bool:
-    """Whether the optimizer is plain AdamW, and neither injected faults nor outlier channels are at work."""
+def undisturbed(arm: Arm, outliers: bool = False) -> bool:
+    """Whether the optimizer is plain AdamW and no injected faults are at work, nor outlier channels, unless `outliers`
+    are no matter."""
     get = arm.settings.get
-    return get("stress.kind") in (None, "none") and plain_adamw(arm) and not get("model.outlier_channels.number")
+    without = outliers or not get("model.outlier_channels.number")
+    return get("stress.kind") in (None, "none") and plain_adamw(arm) and without
 
 
 def plain(arm: Arm) -> bool:
@@ -91,17 +93,20 @@ def along(arm: Arm, shares: Iterable[float]) -> list[str]:
     return cells
 
 
-def add_row(table: Table, cells: list[str], theirs: Sequence[str] | None) -> None:
-    """The cells, and under the last of them the paper's where there are any."""
+def add_row(table: Table, cells: list[str], theirs: Sequence[str] | None, scale: str | None = None) -> None:
+    """The cells, and under the last of them the paper's where there are any; `scale`: theirs, where ours is another."""
     table.rows.append(cells)
     if theirs is not None:
-        table.rows.append([THEIRS, *[""] * (len(cells) - len(theirs) - 1), *theirs])
+        whose = THEIRS if scale is None else f"{THEIRS}, {scale}"
+        table.rows.append([whose, *[""] * (len(cells) - len(theirs) - 1), *theirs])
 
 
 def note(table: Table, comparison: Comparison, at: str) -> Table:
     """The table with what there is to know of the paper's rows; `at`: where the paper made them."""
-    if any(cells[0] == THEIRS for cells in table.rows):
-        table.notes += [f"The paper's are at {at}, on its own machines.", source([comparison])]
+    if whose := {cells[0] for cells in table.rows if cells[0].startswith(THEIRS)}:
+        other = ", at the same shares of the run: another model and other data, which nothing of ours is to equal"
+        told = f"The paper's are at {at}, on its own machines{'' if THEIRS in whose else other}."
+        table.notes += [told, source([comparison])]
     else:
         table.notes.append(f"The paper has this table at {at}; none of its rows fits these arms.")
     return table

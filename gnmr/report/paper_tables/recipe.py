@@ -35,9 +35,10 @@ def table_2(comparison: Comparison) -> Table:
     columns = ["arm", *marks(comparison, _EVALUATED_AT)]
     table = Table(f"{comparison.name}: perplexity along the run (the paper's table 2)", columns)
     for arm in filter(shown, comparison.arms):
-        theirs = published.TABLE_2.get(_recipes(arm)) if _of_its_size(comparison) else None
+        scale = None if _of_its_size(comparison) else published.SCALE_2_AND_4
+        theirs = published.TABLE_2.get(_recipes(arm, outliers=scale is not None))
         cells = [arm.label, *along(arm, _EVALUATED_AT)]
-        add_row(table, cells, None if theirs is None else [f"{ppl:.2f}" for ppl in theirs])
+        add_row(table, cells, None if theirs is None else [f"{ppl:.2f}" for ppl in theirs], scale)
     table.notes = [ALONG]
     return note(table, comparison, _AT)
 
@@ -106,10 +107,10 @@ def _of_its_size(comparison: Comparison) -> bool:
     return size_of(comparison) == published.SCALE_2_AND_4
 
 
-def _recipes(arm: Arm) -> published.Recipes:
-    """Those of the arm where it is set as the paper's are, (None, None) of any other."""
+def _recipes(arm: Arm, outliers: bool = False) -> published.Recipes:
+    """Those of the arm where it is set as the paper's are, but for `outliers`; (None, None) of any other."""
     get, other = arm.settings.get, (None, None)
-    if not undisturbed(arm):
+    if not undisturbed(arm, outliers):
         return other
     if arm.always is not None:
         return arm.always, None

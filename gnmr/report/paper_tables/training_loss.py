@@ -25,13 +25,12 @@ def table_13(comparison: Comparison) -> Table:
     steps = comparison.kind.steps
     headings = [f"step\n{share * steps:,.0f}" if steps else f"at\n{share:.0%}" for share in _SHARES_13]
     table = Table(f"{comparison.name}: training loss by steps (the paper's table 13)", ["arm", *headings])
-    its_own = size_of(comparison) == published.SCALE_13
 
     def fits(arm: Arm) -> bool:
         get = arm.settings.get
         return arm.recovery_bits == 16 and (get("controller.alpha"), get("controller.warmup_frac")) == (0.9, 0.05)
 
-    _fill(table, comparison, _SHARES_13, published.TABLE_13 if its_own else {}, fits)
+    _fill(table, comparison, _SHARES_13, published.TABLE_13, published.SCALE_13, fits)
     return note(table, comparison, f"{published.SCALE_13}, {published.STEPS_13[-1]:,.0f} steps")
 
 
@@ -40,12 +39,11 @@ def table_15(comparison: Comparison) -> Table:
     tokens = comparison.kind.tokens
     headings = [f"at\n{count(share * tokens) if tokens else f'{share:.0%}'}" for share in _SHARES_15]
     table = Table(f"{comparison.name}: training loss by tokens (the paper's table 15)", ["arm", *headings])
-    its_own = size_of(comparison) == published.SCALE_15
 
     def fits(arm: Arm) -> bool:
         return arm.settings.get("controller.alpha") == 0.4 and not arm.settings.get("controller.warmup_frac")
 
-    _fill(table, comparison, _SHARES_15, published.TABLE_15 if its_own else {}, fits)
+    _fill(table, comparison, _SHARES_15, published.TABLE_15, published.SCALE_15, fits)
     return note(table, comparison, f"{published.SCALE_15}, {count(published.TOKENS_15[-1])} tokens")
 
 
@@ -64,13 +62,15 @@ def _fill(
     comparison: Comparison,
     shares: Sequence[float],
     paper: dict[published.Control, tuple[float, ...]],
+    scale: str,
     fits: Callable[[Arm], bool],
 ) -> None:
-    """The rows. `fits`: whether an arm under GNMR has the paper's thresholds."""
+    """The rows. `scale`: the paper's. `fits`: whether an arm under GNMR has the paper's thresholds."""
+    other = None if size_of(comparison) == scale else scale
     for arm in filter(shown, comparison.arms):
-        theirs = paper.get(_control(arm, fits)) if undisturbed(arm) else None
+        theirs = paper.get(_control(arm, fits)) if undisturbed(arm, outliers=other is not None) else None
         cells = None if theirs is None else ["x" if math.isinf(loss) else f"{loss:.3f}" for loss in theirs]
-        add_row(table, [arm.label, *(_cell(arm, share) for share in shares)], cells)
+        add_row(table, [arm.label, *(_cell(arm, share) for share in shares)], cells, other)
     table.notes = [
         f"Mean over the steps within {SMOOTHED / 2:.1%} of the run, at 0 the first step alone; then over the seeds "
         "that are done or not yet diverged. x: diverged before."
