@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gnmr.paths.fp8 import RealPass, ScaledLinear
 from gnmr.paths.recipes import Cast, Recipe
-from gnmr.paths.scaling import nan_unless_finite
+from gnmr.paths.scaling import count_nonfinite
 from gnmr.paths.simulated import OPERANDS, Ledger, Met, Pass, SimulatedLinear, as_matrix, linear_backward, scaled
 
 GraphLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool], Tensor]
@@ -50,7 +50,8 @@ def missing(*paths: object) -> str | None:
 
 def graph_linear(recipe: Recipe) -> GraphLinear:
     """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees."""
-    pass_kind, function = (_CodesPass, _CodesLinear) if recipe.backend == "scaled_mm" else (_ValuesPass, _ValuesLinear)
+    real = recipe.backend == "scaled_mm"
+    pass_kind, kind = (_CodesPass, ScaledLinear) if real else (_ValuesPass, SimulatedLinear)
     read = _Read()
 
     def linear(
@@ -64,7 +65,7 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
         x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
         read.tell_once(input, made)
-        output: Tensor = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, None, tally)
+        output: Tensor = _CountedLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, None, tally, kind)
         return output
 
     found: GraphLinear = torch.compiler.allow_in_graph(linear)
@@ -116,9 +117,8 @@ class _InGraph(Pass):
 
     ledger: _Counts
 
-    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor:
-        bad = nan_unless_finite(x)
-        return (bad != bad).sum()
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
+        return count_nonfinite(x)
 
 
 class _ValuesPass(_InGraph):
@@ -136,33 +136,18 @@ class _CodesPass(_InGraph, RealPass):
     """Its casts are the hardware's codes."""
 
 
-class _ValuesLinear(SimulatedLinear):
-    """As its base, with one argument more: the tally."""
+class _CountedLinear(torch.autograd.Function):
+    """`SimulatedLinear` or `ScaledLinear`, the last argument; before it the tally, whose gradient are the counts."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        return SimulatedLinear.forward(ctx, *args[:-1])
+        *operands, _tally, linear = args
+        output: Tensor = linear.forward(ctx, *operands)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
-
-
-class _CodesLinear(ScaledLinear):
-    """The same of codes."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        return ScaledLinear.forward(ctx, *args[:-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    *others, _ = linear_backward(ctx, grad_output)
-    counts: _Counts = ctx.the_pass.ledger
-    return *others, counts.gradient(grad_output.device)
+        *of_operands, _, _ = linear_backward(ctx, *grads)
+        counts: _Counts = ctx.the_pass.ledger
+        return *of_operands, counts.gradient(grads[0].device), None
