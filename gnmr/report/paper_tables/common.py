@@ -101,10 +101,11 @@ def add_row(table: Table, cells: list[str], theirs: Sequence[str] | None, scale:
         table.rows.append([whose, *[""] * (len(cells) - len(theirs) - 1), *theirs])
 
 
-def note(table: Table, comparison: Comparison, at: str) -> Table:
-    """The table with what there is to know of the paper's rows; `at`: where the paper made them."""
+def note(table: Table, comparison: Comparison, at: str, same: str = ", at the same shares of the run") -> Table:
+    """The table with what there is to know of the paper's rows; `at`: where the paper made them; `same`: what rows of
+    another scale have in common with ours."""
     if whose := {cells[0] for cells in table.rows if cells[0].startswith(THEIRS)}:
-        other = ", at the same shares of the run: another model and other data, which nothing of ours is to equal"
+        other = f"{same}: another model and other data, which nothing of ours is to equal"
         told = f"The paper's are at {at}, on its own machines{'' if THEIRS in whose else other}."
         table.notes += [told, source([comparison])]
     else:

@@ -34,8 +34,8 @@ def table_2(comparison: Comparison) -> Table:
     """Perplexity along the run by the recipes of the two paths."""
     columns = ["arm", *marks(comparison, _EVALUATED_AT)]
     table = Table(f"{comparison.name}: perplexity along the run (the paper's table 2)", columns)
+    scale = _another_scale(comparison)
     for arm in filter(shown, comparison.arms):
-        scale = None if _of_its_size(comparison) else published.SCALE_2_AND_4
         theirs = published.TABLE_2.get(_recipes(arm, outliers=scale is not None))
         cells = [arm.label, *along(arm, _EVALUATED_AT)]
         add_row(table, cells, None if theirs is None else [f"{ppl:.2f}" for ppl in theirs], scale)
@@ -47,16 +47,16 @@ def table_4(comparison: Comparison) -> Table:
     """Time of a step and tokens per second."""
     table = Table(f"{comparison.name}: speed (the paper's table 4)", ["arm", "step [s]", "tokens/s"])
     tokens = comparison.kind.tokens_per_step
-    timed: list[Run] = []
+    scale, timed = _another_scale(comparison), list[Run]()
     for arm in filter(shown, comparison.arms):
         speeds = {run: found for run in arm.done if (found := _speed(run, tokens))}
         if not speeds:
             continue
         timed += speeds
         times, speed = (stat(values) for values in zip(*speeds.values(), strict=True))
-        theirs = published.TABLE_4.get(_recipes(arm)) if _of_its_size(comparison) else None
+        theirs = published.TABLE_4.get(_recipes(arm, outliers=scale is not None))
         paper = None if theirs is None else [f"{theirs[0]:.3f}", f"{theirs[1]:.0f}"]
-        add_row(table, [arm.label, measure(times, 3), measure(speed, 0)], paper)
+        add_row(table, [arm.label, measure(times, 3), measure(speed, 0)], paper, scale)
     table.notes = ["Median over a run's steps, evaluation and checkpoints left out; mean over done seeds."]
     if len(machines := sorted({run.machine for run in timed})) > 1:
         table.notes.append(f"Times are of different machines: {'; '.join(machines)}.")
@@ -70,7 +70,7 @@ def table_4(comparison: Comparison) -> Table:
             f"Simulated: {', '.join(simulated)}, which takes more arithmetic than the 16-bit path: these times say "
             "nothing of hardware that has the formats."
         )
-    return note(table, comparison, _AT)
+    return note(table, comparison, _AT, same="")
 
 
 def table_9(experiment: str, comparisons: list[Comparison]) -> Table:
@@ -103,8 +103,9 @@ def _speed(run: Run, tokens: int | None) -> tuple[float, float | None] | None:
     return None if told is None or speed is None else (float(told), float(speed))
 
 
-def _of_its_size(comparison: Comparison) -> bool:
-    return size_of(comparison) == published.SCALE_2_AND_4
+def _another_scale(comparison: Comparison) -> str | None:
+    """The paper's scale, where ours is another."""
+    return None if size_of(comparison) == published.SCALE_2_AND_4 else published.SCALE_2_AND_4
 
 
 def _recipes(arm: Arm, outliers: bool = False) -> published.Recipes:
