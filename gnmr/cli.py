@@ -112,6 +112,7 @@ def _composition_error(error: Exception) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     from gnmr.config import PathsConfig, one_line
+    from gnmr.launch import conf_dir
 
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
@@ -124,6 +125,14 @@ def _composition_error(error: Exception) -> str | None:
     key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
     if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
         return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
+        return (
+            f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
+        )
+    if (dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line)) and "." in dotted[1]:
+        group = dotted[1].replace(".", "/")
+        if (conf_dir() / group).is_dir():
+            return f"{dotted[1]}={dotted[2]}: chosen as a whole by {group}={dotted[2]}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     return f"{line}: use one of {', '.join(choices[1].split())}" if choices else line
 

@@ -23,7 +23,7 @@ HEAD = "step,unit,norm\n"
 POSITIVE = "must be a positive number"
 CASES = {
     # what is typed behind the words of a sound run -> what the line says
-    "unknown=1": "Key 'unknown' not in 'Config'",
+    "unknown=1": "Key 'unknown' not in 'Config': use one of model, ",
     "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
     "model=moe model.experts.number=0": "model.experts.number=0: moe needs at least one expert",
     "scale=finetune_cpu model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrained",
@@ -34,7 +34,11 @@ CASES = {
     "experiment_name=../elsewhere": "experiment_name=../elsewhere: is part of a folder's name: not empty",
     "paths.name=a/b": "paths.name=a/b: is part of a folder's name",
     "arm=''": "arm=: is part of a folder's name",
-    "training.stps=3": "Key 'stps' not in 'TrainingConfig'",
+    "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
+    "trainig.steps=3": "Key 'trainig' not in 'Config': did you mean training?",
+    "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; one list is training.seed=[0,1]",
+    "controller.signal=zscore": "controller.signal=zscore: chosen as a whole by controller/signal=zscore",
+    "optim.transform=clip": "optim.transform=clip: chosen as a whole by optim/transform=clip",
     "+unknown=1": "Key 'unknown' not in 'Config'",
     "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
     "++controller.alfa=3": "Key 'alfa' not in 'ControllerConfig' (key controller.alfa)",
@@ -96,7 +100,7 @@ CASES = {
     "controller/signal=oracle paths.recovery=null": "signal.name=oracle: true_gap needs both paths, and paths",
     "controller.signal.name=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
     "controller/signal=gnrm": "Could not find 'controller/signal/gnrm': use one of always_high, always_low, delta_gnmr",
-    "controller.signal.options.treshold=1": "Key 'treshold' is not in struct (key controller.signal.options.treshold)",
+    "controller.signal.options.treshold=1": "(key controller.signal.options.treshold): use one of history, decay",
     "controller/signal=mse +controller.signal.options.treshold=1": "mse has no option 'treshold': it has threshold",
     "controller/signal=zscore controller.signal.options.warmup=0": "warmup=0: must be a whole number of at least",
     "controller/signal=gap paths=int4": "name=gap: gap_recovery needs both paths, and paths.recovery is null",

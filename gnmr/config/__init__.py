@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +211,20 @@ def read(path: Path) -> Config:
 
 
 def one_line(error: Exception) -> str:
-    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key."""
+    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key, and for an unknown
+    one those that there are."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     text = lines[0] if lines else type(error).__name__
-    return f"{text} (key {full_key})" if full_key and full_key not in text else text
+    told = f"{text} (key {full_key})" if full_key and full_key not in text else text
+    parent, key = getattr(error, "parent_node", None), getattr(error, "key", None)
+    if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent:
+        return told
+    known = [str(one) for one in parent if one != "hydra"]
+    if not known:
+        return told
+    close = get_close_matches(key, known, 1)
+    return f"{told}: did you mean {close[0]}?" if close else f"{told}: use one of {', '.join(known)}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:
