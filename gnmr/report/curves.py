@@ -146,17 +146,16 @@ def _seeds_and_mean(
     """
     look = looks[arm.label]
     done: list[Series] = []
-    for run in arm.runs:
-        steps, values = curves.get(run.folder, (np.zeros(0), np.zeros(0)))
-        if len(steps) == 0:
-            continue
+    drawn = [run for run in arm.runs if run.folder in curves and len(curves[run.folder][0])]
+    for run in drawn:
+        steps, values = curves[run.folder]
         axes.plot(steps, values, **look, lw=0.7, alpha=0.5)
         known = np.flatnonzero(np.isfinite(values))
         if run.status == "done":
             done.append((steps, values))
         elif len(known):
             axes.plot(steps[known[-1]], values[known[-1]], **look, marker="x", ms=6, mew=1.6)
-    axes.plot(*shared_mean(done), **look, lw=2.0, marker=marker, ms=4, label=label or _legend(arm))
+    axes.plot(*shared_mean(done), **look, lw=2.0, marker=marker, ms=4, label=label or _legend(arm, len(drawn)))
 
 
 def _end(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -204,9 +203,11 @@ def _early(comparison: Comparison) -> str:
     return "; × ends a run that is not done" if any(run.status != "done" for run in comparison.runs) else ""
 
 
-def _legend(arm: Arm) -> str:
+def _legend(arm: Arm, drawn: int) -> str:
+    """`drawn`: its runs that have what is drawn; the records of others may have been kept without."""
     done, number = len(arm.done), len(arm.runs)
-    return f"{arm.label} ({number} seed{'s' if number > 1 else ''}" + (f", {done} done)" if done < number else ")")
+    seeds = f"{f'{drawn} of ' if 0 < drawn < number else ''}{number} seed{'s' if number > 1 else ''}"
+    return f"{arm.label} ({seeds}, {done} done)" if done < number else f"{arm.label} ({seeds})"
 
 
 def _last_step(comparison: Comparison) -> int:

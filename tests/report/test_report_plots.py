@@ -12,7 +12,7 @@ import pytest
 
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.curves import losses_by_tokens
+from gnmr.report.curves import losses_by_tokens, mean_gnmr, mean_of_units
 from gnmr.report.plots import draw
 from gnmr.report.runs import find_runs, load
 from gnmr.report.style import looks
@@ -113,6 +113,22 @@ def test_the_loss_by_tokens_has_every_arm_at_every_scale(
     assert [text.get_text() for text in legend.get_texts()] == ["int4", "bf16"]
     assert [text.get_text() for text in axes.texts] == ["cpu", "60m"]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_the_legend_counts_the_seeds_that_are_drawn(
+    write_run: Write, comparisons: Callable[[], list[Comparison]]
+) -> None:
+    """Ratios of one seed of three, as records may be kept."""
+    for seed in (0, 1, 2):
+        write_run(arm="bf16", seed=seed, steps=30, units=7, gnmr=ratios(30, 7), ratios=seed == 0)
+        write_run(arm="int4", seed=seed, steps=30, units=7, gnmr=ratios(30, 7))
+    (comparison,) = comparisons()
+    kept = [run for run in comparison.runs if (run.folder / "ratios.parquet").exists()]
+    curves = {run.folder: means for run in kept if (means := mean_of_units(run.ratios()))}
+    (axes,) = mean_gnmr(comparison, curves, looks(["bf16", "int4"])).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert {text.get_text() for text in legend.get_texts()} == {"bf16 (1 of 3 seeds)", "int4 (3 seeds)"}
 
 
 def test_binned() -> None:
