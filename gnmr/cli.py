@@ -7,11 +7,8 @@ line); 130 and 143 after Ctrl-C and SIGTERM.
 from __future__ import annotations
 
 import os
-import re
 import sys
-import traceback
 import warnings
-from dataclasses import fields
 from typing import TextIO
 
 from gnmr import __version__
@@ -100,41 +97,12 @@ def _guarded(command: str, words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        line = _composition_error(error)
+        from gnmr.composition import mistake
+
+        line = mistake(error, words)
         if line is None:
             raise
         return _mistake(line)
-
-
-def _composition_error(error: Exception) -> str | None:
-    """One line for an error of Hydra or OmegaConf while composing; None for anything else."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from gnmr.config import PathsConfig, one_line
-    from gnmr.launch import conf_dir
-
-    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
-    if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
-        return None
-    line = one_line(error)
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException):
-        line = f"{line.rstrip('.')}: {one_line(cause)}"
-    key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
-    if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
-        return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
-    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
-        return (
-            f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
-        )
-    if (dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line)) and "." in dotted[1]:
-        group = dotted[1].replace(".", "/")
-        if (conf_dir() / group).is_dir():
-            return f"{dotted[1]}={dotted[2]}: chosen as a whole by {group}={dotted[2]}"
-    choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
-    return f"{line}: use one of {', '.join(choices[1].split())}" if choices else line
 
 
 def _complete(words: list[str]) -> int:

@@ -49,7 +49,7 @@ CASES = {
     "experiment=act_quant_stres": "Could not find 'experiment/act_quant_stres': use one of act_quant_stress",
     "sweep=nothing": "Could not find 'sweep/nothing'",
     "debug=smok": "Could not find 'debug/smok'",
-    "training=3": "Config group override must be a string",
+    "training=3": "training=3: use one of default",
     "controller.alpha=-1.5": f"controller.alpha=-1.5: {POSITIVE}",
     "controller.alpha=much": "Value 'much' of type 'str' could not be converted to Float (key controller.alpha)",
     "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
@@ -71,7 +71,9 @@ CASES = {
     "recipe=bf16 stress=noise": "stress: the low path is bf16: there is no quantizer to break",
     "recipe=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
     "recipe=fp9": "Could not find 'recipe/fp9': use one of bf16, deepseek_v3",
-    "hierarchy=6/7": "Could not find 'hierarchy/6/7'",
+    "hierarchy=6/7": "Could not find 'hierarchy/6/7': use one of 4/16, 4/8, 6/8, 8/16, 8/16_moe, int8/16",
+    "hierarchy=8": "hierarchy=8: use one of 4/16, 4/8, 6/8, 8/16",
+    "recipe=null": "recipe=null: use one of bf16, deepseek_v3",
     "paths.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
     "experiment=moe_stress model=llama": "model.experts.number=8: model.name=llama has no experts",
     "paths.unit=blocks": "paths.unit=blocks: must be one of operator, expert, layer, block",
@@ -309,7 +311,7 @@ def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch)
     missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
     monkeypatch.setattr(fp8, "_device_missing", lambda *_: missing)
     line = gnmr("train", *tiny_words, "hierarchy=8/16", "paths.backend=scaled_mm").mistake
-    assert line == f"paths: backend='scaled_mm': {missing}; use backend='simulated'"
+    assert line == f"paths: backend='scaled_mm': {missing}; use backend='auto'"
     assert not (tmp_path / "runs").exists()
 
 

@@ -56,7 +56,7 @@ def _missing(
     if kind == "te":
         return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
     # A GPU that is elsewhere is taken to have FP8 by whoever asks for it.
-    return fp8.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='simulated'"
+    return fp8.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='auto'"
 
 
 def check_backend(backend: str) -> None:

@@ -76,8 +76,8 @@ def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
     figure, (axes,) = new_figure(8.5, 4.2)
     width = bin_width(_last_step(comparison), 150)
     for arm in comparison.arms:
-        curves = {r.folder: binned(*means[r.folder], width, "mean") for r in arm.runs if r.folder in means}
-        _seeds_and_mean(axes, arm, curves, looks)
+        if curves := {r.folder: binned(*means[r.folder], width, "mean") for r in arm.runs if r.folder in means}:
+            _seeds_and_mean(axes, arm, curves, looks)
     axes.axhline(1.0, color=FAINT, lw=0.8, zorder=1)
     axes.set_title(f"seeds thin, their mean bold{of_steps('mean', width)}")
     axes.set_ylabel("mean GNMR over units")

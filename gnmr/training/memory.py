@@ -131,7 +131,11 @@ def _rows(
         ("optimizer", sum(t.nbytes for t in state), "and gradient transform"),
         ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
         ("recomputed block", largest, "activation checkpointing: the largest of the blocks at a time"),
-        ("recovery", round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"),
+        (
+            "recovery",
+            round(plan.extra_bytes_bound(max_o)),
+            f"Eq. 67: at most {min(max_o, len(plan.groups))} units, above their low path",
+        ),
         # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
         ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
     ]

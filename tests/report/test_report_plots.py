@@ -118,14 +118,15 @@ def test_the_loss_by_tokens_has_every_arm_at_every_scale(
 def test_the_legend_counts_the_seeds_that_are_drawn(
     write_run: Write, comparisons: Callable[[], list[Comparison]]
 ) -> None:
-    """Ratios of one seed of three, as records may be kept."""
+    """Ratios of one seed of three, and none of an arm, as records may be kept."""
     for seed in (0, 1, 2):
+        write_run(arm="int8", seed=seed, steps=30, units=7, ratios=False)
         write_run(arm="bf16", seed=seed, steps=30, units=7, gnmr=ratios(30, 7), ratios=seed == 0)
         write_run(arm="int4", seed=seed, steps=30, units=7, gnmr=ratios(30, 7))
     (comparison,) = comparisons()
     kept = [run for run in comparison.runs if (run.folder / "ratios.parquet").exists()]
     curves = {run.folder: means for run in kept if (means := mean_of_units(run.ratios()))}
-    (axes,) = mean_gnmr(comparison, curves, looks(["bf16", "int4"])).axes
+    (axes,) = mean_gnmr(comparison, curves, looks(["bf16", "int4", "int8"])).axes
     legend = axes.get_legend()
     assert legend is not None
     assert {text.get_text() for text in legend.get_texts()} == {"bf16 (1 of 3 seeds)", "int4 (3 seeds)"}

@@ -144,6 +144,15 @@ def test_table_4_takes_the_summarys_times_where_the_rows_are_gone() -> None:
     assert "on its own machines: another model and other data" in notes(table)  # steps have nothing in common
 
 
+def test_other_settings_have_their_speed_without_the_papers() -> None:
+    runs = Recorded("moe_stress", "3.7b")
+    runs.add("fp8_hybrid", 3.0, paths__low="fp8_hybrid", paths__recovery=None)
+    runs.runs[0].__dict__["steps"] = steps(np.ones(3), 0.25)
+    (table,) = [table for table in paper_tables("moe_stress", [of(runs)]) if "speed" in table.title]
+    assert [cells[1] for cells in table.rows] == ["0.250 ± -"]
+    assert "table 4" not in table.title and "paper" not in notes(table)
+
+
 def test_table_9_goes_by_size() -> None:
     large, small = recipes("1.3b"), recipes("130m")
     for runs, parameters in ((large, 1.3e9), (small, 1.3e8)):

@@ -39,7 +39,7 @@ def paper_tables(experiment: str, comparisons: list[Comparison]) -> list[Table]:
     found = [table_1(experiment, of[ACT_QUANT])]
     found += map(table_2, of[RECIPE])
     found.append(table_3(experiment, comparisons))
-    found += map(table_4, of[RECIPE])
+    found += map(table_4, [*of[RECIPE], *of[MOE], *of[PANGU]])
     for comparison in comparisons:
         found += [table_5(comparison), table_6(comparison)]
     found += map(table_7, of[FINETUNE])

@@ -11,6 +11,7 @@ from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, count, measure
 from gnmr.report.paper_tables.common import (
     ALONG,
+    RECIPE,
     add_row,
     along,
     final_perplexity,
@@ -18,6 +19,7 @@ from gnmr.report.paper_tables.common import (
     names,
     note,
     plain,
+    setting,
     shown,
     size_of,
     source,
@@ -44,8 +46,10 @@ def table_2(comparison: Comparison) -> Table:
 
 
 def table_4(comparison: Comparison) -> Table:
-    """Time of a step and tokens per second."""
-    table = Table(f"{comparison.name}: speed (the paper's table 4)", ["arm", "step [s]", "tokens/s"])
+    """Time of a step and tokens per second; of other settings than the paper's 5.2 too, where it has no such table."""
+    of_theirs = setting(comparison) == RECIPE
+    which = " (the paper's table 4)" if of_theirs else ""
+    table = Table(f"{comparison.name}: speed{which}", ["arm", "step [s]", "tokens/s"])
     tokens = comparison.kind.tokens_per_step
     scale, timed = _another_scale(comparison), list[Run]()
     for arm in filter(shown, comparison.arms):
@@ -54,7 +58,7 @@ def table_4(comparison: Comparison) -> Table:
             continue
         timed += speeds
         times, speed = (stat(values) for values in zip(*speeds.values(), strict=True))
-        theirs = published.TABLE_4.get(_recipes(arm, outliers=scale is not None))
+        theirs = published.TABLE_4.get(_recipes(arm, outliers=scale is not None)) if of_theirs else None
         paper = None if theirs is None else [f"{theirs[0]:.3f}", f"{theirs[1]:.0f}"]
         add_row(table, [arm.label, measure(times, 3), measure(speed, 0)], paper, scale)
     table.notes = ["Median over a run's steps, evaluation and checkpoints left out; mean over done seeds."]
@@ -70,7 +74,7 @@ def table_4(comparison: Comparison) -> Table:
             f"Simulated: {', '.join(simulated)}, which takes more arithmetic than the 16-bit path: these times say "
             "nothing of hardware that has the formats."
         )
-    return note(table, comparison, _AT, same="")
+    return note(table, comparison, _AT, same="") if of_theirs else table
 
 
 def table_9(experiment: str, comparisons: list[Comparison]) -> Table:

@@ -1,0 +1,53 @@
+"""Errors of Hydra and OmegaConf while a config is composed, in one line that says what would be right."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from gnmr.config import PathsConfig, one_line
+from gnmr.launch import conf_dir
+
+
+def mistake(error: Exception, words: Sequence[str]) -> str | None:
+    """One line for an error in composing these words of the command line; None for any other error."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
+    if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
+        return None
+    line = one_line(error)
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        line = f"{line.rstrip('.')}: {one_line(cause)}"
+    key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
+    if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
+        return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
+        return (
+            f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
+        )
+    dotted = re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line)
+    if dotted and _files(group := dotted[1].replace(".", "/")):
+        return f"{dotted[1]}={dotted[2]}: chosen as a whole by {group}={dotted[2]}"
+    if line.startswith("Config group override must be"):
+        for word in words:
+            group, _, value = word.lstrip("+").partition("=")
+            if (files := _files(group)) and re.fullmatch(r"-?[\d.]+|null|true|false", value):
+                return f"{word}: use one of {', '.join(files)}"
+    choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
+    lost = re.search(r"Could not find '([^/]+)/", line)
+    files = choices[1].split() if choices else _files(lost[1]) if lost else []
+    return f"{line}: use one of {', '.join(files)}" if files else line
+
+
+def _files(group: str) -> list[str]:
+    """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
+    folder = Path(conf_dir(), group)
+    found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # hierarchy/8/16.yaml
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found) if group else []
