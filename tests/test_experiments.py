@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -205,9 +206,17 @@ RECIPE_CPU = ["recipe_cpu_small", "recipe_cpu", "recipe_cpu_large"]
 
 
 def test_no_scale_is_left_out():
-    ours = {"cpu", "cpu_2bit", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", *RECIPE_CPU}
+    ours = {"cpu", "cpu_2bit", "cpu_transient", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", *RECIPE_CPU}
     theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b", "finetune_13b"}
     assert set(choices("scale")) == ours | theirs
+
+
+def test_the_transient_scale_is_the_maps_cell():
+    """The words with which the cell was run (docs/evidence.md)."""
+    cell = "paths=int4_int8 paths.site=forward model.outlier_channels.number=0 stress=noise stress.rate=5"
+    words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "stress.magnitude=8"]
+    ours = compose("experiment=act_quant_stress", "scale=cpu_transient")
+    assert replace(ours, scale_name="cpu_2bit") == compose(*words)
 
 
 @pytest.mark.parametrize("size", TABLE_9)
@@ -241,7 +250,7 @@ def test_a_scale_is_the_papers(scale):
     assert model.outlier_channels.number == 0 and loaded.scale_name == scale
 
 
-@pytest.mark.parametrize("scale", [*TABLE_8, "cpu", "cpu_2bit"])
+@pytest.mark.parametrize("scale", [*TABLE_8, "cpu", "cpu_2bit", "cpu_transient"])
 def test_a_scale_takes_two_steps(scale, text_file):
     """At its width and rate, one layer deep, two real blocks of 16 tokens."""
     small = ["model.num_layers=1", "training.seq_len=16", "training.batch_size=1", "training.accumulation=1"]

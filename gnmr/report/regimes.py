@@ -14,7 +14,8 @@ more; arms of one name are told apart by their controller's settings, all cells 
 trigger that was calibrated for each cell makes no two arms.
 
 Static low path
-    fine                  not worse than static recovery by the test, and less than 0.5 % worse in the mean
+    fine                  not worse than static recovery by the test, less than 0.5 % worse in the mean, and by the 95 %
+                          interval less than 5 % worse
     hurt                  worse by the test
     unclear               neither
     failed                diverged in at least half of its seeds
@@ -57,7 +58,7 @@ FINE, UNCLEAR, HURT, FAILED, NO_RECOVERY = "fine", "unclear", "hurt", "failed", 
 CLOSES, PART, AS_RANDOM, NO_RANDOM = "closes the gap", "part of the gap", "no better than random", "no random arm"
 RANDOM_HELPS, NOT_AT_ALL, NO_GAP = "better than static low", "not at all", "no gap"
 _LOWS = (HURT, FAILED, UNCLEAR, FINE, TOO_FEW)
-_FINE_PERCENT, _CLOSED = 0.5, 0.9
+_FINE_PERCENT, _FINE_AT_MOST, _CLOSED = 0.5, 5.0, 0.9
 _OF_AN_ARM = ("controller.", "paths.", "optim.name", "optim.options.", "optim.transform.", "optim.clip_norm")
 _OF_NEITHER = ("records.", "stress.seed", "training.threads", "training.eval_every", "training.max_nonfinite_streak")
 _OF_KIND = ("training.seq_len", "training.batch_size", "training.accumulation", "training.steps")
@@ -317,7 +318,10 @@ def _against_recovery(change: Paired, shown: str) -> str:
         return TOO_FEW
     if shown == WORSE:
         return HURT
-    return FINE if change.mean is not None and as_percent(change.mean) < _FINE_PERCENT else UNCLEAR
+    if change.mean is None or change.interval is None:
+        return UNCLEAR
+    fine = as_percent(change.mean) < _FINE_PERCENT and as_percent(change.interval[1]) < _FINE_AT_MOST
+    return FINE if fine else UNCLEAR
 
 
 def _arm_verdict(

@@ -83,8 +83,10 @@ def test_table_3_has_the_papers_shares_at_its_thresholds(write_run: Write, compa
     shares = {"over_frac": {"gnmr": 0.002, "delta_gnmr": 0.001}}
     write_run(arm="int4_int8", scale="350m", settings=thresholds, summary=shares)
     write_run(arm="int4_int8", scale="130m", settings=thresholds, summary=shares)
+    write_run(arm="int4_int8", scale="60m", settings=thresholds | {"controller.trigger": 4.0}, summary=shares)
     found = comparisons()
     assert [cells[1:] for cells in table_3("stress", found).rows] == [
+        ["60m", "8.0", "6.0", "0.200 %", "-", "0.100 %", "-"],  # shares of what exceeds trigger times threshold
         ["130m", "2.0", "1.5", "0.200 %", "-", "0.100 %", "-"],
         ["350m", "2.0", "1.5", "0.200 %", "0.141 %", "0.100 %", "0.067 %"],
     ]

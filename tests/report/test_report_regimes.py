@@ -120,6 +120,14 @@ def test_cells_are_what_varies_besides_arms(runs: Map) -> None:
     ]
 
 
+def test_fine_is_shown_and_not_just_not_refuted(runs: Map) -> None:
+    """Seeds that differ by tens of per cent tell nothing, wherever their mean lies."""
+    runs.add("int4", 3.4, 2.6, 2.9)
+    runs.add("int8", 3.0, 3.0, 3.0)
+    (cell,) = regime_cells(runs.comparisons())
+    assert (cell["low"], cell["seeds"]) == ("unclear", 3) and cell["low_difference"] < 0
+
+
 def test_pairs_of_formats_are_cells(runs: Map) -> None:
     runs.arm("int4", 3.1)
     runs.arm("int8", 3.0)

@@ -86,11 +86,12 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
             if arm.signal not in GNMR or ours == [None, None]:
                 continue
             alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
+            trigger = arm.settings.get("controller.trigger", 1.0)  # a share is of what exceeds trigger times threshold
             paper = None
             if _of_the_paper(comparison.kind, arm) and _plain_gnmr(arm):
                 paper = published.over_fracs(comparison.kind.scale, arm.low_bits, arm.recovery_bits, alpha, beta)
             shares = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
-            thresholds = [NOTHING if value is None else str(value) for value in (alpha, beta)]
+            thresholds = [NOTHING if value is None else str(round(value * trigger, 3)) for value in (alpha, beta)]
             table.rows.append([arm.label, name, *thresholds, *shares])
     table = table.without_empty(theirs)
     if not set(theirs) & set(table.columns):
