@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -38,7 +37,7 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     if line.startswith("Config group override must be"):
         for word in words:
             group, _, value = word.lstrip("+").partition("=")
-            if (files := _files(group)) and re.fullmatch(r"-?[\d.]+|null|true|false", value):
+            if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := _files(group)):
                 return f"{word}: use one of {', '.join(files)}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     lost = re.search(r"Could not find '([^/]+)/", line)
@@ -48,6 +47,6 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
 
 def _files(group: str) -> list[str]:
     """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
-    folder = Path(conf_dir(), group)
+    folder = conf_dir() / group
     found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # hierarchy/8/16.yaml
-    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found) if group else []
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found)

@@ -66,7 +66,7 @@ def plan_run(config: Config) -> MemoryPlan:
     plan = with_paths(model, config, device)
     optimizer, transform = build_optim(model, config)
     checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
-    max_o = config.controller.max_o if config.paths.recovery is not None else 0
+    max_o = min(config.controller.max_o, len(plan.groups)) if config.paths.recovery is not None else 0
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]
     state += [] if transform is None else transform.state.values()
     rows = _rows(model, plan, state, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed)
@@ -131,11 +131,7 @@ def _rows(
         ("optimizer", sum(t.nbytes for t in state), "and gradient transform"),
         ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
         ("recomputed block", largest, "activation checkpointing: the largest of the blocks at a time"),
-        (
-            "recovery",
-            round(plan.extra_bytes_bound(max_o)),
-            f"Eq. 67: at most {min(max_o, len(plan.groups))} units, above their low path",
-        ),
+        ("recovery", round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"),
         # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
         ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
     ]
