@@ -14,6 +14,7 @@ from gnmr.records.reader import read_jsonl, stored
 from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, measure, percent
+from gnmr.report.risk import trigger
 from gnmr.report.runs import Ratios, Run
 
 GRACE = 1
@@ -152,7 +153,7 @@ def run_detection(run: Run, ratios: Ratios | None = None, grace: int = GRACE) ->
     ratios = run.ratios() if ratios is None else ratios
     if len(ratios.steps) == 0:
         return None
-    return detect(ratios, windows, float(run.settings.get("controller.trigger") or 1.0), grace)
+    return detect(ratios, windows, trigger(run), grace)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned
+from gnmr.report.risk import limit, trigger
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, new_figure, of_steps, step_axis
 
@@ -30,16 +31,16 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     steps, highest = binned(ratios.steps, values, width, "max")
     lowest_all, median_all, highest_all = _band(highest)
     peaks = np.nan_to_num(values, nan=-np.inf).max(axis=0)
-    trigger = _trigger(run)
+    cut, cut_name = limit(arm, run, ratios)
     for axes, unit in zip(grid, np.argsort(-peaks, kind="stable"), strict=False):
         axes.fill_between(steps, lowest_all, highest_all, color=BAND, lw=0, label="all units")
         axes.plot(steps, median_all, color=FAINT, lw=0.8, label="their median")
         axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this unit")
         if what != "GNMR":
-            axes.axhline(trigger, color=COLOURS[1], lw=1.3, ls="--", label="trigger")
-        elif run.settings.get("controller.alpha") is not None:
+            axes.axhline(cut, color=COLOURS[1], lw=1.3, ls="--", label=cut_name)
+        elif run.settings.get("controller.alpha") is not None and not arm.ranked:
             xs, alphas = _alpha_line(run)
-            axes.plot(xs, [trigger * alpha for alpha in alphas], color=COLOURS[1], lw=1.3, ls="--", label="α")
+            axes.plot(xs, [trigger(run) * alpha for alpha in alphas], color=COLOURS[1], lw=1.3, ls="--", label="α")
         if arm.routed:
             _rug(axes, ratios.steps[ratios.active_SU[:, unit]], 0.03, "|", INK, "on the recovery path")
         if np.isinf(ratios.risk_SU).any():
@@ -58,12 +59,13 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
 
 
 def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
-    """Risk of every unit by step, in units of the trigger; black strips: the unit was on the recovery path."""
+    """Risk of every unit by step, in units of its `limit`; black strips: the unit was on the recovery path."""
     number = len(ratios.units)
     figure = Figure(figsize=(11, 1.9 + number * float(np.clip(9.0 / number, 0.085, 0.19))), layout="constrained")
     axes, side = figure.subplots(1, 2, width_ratios=(12, 1), sharey=True)
     width = bin_width(int(ratios.steps[-1]), 600)
-    _, risk = binned(ratios.steps, ratios.risk_SU / _trigger(run), width, "max")
+    cut, cut_name = limit(arm, run, ratios)
+    _, risk = binned(ratios.steps, ratios.risk_SU / cut, width, "max")
     _, active = binned(ratios.steps, ratios.active_SU.astype(float), width, "mean")
     extent = (0.5, len(risk) * width + 0.5, number - 0.5, -0.5)
     image = axes.imshow(
@@ -77,14 +79,14 @@ def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     axes.imshow(_strips(active.T), extent=extent, aspect="auto", interpolation="nearest")
     axes.grid(False)
     step_axis(axes)
-    axes.set_title(f"over the trigger is red{of_steps('highest risk', width)}; black: on the recovery path")
+    axes.set_title(f"over the {cut_name} is red{of_steps('highest risk', width)}; black: on the recovery path")
     every = max(1, round(number / 60))
     axes.set_yticks(range(0, number, every), ratios.units[::every], fontsize=6.5)
     side.barh(range(number), 100 * ratios.active_SU.mean(axis=0), color=INK, height=0.7)
     side.set_xlabel("on recovery\npath [% of steps]", fontsize=8)
     side.tick_params(left=False, labelleft=False)
     side.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
-    bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label="risk R / trigger")
+    bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label=f"risk R / {cut_name}")
     bar.ax.minorticks_off()
     bar.set_ticks([_LEAST, 0.5, 1, 2, _MOST], labels=["⅓", "½", "1", "2", "3"])
     head(figure, f"Risk of every unit: {_of_run(arm, run)}")
@@ -108,11 +110,6 @@ def _alpha_line(run: Run) -> tuple[list[float], list[float]]:
         return [1.0, end], [alpha, alpha]
     change = float(get("controller.init_frac", 0)) * end
     return [1.0, change, change, end], [float(first), float(first), alpha, alpha]
-
-
-def _trigger(run: Run) -> float:
-    """What multiplies all thresholds."""
-    return float(run.settings.get("controller.trigger") or 1.0)
 
 
 def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str, label: str) -> None:

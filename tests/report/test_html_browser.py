@@ -144,6 +144,7 @@ def test_every_figure_says_where_it_comes_from(page: Any) -> None:
 
 
 def test_a_hover_tells_the_cell(page: Any) -> None:
+    assert text(page, "#risk-key") == "risk: red is over the trigger"
     at_cell(page, 0, 31).perform()
     until(page, lambda: UNITS[0] in text(page, "#tip"))
     words = text(page, "#tip").split("\n")
@@ -195,6 +196,23 @@ def test_gnmr_of_one_operator(page: Any) -> None:
     until(page, lambda: text(page, heading) == f"GNMR of {UNITS[0]}, int4_int8, seed 1")
     Select(page.find_element(By.ID, "operator-unit")).select_by_visible_text(UNITS[1])
     until(page, lambda: text(page, heading) == f"GNMR of {UNITS[1]}, int4_int8, seed 1")
+    assert page.get_log("browser") == []
+
+
+def test_a_drag_zooms_into_the_loss_curves(page: Any) -> None:
+    def shown() -> list[float]:
+        return page.execute_script("return document.getElementById('loss-plot').layout.xaxis.range.slice()")
+
+    drag = page.find_element(By.CSS_SELECTOR, "#loss-plot .nsewdrag")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", drag)
+    first, last = shown()
+    across, down = round(drag.rect["width"] / 4), round(drag.rect["height"] / 4)
+    corner = ActionChains(page, duration=50).move_to_element_with_offset(drag, -across, -down)
+    corner.click_and_hold().move_by_offset(2 * across, 2 * down).release().perform()
+    middle = [first + (last - first) / 4, last - (last - first) / 4]
+    until(page, lambda: shown() == pytest.approx(middle, abs=(last - first) / 50))
+    ActionChains(page, duration=50).move_to_element(drag).double_click().perform()
+    until(page, lambda: shown() == pytest.approx([first, last], abs=(last - first) / 50))
     assert page.get_log("browser") == []
 
 

@@ -115,7 +115,7 @@ def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tup
         if left_out:
             left_out.append(sections.run_label(arm, run))
             continue
-        tree = sections.run_map(arm, run, unit_map(run, ratios), faults.read_windows(run.folder))
+        tree = sections.run_map(arm, run, ratios, unit_map(run, ratios), faults.read_windows(run.folder))
         size = len(script_json(tree))
         if used + size > room:
             left_out.append(tree["label"])

@@ -17,7 +17,8 @@ from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
 from gnmr.report.layout import NOTHING, Table, count, percent
 from gnmr.report.regimes import Cell
-from gnmr.report.runs import Run
+from gnmr.report.risk import limit
+from gnmr.report.runs import Ratios, Run
 from gnmr.report.statistics import Paired, as_percent, paired
 from gnmr.report.style import looks
 from gnmr.report.tradeoff import ends, signal_curves
@@ -204,12 +205,14 @@ def run_label(arm: Arm, run: Run) -> str:
     return f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})")
 
 
-def run_map(arm: Arm, run: Run, made: UnitMap, windows: Iterable[Window]) -> Tree:
+def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable[Window]) -> Tree:
+    cut, cut_name = limit(arm, run, ratios)
     return {
         "label": run_label(arm, run),
         "routed": arm.always is None,
         "sixteen_bit": bits(arm.always) == 16,
-        "trigger": float(run.settings.get("controller.trigger") or 1.0),
+        "limit": cut,
+        "limit_name": cut_name,
         "faults": [
             {"unit": made.units.index(w.unit), "start": w.start, "end": w.end, "kind": w.kind, "magnitude": w.magnitude}
             for w in windows
