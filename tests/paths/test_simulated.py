@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr.paths import RECIPES, Plan, convert, simulated
-from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
+from gnmr.paths.recipes import GEMMS, Cast, Recipe
 from gnmr.paths.simulated import quantize
 
 SCALES = ("tensor", "row", "tile", "block", "mx")
@@ -538,23 +538,20 @@ def test_a_cast_that_several_operators_read_is_counted_once(backend: str, first_
     assert plan.saturation()["input"].count_nonzero() == 0
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> str:
-    """fp8_delayed with a history of two steps."""
-    forward, backward = (Cast(Cast.of(f"{name}/tensor").format, "delayed", 2) for name in ("e4m3", "e5m2"))
-    recipe = Recipe(
-        "short",
-        fprop=Gemm(input=forward, weight=forward),
-        dgrad=Gemm(grad_output=backward, weight=forward),
-        wgrad=Gemm(grad_output=backward, input=forward),
-    )
-    monkeypatch.setitem(RECIPES, "short", recipe)
-    return "short"
+def delayed(history: int) -> Recipe:
+    """fp8_delayed with another history."""
+    forward, backward = f"e4m3/delayed/{history}", f"e5m2/delayed/{history}"
+    gemms = {
+        "fprop": {"input": forward, "weight": forward},
+        "dgrad": {"grad_output": backward, "weight": forward},
+        "wgrad": {"grad_output": backward, "input": forward},
+    }
+    return Recipe.of(f"delayed_{history}", gemms)
 
 
-def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before(short: str) -> None:
+def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before() -> None:
     net, x, dy = single()
-    plan = convert(net, short, "bf16", ["0"])
+    plan = convert(net, delayed(2), "bf16", ["0"])
     size = x.abs().max().item()
     factors = [1, 4, 2, 1, 1, 8]
     looked_back_on = [1, 1, 4, 4, 2, 1]  # the first step has only itself
@@ -567,6 +564,69 @@ def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before(sh
         assert plan.saturation()["input"].tolist() == [[over, 0]]
         assert (over > 0) == (factor > before)
         plan.end_step()
+
+
+# What input, weight and grad_output are multiplied by, step by step: they grow, shrink below what E4M3 resolves under
+# the old scale, and grow again when that is forgotten; a gradient that is 0 for longer than the history has none. No
+# powers of two, under which a stale scale would give the same values.
+FACTORS = [
+    (1, 1, 1),
+    (4.3, 1.7, 300),
+    (0.3, 1.3, 0.7),
+    (3e-4, 0.01, 0),
+    (3e-4, 0.01, 0),
+    (3e-4, 5, 0),
+    (0.7, 0.3, 0.03),
+    (6.1, 0.7, 1e-6),
+    (6.1, 0.7, 0.9),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recovery", [0, 4])  # steps that it looks back; 0: bf16
+@pytest.mark.parametrize("low", [1, 2, 3])
+def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
+    low: int, recovery: int, dtype: torch.dtype
+) -> None:
+    """All 8 combinations of GEMMs; scales come from the steps before, of whichever path, and from no micro-batch."""
+    first, x, dy = single(dtype)
+    micro_batches = [
+        [(size * a * x, b * first[0].weight.detach(), c / size * dy) for size in (1, 0.4)] for a, b, c in FACTORS
+    ]
+    largest = [[[each.float().abs().max().item() for each in one] for one in step] for step in micro_batches]
+    stale = set()
+
+    @cache
+    def read(history: int, step: int, micro: int, operand: int) -> Tensor:
+        value, now = micro_batches[step][micro][operand], largest[step][micro][operand]
+        if not history:
+            return value
+        past = largest[max(0, step - history) : step]
+        before = max((one[operand] for each in past for one in each), default=0)
+        stale.add((operand, "saturates" if now > before > 0 else "recedes" if 0 < now < before else "as it is"))
+        return slow_cast(value, "e5m2/delayed" if operand == 2 else "e4m3/delayed", 1, before or now)
+
+    for number in range(4):
+        for recovers in itertools.combinations(GEMMS, number):
+            net, _, _ = single(dtype)
+            other = delayed(recovery) if recovery else "bf16"
+            plan = convert(net, delayed(low), other, ["0"], recovers=recovers or GEMMS)
+            for step, batches in enumerate(micro_batches):
+                taken = recovers if step % 4 > 0 else ()
+                net[0].switch(bool(taken))
+                fprop, dgrad, wgrad = (recovery if gemm in taken else low for gemm in GEMMS)
+                for micro, (x, w, dy) in enumerate(batches):
+                    at = step, micro
+                    net[0].weight.data.copy_(w)
+                    expected = [
+                        F.linear(read(fprop, *at, 0), read(fprop, *at, 1), net[0].bias.detach()),
+                        read(dgrad, *at, 2) @ read(dgrad, *at, 1),
+                        read(wgrad, *at, 2).t() @ read(wgrad, *at, 0),
+                        dy.sum(dim=0),
+                    ]
+                    assert same(by_us(x, net[0], dy), expected), (at, recovers)
+                plan.end_step()
+    assert stale == set(itertools.product(range(3), ["saturates", "recedes", "as it is"]))
 
 
 def test_what_a_delayed_scale_remembers() -> None:
