@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torchao_casts
 from torch import Tensor
 
 from gnmr.paths.formats import FORMATS, Format, get_format
@@ -109,6 +110,16 @@ def test_codes_are_those_of_torchao(name: str, oracle: str) -> None:
     fmt = FORMATS[name]
     x = torch.linspace(-fmt.max, fmt.max, 20011)
     assert torch.equal(fmt.encode(x.clone()), getattr(kernels, oracle)(x))
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "e4m3", "e5m2"])
+def test_rounding_is_that_of_torchao_under_a_scale_of_one(name: str) -> None:
+    fmt = FORMATS[name]
+    x = torch.cat([torch.linspace(-fmt.max, fmt.max, 20011), torch.arange(-fmt.max, fmt.max) + 0.5])
+    values, scale = torchao_casts.quantized(x[None], name, (1, len(x)))
+    assert torch.equal(scale, torch.ones_like(scale))
+    assert torch.equal(fmt.decode(fmt.encode(x.clone()), torch.float32), values[0])
+    assert torch.equal(fmt.round(x.clone()), values[0])
 
 
 @pytest.mark.parametrize("name", FEW_BITS)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torchao_casts
 
 from gnmr.paths.formats import FORMATS
 from gnmr.paths.scaling import compress, decompress, largest_magnitude, pack, row_bytes, unpack
@@ -50,6 +51,19 @@ def test_each_row_has_its_own_scale(name: str, dtype: torch.dtype) -> None:
     rows = (rows * sizes).to(dtype)
     error = (round_trip(rows, name).float() - rows.float()).norm(dim=1) / rows.float().norm(dim=1)
     assert error.max() < 2.5 * error.min(), "one scale for all rows would ruin the small ones"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "e4m3", "e5m2"])
+def test_rows_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
+    """Under scales of the same 16 bits."""
+    rows = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 64)[:, None]
+    rows = rows.to(dtype)
+    rows[5] = 0
+    oracle, allowed = torchao_casts.cast(rows, name, (1, 192), scale_dtype=dtype)
+    assert ((round_trip(rows, name) - oracle).abs() <= allowed).all()
+    scale = torchao_casts.quantized(rows, name, (1, 192), scale_dtype=dtype)[1][:, :1]
+    assert torch.equal(compress(rows, FORMATS[name])[1].float(), scale)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torchao_casts
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast, slow_integer_linear
 from test_saved import Block, gradients
 from torch import Tensor, nn
@@ -110,8 +111,45 @@ def test_sqnr_is_that_of_the_format_on_a_normal_density(name: str) -> None:
     assert abs(sqnr - known[name]) < 1.5
 
 
+SHAPE = (256, 384)
+BLOCKS = {  # (scale, contracted dimension): elements with one scale
+    ("tensor", 1): SHAPE,
+    ("row", 1): (1, SHAPE[1]),
+    ("tile", 0): (128, 1),
+    ("tile", 1): (1, 128),
+    ("block", 1): (128, 128),
+}
+
+
+def with_scales_of_two(x: Tensor, name: str, scale: str, dim: int) -> Tensor:
+    """`x`, where each group's largest magnitude is that of the format times a power of two."""
+    x = x.clone()
+    for place in groups(tuple(x.shape), scale, dim):
+        group = x[place]
+        if (largest := group.abs().max()) > 0:
+            group[-1, -1] = -MAX[name] * (largest.float() / MAX[name]).log2().ceil().exp2()
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "dim"), BLOCKS)
+@pytest.mark.parametrize("name", ["int4", "int8", "e4m3", "e5m2"])
+def test_a_cast_is_that_of_torchao(name: str, scale: str, dim: int, dtype: torch.dtype) -> None:
+    cast, block = Cast.of(f"{name}/{scale}"), BLOCKS[scale, dim]
+    x = normal(*SHAPE, dtype=dtype)
+    x[3] = 0
+    x[:128, :128] = 0
+    oracle, allowed = torchao_casts.cast(x, name, block)
+    assert ((quantize(x, cast, dim) - oracle).abs() <= allowed).all()
+    x = with_scales_of_two(x, name, scale, dim)
+    assert torch.equal(quantize(x, cast, dim), torchao_casts.cast(x, name, block)[0]), "ties too"
+    if name in torchao_casts.FP8 and scale in ("tensor", "row"):
+        assert torch.equal(quantize(x, cast, dim), torchao_casts.cast_for_training(x, name, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
-def test_mx_is_that_of_torchao(name: str) -> None:
+def test_mx_is_that_of_torchao(name: str, dtype: torch.dtype) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     kinds = {
         "e4m3": torch.float8_e4m3fn,
@@ -120,10 +158,10 @@ def test_mx_is_that_of_torchao(name: str) -> None:
         "e2m3": "fp6_e2m3",
         "e3m2": "fp6_e3m2",
     }
-    x = normal(64, 128, dtype=torch.bfloat16)
-    oracle = mx.MXTensor.to_mx(x, kinds[name], 32).dequantize(torch.bfloat16)
+    x = normal(64, 128, dtype=dtype)
+    oracle = mx.MXTensor.to_mx(x, kinds[name], 32).dequantize(dtype)
     assert torch.equal(quantize(x, Cast.of(f"{name}/mx"), 1), oracle)
-    oracle = mx.MXTensor.to_mx(x.t().contiguous(), kinds[name], 32).dequantize(torch.bfloat16).t()
+    oracle = mx.MXTensor.to_mx(x.t().contiguous(), kinds[name], 32).dequantize(dtype).t()
     assert torch.equal(quantize(x, Cast.of(f"{name}/mx"), 0), oracle)
 
 
