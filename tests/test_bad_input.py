@@ -234,12 +234,30 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
 @pytest.mark.parametrize(
     "words",
     [
+        "controller/signal=gsnr",
+        "controller/signal=zscore controller.signal.options.warmup=0",
+        "controller/signal=own controller.signal.name=nowhere:It",
+        "records.evidence=[colour]",
+        "records.monitor=[nothing]",
+        "stress=noise stress.targets=[nothing]",
+        "stress=noise stress.windows=[[2,2]]",
+        "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]",
+        "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16",
+    ],
+)
+def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
+    assert CASES[words] in gnmr("train", *tiny_words, *words.split(" "), "plan=true").mistake
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         "experiment=deepseek_recipe recipe=fp8_hybrid",
         "experiment=deepseek_recipe variant=bf16",
         "experiment=deepseek_recipe paths=fp8_hybrid paths.low=sim_e3m2",
         "experiment=pretrain ~recipe hierarchy=6/8",
         "-m sweep=table2 hierarchy=4/8 variant=ranked_gap training.seed=0",  # where the sweep's variants choose paths
-        "-m sweep=recipe_stress training.seed=0",
+        "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
 )
 def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny_words, place):

@@ -26,7 +26,7 @@ from gnmr.config import Config
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.int8 import Int8Linear
 from gnmr.paths.plan import described
-from gnmr.training.parts import blocks_of, build_optim, device_of, empty_model, with_paths
+from gnmr.training.parts import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
 
 GB = 10**9
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
@@ -65,6 +65,7 @@ def plan_run(config: Config) -> MemoryPlan:
     device = torch.device("cuda") if training.device == "cuda" else device_of(training.device)
     plan = with_paths(model, config, device)
     optimizer, transform = build_optim(model, config)
+    check_control(config, model, plan)
     checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
     max_o = min(config.controller.max_o, len(plan.groups)) if config.paths.recovery is not None else 0
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]

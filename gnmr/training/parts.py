@@ -120,6 +120,7 @@ def empty_model(config: Config) -> tuple[nn.Module, int]:
     if config.model.checkpoint is None:
         with torch.device("meta"):
             built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+        _outliers(config, built, torch.Generator())
         return built.to(dtype), config.data.vocab_size
     model = pretrained.empty(config.model.checkpoint, dtype)
     vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -134,17 +135,22 @@ def _check_shapes(config: Config, device: torch.device) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            model, _ = empty_model(config)
-            plan = with_paths(model, config, device)
-            build_optim(model, config)
-            build_faults(config, plan)
-            cold = replace(config.controller, warmup_frac=0.0)  # a warm-up reads which units to switch
-            _controller(replace(config, controller=cold), model, plan)
-        except UserError:
-            raise
-        except Exception:  # a signal, own ones too, may read what its units hold
-            return
+        model, _ = empty_model(config)
+        plan = with_paths(model, config, device)
+        build_optim(model, config)
+        check_control(config, model, plan)
+
+
+def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
+    """UserError for faults or a controller that an `empty_model` with its paths cannot have."""
+    build_faults(config, plan)
+    cold = replace(config.controller, warmup_frac=0.0)  # a warm-up reads which units to switch
+    try:
+        _controller(replace(config, controller=cold), model, plan)
+    except UserError:
+        raise
+    except Exception:  # a signal, own ones too, may read what its units hold: the run itself will tell
+        return
 
 
 def _controller(config: Config, model: nn.Module, plan: Plan) -> Controller:
@@ -201,26 +207,37 @@ def validation(config: Config, corpus: TokenCorpus | PackedCorpus, n: int) -> Te
 
 def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
     """A model of ours as `training.seed` draws it; a window of outlier channels joins the `stress`."""
-    training, outliers = config.training, config.model.outlier_channels
+    training = config.training
     # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
     generator = torch.Generator().manual_seed(training.seed)
     model = models.build(config.model, vocab_size, training.seq_len)
     model.init_weights(generator)
-    if outliers.number > 0 and outliers.window:
-        start, stop = outliers.window
-        if stop > training.steps:
-            raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
-        if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
-            raise UserError(
-                f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
-                "weights can be multiplied and divided by exactly"
-            )
-        stress.append(models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator))
-    elif outliers.number > 0:
-        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+    stress += _outliers(config, model, generator)
     model.to(device=device, dtype=getattr(torch, training.dtype))
     model.activation_checkpointing = training.activation_checkpointing
     return model
+
+
+def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
+    """Gives the model its outlier channels, or returns the window in which it will have them.
+
+    UserError for channels that it, or a window that the run, cannot have.
+    """
+    training, outliers = config.training, config.model.outlier_channels
+    if outliers.number == 0:
+        return []
+    if not outliers.window:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+        return []
+    start, stop = outliers.window
+    if stop > training.steps:
+        raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+    if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+        raise UserError(
+            f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+            "weights can be multiplied and divided by exactly"
+        )
+    return [models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator)]
 
 
 def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, Plan]:
