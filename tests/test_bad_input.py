@@ -301,9 +301,11 @@ def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file,
     assert gnmr("report", str(tmp_path / "runs"), "--no-plots").code == 0
 
 
-def test_a_cap_above_the_number_of_units_is_a_warning(gnmr, tiny_words, tmp_path):
-    ended = gnmr("train", *tiny_words, "controller.max_o=9")
-    assert (ended.code, ended.err) == (0, "gnmr: warning: max_o=9 is above the number of units, 7: it caps there\n")
+@pytest.mark.parametrize("max_o", [7, 9])
+def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, f"controller.max_o={max_o}")
+    told = f"max_o={max_o} caps nothing: all 7 units may be on the recovery path at once (in the paper a quarter of them)"
+    assert (ended.code, ended.err) == (0, f"gnmr: warning: {told}\n")
     assert list(tmp_path.glob("runs/*/*/DONE"))
 
 

@@ -113,8 +113,8 @@ class Controller:
             recovery path for a warm-up).
         signal: gives each unit's risk: a signal, a class or function of (`Context`, **options) that makes one, or the
             name of one (docs/signals.md).
-        max_o: most units on the recovery path at once, once control has started. At the number of recoverable units
-            it caps nothing; above it a warning says so, unless it is `NO_CAP`.
+        max_o: most units on the recovery path at once, once control has started. From the number of recoverable units
+            on it caps nothing, and a warning says so: where thresholds choose among several, and unless it is `NO_CAP`.
         t_lock: steps for which a triggered unit stays a candidate.
         warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
             the history builds up and nothing is decided.
@@ -199,8 +199,12 @@ class Controller:
         """Steps observed so far."""
 
         num_recoverable = sum(unit.recoverable for unit in units)
-        if 0 < num_recoverable < max_o < NO_CAP:
-            warnings.warn(f"max_o={max_o} is above the number of units, {num_recoverable}: it caps there", stacklevel=2)
+        if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
+            warnings.warn(
+                f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
+                "paper a quarter of them)",
+                stacklevel=2,
+            )
         self.norms = UnitNorms([unit.parameters for unit in units]) if norms is None else norms
         self._micro = MicroNorms(self.units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device

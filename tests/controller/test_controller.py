@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from contexts import context
 from torch import Tensor, nn
 
 from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage, Unit
+from gnmr.controller.controller import NO_CAP
 from gnmr.controller.signals import SIGNALS
 
 
@@ -288,12 +290,25 @@ def test_senseless_values_are_refused_by_name(where: str, value: object) -> None
         Script(2, **{where: value})
 
 
-def test_max_o_above_the_number_of_units_warns_and_caps() -> None:
-    with pytest.warns(UserWarning, match="max_o=5 is above"):
-        step = Script(2, max_o=5, alpha=1.5, beta=None)
+@pytest.mark.parametrize("max_o", [2, 5])
+def test_a_max_o_that_caps_nothing_warns(max_o: int) -> None:
+    with pytest.warns(UserWarning, match=f"max_o={max_o} caps nothing: all 2 units"):
+        step = Script(2, max_o=max_o, alpha=1.5, beta=None)
     step(1, 1)
     step(9, 9)
     assert step.active == "ab"
+
+
+@pytest.mark.parametrize(
+    ("num_units", "signal", "max_o"),
+    [(2, "gnmr", 1), (1, "gnmr", 1), (2, "gnmr", NO_CAP), (2, "always_high", 2), (2, "always_low", 2)],
+)
+def test_a_max_o_that_caps_or_is_not_meant_to_says_nothing(num_units: int, signal: str, max_o: int) -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(num_units)]
+    units = [Unit(name, (parameter,), lambda _on: None) for name, parameter in zip("ab", parameters, strict=False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Controller(units, signal, max_o)
 
 
 @pytest.mark.parametrize(("record", "always"), [((), False), (("update_norm",), False), (("update_norm", "mse"), True)])

@@ -209,7 +209,7 @@ def test_the_last_scores_are_made_once(train, tmp_path, monkeypatch):
 
 
 def test_a_cap_above_the_number_of_units_warns_and_caps(train, tmp_path):
-    with pytest.warns(UserWarning, match="max_o=9 is above the number of units, 7: it caps there"):
+    with pytest.warns(UserWarning, match="max_o=9 caps nothing: all 7 units"):
         folder = train(tmp_path / "run", "controller.max_o=9", "controller.alpha=0.01")
     assert [row["num_active"] for row in read_jsonl(folder / "steps.jsonl")] == [0] + [7] * 7
 
