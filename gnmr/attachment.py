@@ -228,6 +228,7 @@ def attach(
         weights,
         outlier_threshold,
         store=False,
+        shown=False,
     )
     norms = None
     try:

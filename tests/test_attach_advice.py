@@ -62,6 +62,26 @@ def test_a_threshold_that_nothing_reads_warns(how: dict[str, Any], what: str) ->
         attached(net(), **how)
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"low": "fp8_hybrid"}, ["recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"]),
+        ({"low": "sim_e3m2", "recovery": "fp8_hybrid"}, ["recipe fp8_hybrid is simulated: needs a GPU of compute capa"]),
+        ({"low": "fp8_hybrid", "backend": "simulated"}, []),
+        ({"low": "sim_e3m2"}, []),
+    ],
+)
+def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], told: list[str]) -> None:
+    model = net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        controller = attached(model, **{"recovery": "bf16"} | how)
+        loss_of(model).backward()
+        controller.step()
+    said = [str(one.message) for one in caught]
+    assert len(said) == len(told) and all(map(str.startswith, said, told)), said
+
+
 def test_the_length_of_the_run_reaches_the_signal() -> None:
     assert attached(net(), signal="static_k", steps=100).signal.calibration_steps == 5  # type: ignore[attr-defined]
 

@@ -325,6 +325,11 @@ def test_paths_that_cannot_be_meant_are_a_warning(words, line, gnmr, tiny_words)
     assert ended.code == 0 and line in ended.err and ended.err.count("\n") == 1
 
 
+def test_what_a_cpu_simulates_is_shown_and_no_warning(gnmr, tiny_words):
+    ended = gnmr("train", *tiny_words, "hierarchy=8/16", "records.live=plain")
+    assert (ended.code, ended.err) == (0, "") and "fp8_hybrid, simulated" in ended.out
+
+
 def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch):
     from gnmr.paths import fp8
 

@@ -7,7 +7,7 @@ scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`fp8.
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
 te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and
-             on GPUs a warning says why of recipes that are no simulations by name
+             a warning says why of recipes that are no simulations by name: on GPUs, and where nobody prints the plan
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from gnmr.paths.recipes import Recipe
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
 
 
-def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device) -> Recipe:
+def with_backend(
+    recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device, shown: bool = True
+) -> Recipe:
     """The recipe as `backend` will run it in these linears on `device`. ValueError names what is missing.
 
     A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. Integers
-    are tried the first time on a device, which waits for it.
+    are tried the first time on a device, which waits for it. `shown`: see `gnmr.paths.convert`.
     """
     if backend == "simulated" or not recipe.casts:
         return recipe
@@ -40,7 +42,8 @@ def with_backend(recipe: Recipe, backend: str, linears: dict[str, nn.Linear], de
         return replace(recipe, backend=kind)
     if backend != "auto":
         raise ValueError(f"backend={backend!r}: {missing}; use {instead}")
-    if device.type == "cuda" and torch.cuda.is_available() and not recipe.name.startswith("sim_"):
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
         warnings.warn(f"recipe {recipe.name} is simulated: {missing}", stacklevel=3)
     return recipe
 

@@ -36,6 +36,7 @@ def convert(
     outlier_threshold: float | None = None,
     device: torch.device | None = None,
     store: bool = True,
+    shown: bool = True,
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
@@ -62,6 +63,7 @@ def convert(
         device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
             A model is planned on the meta device, not trained: convert it again where it gets its weights.
         store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
+        shown: False where nobody is shown the plan: a warning then says what is simulated on CPUs too.
 
     Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
 
@@ -72,7 +74,8 @@ def convert(
     and codes that would be kept of trainable weights. Warns of a recovery path that is the low path itself, or coarser
     in any operand or result: fewer bits, fewer significant ones, or the same format under a coarser scale
     (`gnmr.paths.recipes.SCALES`); of `recovers`, `backend`, `weights` and `outlier_threshold` where they have no
-    effect; and under backend=auto of recipes that a GPU does not run (`gnmr.paths.backends`).
+    effect; and under backend=auto of recipes that a GPU does not run, or nobody is shown as simulated
+    (`gnmr.paths.backends`).
     """
     targets = [targets] if isinstance(targets, str) else targets
     if not isinstance(targets, Sequence):
@@ -136,11 +139,12 @@ def convert(
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
     if isinstance(low_path, Recipe):
-        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device or here)
+        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device or here, shown)
     elif backend != "auto":
         warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
     if isinstance(recovery_path, Recipe):
-        recovery_path = with_backend(with_outliers(recovery_path, outlier_threshold), backend, chosen, device or here)
+        recovery_path = with_outliers(recovery_path, outlier_threshold)
+        recovery_path = with_backend(recovery_path, backend, chosen, device or here, shown)
 
     engine = te.engine_for(low_path, recovery_path)
     generator = None
