@@ -214,6 +214,7 @@ def attach(
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
     options = _with_thresholds(signal, options or {}, {"alpha": alpha, "beta": beta, "delta": delta})
     whole(probe_tokens, "probe_tokens")
+    whole(seed, "seed", 0)
     plan = convert(
         model,
         low,
@@ -280,6 +281,8 @@ def _with_thresholds(
 
     ValueError for senseless ones, before anything is converted.
     """
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options={options!r}: must map names of the signal's options to values")
     cls = SIGNALS.get(signal) if isinstance(signal, str) else signal
     reads: dict[str, Any] = {}
     if isinstance(cls, type) and issubclass(cls, GnmrSignal):

@@ -6,6 +6,14 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 
+def listed(what: str, given: object) -> list[str]:
+    """The names that `given` lists; one name alone will do. ValueError for anything else."""
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{what}={given!r}: must be a list of names")
+    return list(names)
+
+
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
     chosen, empty = [], list(patterns)

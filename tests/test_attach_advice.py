@@ -66,7 +66,7 @@ def test_a_threshold_that_nothing_reads_warns(how: dict[str, Any], what: str) ->
     ("how", "told"),
     [
         ({"low": "fp8_hybrid"}, ["recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"]),
-        ({"low": "sim_e3m2", "recovery": "fp8_hybrid"}, ["recipe fp8_hybrid is simulated: needs a GPU of compute capa"]),
+        ({"low": "sim_e3m2", "recovery": "fp8_hybrid"}, ["recipe fp8_hybrid is simulated: needs a GPU of"]),
         ({"low": "fp8_hybrid", "backend": "simulated"}, []),
         ({"low": "sim_e3m2"}, []),
     ],
@@ -92,7 +92,13 @@ def test_the_length_of_the_run_reaches_the_signal() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"targets": None}, "targets=None: must be a list of patterns"),
+        ({"targets": None}, "targets=None: must be a list of names"),
+        ({"targets": [3]}, r"targets=\[3\]: must be a list of names"),
+        ({"recovers": None}, "recovers=None: must be a list of names"),
+        ({"low": ["int4"]}, r"\['int4'\] is not known: use a format"),
+        ({"seed": "x"}, "seed='x': must be a whole number"),
+        ({"record": None}, "record=None: must be a list"),
+        ({"options": [1]}, r"options=\[1\]: must map names"),
         ({"trigger": "1"}, "trigger='1'"),
         ({"probe_tokens": "2"}, "probe_tokens='2'"),
         ({"probe_tokens": 1.5}, "probe_tokens=1.5"),

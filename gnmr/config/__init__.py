@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -216,6 +217,7 @@ def one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     text = lines[0] if lines else type(error).__name__
+    text = re.sub(r".*is not a ListConfig, list or tuple\.?", "must be a list, [a,b]", text)
     told = f"{text} (key {full_key})" if full_key and full_key not in text else text
     parent, key = getattr(error, "parent_node", None), getattr(error, "key", None)
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent:

@@ -39,11 +39,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("data.name", self.name, ("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"))
+        local = self.name in ("text", "instructions")
         require(
-            self.name not in ("text", "instructions") or self.path is not None,
+            self.path != "" and not (local and self.path is None),
             "data.path",
             self.path,
-            f"data={self.name} needs a file or folder",
+            f"data={self.name} needs a file or folder{'' if local else ', or null'}",
         )
         require(257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more")
         positive("data.tokenizer_bytes", self.tokenizer_bytes)

@@ -171,7 +171,7 @@ class Controller:
         positive(trigger, "trigger")
         if not isinstance(ranked, bool):
             raise ValueError(f"ranked={ranked!r}: must be True or False")
-        if isinstance(record, str):
+        if isinstance(record, str) or not isinstance(record, Sequence):
             raise ValueError(f"record={record!r}: must be a list of names")
         signal = build_signal(signal, options or {}, Context.of(units, max_o, steps, seed, hold))
         if len(signal.thresholds(1)) != len(signal.columns):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gnmr.names import select
+from gnmr.names import listed, select
 from gnmr.paths import te
 from gnmr.paths.backends import check_backend, with_backend
 from gnmr.paths.formats import FORMATS, Format
@@ -77,10 +77,7 @@ def convert(
     effect; and under backend=auto of recipes that a GPU does not run, or nobody is shown as simulated
     (`gnmr.paths.backends`).
     """
-    targets = [targets] if isinstance(targets, str) else targets
-    if not isinstance(targets, Sequence):
-        raise ValueError(f"targets={targets!r}: must be a list of patterns")
-    recovers = [recovers] if isinstance(recovers, str) else recovers
+    targets, recovers = listed("targets", targets), listed("recovers", recovers)
     check_backend(backend)
     check_settings(weights, outlier_threshold)
     low_path, recovery_path = resolve(low, recovery, recovers)
@@ -187,7 +184,7 @@ def resolve(
         if isinstance(one, Recipe):
             if one.name in FORMATS | RECIPES and (one.name not in RECIPES or one.words() != RECIPES[one.name].words()):
                 raise ValueError(f"recipe {one.name}: is not what has this name already; name it otherwise")
-        elif one not in FORMATS and one not in RECIPES:
+        elif not isinstance(one, str) or one not in FORMATS | RECIPES:
             raise ValueError(
                 f"{one!r} is not known: use a format ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)})"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -18,9 +19,14 @@ from gnmr.report.tables import paper_tables_of, run_table, tables
 from gnmr.terminal import Terminal
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"report: {message} (gnmr report --help)")
+
+
 def main(argv: list[str]) -> int:
     """`gnmr report` without its first word. Raises `UserError` for a path that holds no run."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gnmr report",
         description="Tables and plots of recorded runs: arms side by side with their spread over seeds, the paper's "
         "figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.",

@@ -23,9 +23,12 @@ def check_scores(parts: Parts) -> None:
         need(package, f"scores.tasks={config.tasks}")
     from gnmr.evaluation.scoring import check, check_rows
 
-    check(config.tasks, config.limit, config.shots, None, config.batch_size)
     _subject(parts)
-    check_rows(config.tasks, config.shots, _data(config))
+    try:
+        check(config.tasks, config.limit, config.shots, None, config.batch_size)
+        check_rows(config.tasks, config.shots, _data(config))
+    except UserError as error:
+        raise UserError(f"scores: {error}") from error
 
 
 def score_now(parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:

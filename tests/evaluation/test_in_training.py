@@ -37,7 +37,7 @@ def test_scores_that_a_run_cannot_have_are_refused_before_it_begins(train, task_
         return str(told.value)
 
     assert line(f"scores.data={task_data}", "scores.path=low").startswith("scores.path=low: ")
-    assert "hellaswag" in line(f"scores.data={tmp_path / 'nowhere'}")
+    assert line(f"scores.data={tmp_path / 'nowhere'}").startswith(f"scores: data={tmp_path / 'nowhere'}: there is no")
     assert "scores.tasks=piqa" in line("scores.tasks=[piqa]")
 
 
@@ -50,7 +50,7 @@ def test_rows_that_cannot_be_scored_are_refused_before_the_first_step(train, tas
 
     assert "Rowan/hellaswag cannot be read from the hub (ConnectionError: " in line("scores.tasks=[hellaswag]")
     local = ["scores.tasks=[gsm8k]", f"scores.data={task_data}"]
-    assert line(*local, "scores.shots=13") == "gsm8k: 12 rows of train are too few for shots=13"
+    assert line(*local, "scores.shots=13") == "scores: gsm8k: 12 rows of train are too few for shots=13"
 
 
 def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_path, monkeypatch) -> None:
