@@ -53,7 +53,8 @@ grad_output as it came in, because that is no GEMM; delayed scales look back on 
 
 **Choice**: FP32 accumulation, which DeepSeek-V3's recipe asks for, is left to the kernels of the tensors' own dtype, in
 which simulated GEMMs run: those of 16 bits add up in FP32. Where cuBLAS splits a sum it may join the parts in bfloat16;
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False forbids it, and is for the user to set.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False forbids it: `gnmr train` sets it, a
+loop of one's own has to.
 **Choice**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32: for
 that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14 bits
 (partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless

@@ -83,6 +83,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
     training = config.training
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
     device = device_of(training.device)
     _check_shapes(config, device)
     corpus = open_data(config, say)

@@ -275,6 +275,17 @@ def test_threads_of_one_run_do_not_stay_for_the_next(tiny, tmp_path):
         torch.set_num_threads(before)
 
 
+def test_sums_of_split_products_are_joined_in_fp32(tiny, tmp_path):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        run_module.assemble(tiny(), tmp_path / "unused", lambda _: None)
+        assert matmul.allow_bf16_reduced_precision_reduction is False
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
 def test_a_child_process_shares_nothing(tmp_path):
     """`in_child` tells a kill, an exit code and an error apart; the tests of this folder rely on it."""
 
