@@ -70,18 +70,19 @@ def quality(comparison: Comparison) -> Table:
         done = f"{len(arm.done)} of {len(comparison.seeds)}"
         diverged = str(len(arm.diverged) or NOTHING)
         table.rows.append([arm.label, done, diverged, measure(ppl, 2), measure(loss, 4), difference])
-    table = table.without_empty(["diverged"])
+    table = table.without_empty(["diverged", "vs 16-bit"])
     table.notes = [_what(comparison), *_apart(comparison), *cell_lines(comparison)]
     if unpaired:
-        table.notes.append(f"No 16-bit arm of the same model and optimizer to compare with: {', '.join(unpaired)}.")
+        of = f": {', '.join(unpaired)}" if len(unpaired) < len(comparison.arms) else ""
+        table.notes.append(f"No 16-bit arm of the same model and optimizer to compare with{of}.")
     if partial:
         table.notes.append(f"Compared only where both have the seed: {', '.join(partial)}.")
     if keys := comparison.differing_settings():
         table.notes.append(f"Mind: the arms differ in more than their paths and controller: {', '.join(keys)}.")
-    table.notes.append(
-        f"± is the sample standard deviation over the done seeds ({NOTHING}: fewer than two); vs 16-bit is the mean of "
-        "the per-seed differences of log perplexity, as percent."
-    )
+    meaning = f"± is the sample standard deviation over the done seeds ({NOTHING}: fewer than two)"
+    if "vs 16-bit" in table.columns:
+        meaning += "; vs 16-bit is the mean of the per-seed differences of log perplexity, as percent"
+    table.notes.append(f"{meaning}.")
     return table
 
 
