@@ -16,6 +16,7 @@ Files with "test" in their name belong to neither split of the corpora that are 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import re
@@ -336,6 +337,8 @@ def _guarded(open_rows: Callable[[], Rows], failure: Callable[[str], str]) -> It
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(failure(f"{type(error).__name__}: {reason}")) from error
+    finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
+        gc.collect()
 
 
 def _column(rows: Rows, column: str, where: str) -> Iterator[str]:
