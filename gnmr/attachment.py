@@ -148,7 +148,8 @@ class AttachedController(Controller):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Controller.load_state_dict`; ValueError if it belongs to other paths too."""
-        self.plan.check_state(state.get("plan", {}))
+        if isinstance(state, Mapping):
+            self.plan.check_state(state.get("plan", {}))
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
         self._look()
@@ -212,6 +213,8 @@ def attach(
         raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
     options = _with_thresholds(signal, options or {}, {"alpha": alpha, "beta": beta, "delta": delta})
     whole(probe_tokens, "probe_tokens")
     whole(seed, "seed", 0)

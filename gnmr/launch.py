@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -45,8 +45,22 @@ def train(argv: list[str]) -> None:
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if sweeping and any(word.replace(" ", "").lower() == "plan=true" for word in argv):
         raise UserError("plan=true: plans one run; leave out -m")
+    if not completing:
+        refuse_flags(argv)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
+
+
+def refuse_flags(argv: list[str]) -> None:
+    """UserError for what Hydra's own parser does not take; by itself it would show all its flags first."""
+    from hydra._internal.utils import get_args_parser
+
+    def error(message: str) -> NoReturn:
+        raise UserError(f"train: {message} (gnmr train --hydra-help)")
+
+    parser = get_args_parser()
+    parser.error = error  # type: ignore[method-assign]
+    parser.parse_args(argv)
 
 
 def in_full(word: str) -> str:

@@ -196,6 +196,8 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         elif key == "signal" and text:
             signals = tuple(text.split(",")) if text == "all" or "," in text else ()
             changes += [] if signals else [f"signal.name={text}"]
+        elif sign and not text and key in ("out", "calibrate", "detect", "signal"):
+            raise UserError(f"replay: {word!r} has no value")
         elif not sign or key.partition(".")[0] not in known:
             more = ", ".join(sorted(known - {"signal"}))
             raise UserError(

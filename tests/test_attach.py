@@ -90,6 +90,27 @@ def test_a_mistake_leaves_the_model_as_it_was(wrong: dict) -> None:
     assert [type(module) for module in model] == [nn.Linear] * 4
 
 
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = net()
+    with pytest.raises(ValueError, match="on the meta device; attach when its weights are loaded"):
+        gnmr.attach(model, targets=["?"])
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (3, "state: is not what a controller's state_dict"),
+        ({}, "the paths' state belongs to unknown paths"),
+        ({"plan": {}}, "the paths' state belongs to unknown paths"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(state: object, told: str) -> None:
+    controller = gnmr.attach(net(), max_o=2, targets=["?"])
+    with pytest.raises(ValueError, match=told):
+        controller.load_state_dict(state)
+
+
 def test_monitoring_alone() -> None:
     model = net()
     controller = gnmr.attach(model, low="int4", recovery=None, targets=["?"])

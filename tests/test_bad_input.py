@@ -295,6 +295,28 @@ def test_words_of_report_that_are_none(words, gnmr):
     assert line.startswith("report: ") and line.endswith("(gnmr report --help)")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--agianst"], "unrecognized arguments: --agianst"),
+        (["--cfg", "jobs"], "argument --cfg/-c: invalid choice: 'jobs'"),
+        (["-m", "--config-dir"], "argument --config-dir/-cd: expected one argument"),
+    ],
+)
+def test_flags_of_train_that_are_none(words, told, gnmr, place):
+    line = gnmr("train", *words).mistake
+    assert line.startswith(f"train: {told}") and line.endswith("(gnmr train --hydra-help)")
+
+
+def test_a_page_in_place_of_a_folder(train, gnmr, tmp_path):
+    """Refused before anything is printed or written."""
+    train(tmp_path / "runs" / "run", "training.steps=2")
+    before = listing(tmp_path)
+    ended = gnmr("report", str(tmp_path / "runs"), f"html={tmp_path}")
+    assert ended.mistake.startswith(f"{tmp_path}: is a folder; the page is a file")
+    assert ended.out == "" and listing(tmp_path) == before
+
+
 def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file, tmp_path):
     """Other data under one experiment's name: refused, with nothing written; told of without --strict."""
     other = tmp_path / "other.txt"
@@ -457,6 +479,7 @@ def test_replay_of_a_bad_table(gnmr, tmp_path):
         (["norms.csv", "alfa=1"], "'alfa=1' is not understood; use alpha"),
         (["norms.csv", "alpha"], "replay: alpha: one run folder or file at a time"),
         (["norms.csv", "alpha={"], "replay: "),
+        (["norms.csv", "calibrate="], "replay: 'calibrate=' has no value"),
         (["norms.csv", "out=nowhere/x"], "out=nowhere/x: must be a file in a folder that exists"),
         (["norms.csv", "out=empty_folder"], "out=empty_folder: must be a file in a folder that exists"),
     ],

@@ -424,7 +424,12 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state and puts every unit on the path it had. ValueError if it belongs to other units."""
+        """Restores the state and puts every unit on the path it had.
+
+        ValueError if it belongs to other units or is no state at all.
+        """
+        if not isinstance(state, Mapping) or "units" not in state:
+            raise ValueError("state: is not what a controller's state_dict() returned")
         if list(state["units"]) != self.names:
             raise ValueError("the controller's state belongs to other units than this model has")
         self.signal.load_state_dict(state["signal"])

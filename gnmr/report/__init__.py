@@ -61,6 +61,8 @@ def report(
     be written, for an `against` that no arm fits or that is missing where it would be needed, and, where `strict`, for
     runs of one experiment and scale that cannot be compared.
     """
+    if html is not None and html.is_dir():
+        raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
     runs, unreadable = _load(find_runs(paths))
     root = _common(paths)
     out = out if out is not None else root / "report"
