@@ -201,7 +201,8 @@ class PathLinear(nn.Linear):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
             linears, tally = self.in_graphs, self.tally
             assert linears is not None and tally is not None
-            return linears[self.recovering](input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
+            linear = linears[1] if self.recovering else linears[0]  # Dynamo of 2.11 has no index that is a bool
+            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
         return self._between_graphs(input)
 
     def _fits_graph(self, input: Tensor) -> bool:
@@ -302,7 +303,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if x.dtype == torch.float64:
         return None
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Of the devices that there are, meta has no autocast. (Dynamo of 2.11 cannot trace `is_autocast_available`.)
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
 
 
