@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: two workers share two cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that starts the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from omegaconf import OmegaConf
 
