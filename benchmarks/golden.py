@@ -1,0 +1,148 @@
+"""Golden records: one short run of every experiment, recipe, signal, stress and transform, all digits kept.
+
+    python benchmarks/golden.py OUT.json             records them
+    python benchmarks/golden.py NEW.json OLD.json    records them and says which runs changed: exit code 1 if any did
+
+Run it before and after a refactoring, on one machine: rounding differs between processors. What is kept of a run is a
+digest of its losses, gradient norms, sets, validation losses, events and ratios; times and memory are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+SIZES = [
+    "model.num_layers=2",
+    "training.steps=6",
+    "training.seq_len=32",
+    "training.batch_size=2",
+    "training.accumulation=2",
+    "training.eval_every=3",
+    "training.eval_blocks=2",
+    "training.threads=1",
+    "records.live=off",
+    "records.wandb=off",
+    "data=text",
+    "data.vocab_size=300",
+]
+DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
+SIGNALS = [
+    "always_high",
+    "always_low",
+    "delta_gnmr",
+    "ema_ratio",
+    "first_last",
+    "gap",
+    "gap_exact",
+    "gnmr",
+    "gnmr_delta",
+    "grad_norm",
+    "grad_to_noise",
+    "gsnr",
+    "jacobian",
+    "mse",
+    "oracle",
+    "random",
+    "round_robin",
+    "spike_share",
+    "static_k",
+    "underflow",
+    "update_norm",
+    "zscore",
+]
+RECIPES = [
+    "deepseek_v3",
+    "deepseek_v3_blocks",
+    "fp8_delayed",
+    "fp8_hybrid",
+    "llm_int8",
+    "mxfp8",
+    "sim_e2m1",
+    "sim_e2m3",
+    "sim_e3m2",
+    "sim_int4",
+    "sim_int8",
+]
+STRESSES = ["bit_flip", "noise", "saturation", "scale_inf", "scale_nan", "stale_scale", "underflow"]
+TRANSFORMS = ["adagc", "agc", "gradient_stabilizer", "norm_clip", "skip_step", "spam", "stable_spam", "zclip"]
+STEP_KEYS = (
+    "loss",
+    "grad_norm_pre_clip",
+    "num_candidates",
+    "num_active",
+    "over",
+    "saved_bytes",
+    "saved_bytes_predicted",
+)
+
+
+def runs() -> dict[str, list[str]]:
+    """Name of each golden run: its words behind `gnmr train`."""
+    act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
+    recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
+    found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
+    found |= {f"signal_{name}": [*act, f"controller/signal={name}"] for name in SIGNALS}
+    found |= {f"stress_{name}": [*act, f"stress={name}", "stress.windows=[[3,2]]"] for name in STRESSES}
+    found |= {f"transform_{name}": [*act, f"optim/transform={name}"] for name in TRANSFORMS}
+    found |= {"scale": [*act, "optim=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
+    found |= {"hierarchy_6_8": [*recipe, "hierarchy=6/8"], "hierarchy_8_16": [*recipe, "hierarchy=8/16"]}
+    found |= {"scaled_mm": [*recipe, "hierarchy=8/16", "paths.backend=scaled_mm"]}
+    wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]
+    found |= {f"recipe_{name}": ["experiment=pretrain", f"recipe={name}", *wide] for name in RECIPES}
+    found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
+    found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
+    return found
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """The last loss in full and a hash of each kind of record."""
+    from gnmr.records.reader import read_jsonl, read_ratios
+
+    steps = [[row["step"], *(row[key] for key in STEP_KEYS)] for row in read_jsonl(folder / "steps.jsonl")]
+    evals, events = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "events.jsonl")
+    ratios = read_ratios(folder).to_pylist()
+    parts = {"steps": steps, "evals": [row["val_loss"] for row in evals], "events": events, "ratios": ratios}
+    hashes = {name: hashlib.sha256(repr(rows).encode()).hexdigest()[:16] for name, rows in parts.items()}
+    return {"loss": repr(steps[-1][1]), "folder": folder.name, **hashes}
+
+
+def main() -> int:
+    """Records, compares, prints; the exit code."""
+    from gnmr.cli import main as gnmr
+
+    out, *against = (Path(word).resolve() for word in sys.argv[1:])
+    scratch = Path(tempfile.mkdtemp(prefix="gnmr-golden-"))
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
+    os.chdir(scratch)  # the config hash holds data.path
+    Path("babble.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
+    os.environ["GNMR_CACHE"] = "cache"
+    found = {}
+    for name, own in runs().items():
+        print(f"{name}: {' '.join(own)}", file=sys.stderr, flush=True)
+        code = gnmr(["train", *own, *SIZES, "data.path=babble.txt", f"runs_dir={name}"])
+        folders = list(Path(name).glob("*/*"))
+        found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    shutil.rmtree(scratch)
+    if not against:
+        return 0
+    before = json.loads(against[0].read_text())
+    changed = [name for name in before | found if before.get(name) != found.get(name)]
+    for name in changed:
+        print(f"{name}: {before.get(name)} -> {found.get(name)}")
+    print(f"{len(found) - len(changed)} of {len(before | found)} runs equal")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
