@@ -30,6 +30,11 @@ def positive(key: str, value: float | None, optional: bool = False) -> None:
     )
 
 
+def within(key: str, value: float, least: float, most: float, or_else: str = "") -> None:
+    """A number from `least` to `most`, both included; `or_else`: what is right too."""
+    require(least <= value <= most, key, value, f"must be a number from {least:g} to {most:g} {or_else}".rstrip())
+
+
 def share(key: str, value: float) -> None:
     """From 0 to 1, both included."""
     require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.config.checks import one_of, positive, require, share
+from gnmr.config.checks import one_of, require, share, within
 from gnmr.errors import UserError
 
 
@@ -47,15 +47,19 @@ class OptimConfig:
                 f"optim.transform.name={self.transform.name}: resets Adam's moments; it needs optim.name=adamw"
             )
         require(self.name != "adamw" or not self.options, "optim.options", self.options, "adamw has none")
-        positive("optim.lr", self.lr)
+        # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.
+        within("optim.lr", self.lr, 1e-30, 1e3)
         require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            len(self.betas) == 2 and all(0 <= b <= 0.999999 for b in self.betas),
             "optim.betas",
             self.betas,
-            "two numbers in [0, 1)",
+            "two numbers from 0 to 0.999999",
         )
-        positive("optim.eps", self.eps)
-        require(0 <= self.weight_decay < 1e6, "optim.weight_decay", self.weight_decay, "must be a number, 0 or more")
+        within("optim.eps", self.eps, 1e-30, 1e3)
+        within("optim.weight_decay", self.weight_decay, 0, 1e3)
+        shrinks = self.lr * self.weight_decay
+        require(shrinks <= 1, "optim.weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
         share("optim.warmup_frac", self.warmup_frac)
         share("optim.min_lr_frac", self.min_lr_frac)
-        positive("optim.clip_norm", self.clip_norm, optional=True)
+        if self.clip_norm is not None:
+            within("optim.clip_norm", self.clip_norm, 1e-30, 1e30, "or null")

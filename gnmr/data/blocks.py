@@ -6,7 +6,6 @@ token but the first is a target exactly once an epoch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gnmr.disk import no_link, replacing
 from gnmr.errors import UserError
 
 
@@ -59,37 +59,44 @@ class BlockOrder:
         self._epoch, self._position, self._order = epoch, position, None
 
     def _epoch_order(self) -> np.ndarray:
-        """(num_blocks,) uint32 or int64: the saved permutation of this epoch, or a new one, saved.
+        """(num_blocks,) uint32 or int64: the permutation of this epoch, which is saved.
 
-        What was saved counts on resume, so a NumPy with another generator cannot change a run that has begun.
+        UserError where another was saved: the file is damaged, or this NumPy draws otherwise than that which began.
         """
+        drawn = self._draw()
         if self._folder is None:
-            return self._draw()
+            return drawn
         file = self._folder / f"epoch-{self._epoch}.npy"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f".{file.name}.{os.getpid()}")
+        if file.exists():
+            self._compare(file, drawn)
+        else:
+            file.parent.mkdir(exist_ok=True)
             packed = BytesIO()
-            np.save(packed, self._draw())  # to a file itself it would write past Python, and a full disk has no errno
-            beside.write_bytes(packed.getbuffer())
-            beside.replace(file)
-        return self._load(file)
+            np.save(packed, drawn)  # to a file itself it would write past Python, and a full disk has no errno
+            with replacing(file) as target:
+                target.write(packed.getbuffer())
+        return drawn
 
     def _draw(self) -> np.ndarray:
         order = np.random.default_rng([self._seed, self._epoch]).permutation(self.num_blocks)
         return order.astype(np.uint32) if self.num_blocks <= 2**32 else order
 
-    def _load(self, file: Path) -> np.ndarray:
+    def _compare(self, file: Path, drawn: np.ndarray) -> None:
         try:
-            order = np.load(file, mmap_mode="r")
-        except (ValueError, EOFError) as error:
+            with open(file, "rb", opener=no_link) as saved:
+                order = np.asarray(np.load(saved))
+        except (ValueError, EOFError, OSError, MemoryError, SyntaxError) as error:
             raise UserError(f"{file}: damaged ({error}); remove it to have the same order drawn again") from error
         if order.shape != (self.num_blocks,):
             raise UserError(
                 f"{file}: orders {order.size} blocks, the corpus has {self.num_blocks}: the run folder belongs to "
                 "other data; restore its data.* and training.seq_len or use another run_dir"
             )
-        return order
+        if not np.array_equal(order, drawn):
+            raise UserError(
+                f"{file}: damaged (not the order that training.seed={self._seed} draws); remove it to have that order "
+                "drawn again, unless the run began under another NumPy: then go on with that"
+            )
 
 
 class TrainBlocks(BlockOrder):

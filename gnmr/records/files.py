@@ -7,10 +7,14 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gnmr.disk import no_link, replacing
+from gnmr.errors import UserError
+from gnmr.records.appending import AppendFile
 from gnmr.records.reader import iter_jsonl, stored
 
 
@@ -26,10 +30,9 @@ def encode(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes beside and renames, so that a reader finds the old text or the new one, never half of it."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    """Writes beside, syncs and renames, so that a reader finds the old text or the new one, never half of it."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def replace_json(path: Path, tree: dict[str, Any]) -> None:
@@ -37,11 +40,11 @@ def replace_json(path: Path, tree: dict[str, Any]) -> None:
     replace_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n")
 
 
-class JsonLines:
-    """Appends rows that hold exactly the keys of `fields`; every row is flushed to the operating system."""
+class JsonLines(AppendFile):
+    """Appends rows that hold exactly the keys of `fields`."""
 
     def __init__(self, path: Path, fields: Iterable[str]) -> None:
-        self._file = path.open("ab")
+        super().__init__(path)
         self._fields = tuple(fields)
         self._name = path.name
 
@@ -51,34 +54,35 @@ class JsonLines:
         for row in rows:
             assert row.keys() == set(self._fields), f"{self._name}: keys {sorted(row.keys() ^ set(self._fields))}"
             lines.append(json.dumps({key: encode(row[key]) for key in self._fields}, allow_nan=False) + "\n")
-        self._file.write("".join(lines).encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Nothing is lost without it: every row was flushed."""
-        self._file.close()
+        self.append("".join(lines).encode())
 
 
-def cut_jsonl(path: Path, last_step: int) -> int:
-    """Drops the rows after `last_step` and a torn last line. Rows stand in order of their step: that of the last row
-    which is left comes back, 0 without one.
-
-    Truncating is one system call and needs no space, so it works on a full disk and cannot be half done. A compressed
-    copy is unpacked first.
-    """
+def unpack(path: Path) -> None:
+    """Puts a .jsonl file in the place of its compressed copy, where there is only that."""
     found = stored(path)
-    if found is None:
-        return 0
-    if found != path:
-        beside = path.with_name(path.name + ".tmp")
-        with gzip.open(found) as source, beside.open("wb") as target:
+    if found is None or found == path:
+        return
+    try:
+        with open(found, "rb", opener=no_link) as packed, gzip.open(packed) as source, replacing(path) as target:
             shutil.copyfileobj(source, target)
-        os.replace(beside, path)
-        found.unlink()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{found}: damaged ({error})") from error
+    found.unlink()
+
+
+def cut_jsonl(path: Path, last_step: int, fields: Iterable[str] = ()) -> int:
+    """Drops the rows after `last_step`, the first without a step or one of `fields` and what follows it, and a torn
+    last line. Rows stand in order of their step: that of the last row which is left comes back, 0 without one.
+
+    Truncating is one system call and needs no space, so it works on a full disk and cannot be half done.
+    """
     end = last = 0
+    if not path.exists():
+        return last
     for row, after in iter_jsonl(path):
-        if row["step"] > last_step:
+        step = row.get("step")
+        if type(step) is not int or not last <= step <= last_step or not row.keys() >= set(fields):
             break
-        end, last = after, int(row["step"])
+        end, last = after, step
     os.truncate(path, end)
     return last

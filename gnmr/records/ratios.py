@@ -11,16 +11,20 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gnmr.disk import replacing
+from gnmr.errors import UserError
+from gnmr.records.appending import AppendFile
 from gnmr.records.schema import RatioRows, ratio_schema
 
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
 _UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order
+_HEAD_BYTES = 1 << 26  # far more than the names of any model's units
 _Head = tuple[list[str], tuple[str, ...], int]  # units, columns, offset of the first row
 
 
@@ -34,7 +38,7 @@ class RatioStream:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
+        self.file: AppendFile | None = AppendFile(path) if path.exists() else None
         self._names: tuple[list[str], tuple[str, ...]] | None = None
         self._rows: Any = None  # (U,) of `_row_type`, filled anew in every step
 
@@ -43,26 +47,34 @@ class RatioStream:
         seen = rows.observed
         if not seen.any():
             return
-        if self._file is None:
+        if self._names is None:
             self._open(rows)
-        assert self._file is not None and self._names == (rows.units, tuple(rows.columns)), "a run's units stay"
+        assert self.file is not None and self._names == (rows.units, tuple(rows.columns)), "a run's units stay"
         table = self._rows
         table["step"] = rows.step
         table["norm"], table["risk"], table["active"], table["lock"] = rows.norm, rows.risk, rows.active, rows.lock
         for name, values in rows.columns.items():
             table[name] = values
-        self._file.write(table.tobytes() if seen.all() else table[seen].tobytes())
-        self._file.flush()
+        self.file.append(table.tobytes() if seen.all() else table[seen].tobytes())
+
+    def count(self) -> dict[str, Any] | None:
+        """As `AppendFile.count`; None while there is no file."""
+        if self.file is None:
+            return None
+        count, head = self.file.count(), _read_head(self._path)
+        rows = 0 if head is None else (count["bytes"] - head[2]) // _row_type(head[1]).itemsize
+        return count | {"rows": rows}
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
 
     def _open(self, rows: RatioRows) -> None:
         units, columns = list(rows.units), tuple(rows.columns)
-        self._file = self._path.open("ab")
-        if self._file.tell() == 0:
-            self._file.write(_head(units, columns))
+        if self.file is None:
+            self.file = AppendFile(self._path)
+        if self.file.count()["bytes"] == 0:
+            self.file.append(_head(units, columns))
         else:
             units, columns, _ = _read_head(self._path) or (units, columns, 0)
         assert columns == tuple(rows.columns) and set(rows.units) <= set(units), "another run's rows"
@@ -77,15 +89,23 @@ def _head(units: Sequence[str], columns: Sequence[str]) -> bytes:
 
 
 def _read_head(path: Path) -> _Head | None:
-    """None for a file that is missing or ends within its first line."""
+    """None for a file that is missing or ends within its first line; UserError for a line that is no head."""
     if not path.exists():
         return None
     with path.open("rb") as file:
-        line = file.readline()
+        line = file.readline(_HEAD_BYTES)
     if not line.endswith(b"\n"):
         return None
-    head = json.loads(line)
-    return head["units"], tuple(head["columns"]), len(line)
+    try:
+        head = json.loads(line)
+        units, columns = head["units"], tuple(head["columns"])
+        sound = isinstance(units, list) and all(isinstance(name, str) for name in (*units, *columns))
+        _row_type(columns)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        raise UserError(f"{path}: damaged (its first line)")
+    return units, columns, len(line)
 
 
 def read_stream(path: Path) -> pa.Table:
@@ -107,45 +127,57 @@ def _batches(path: Path, head: _Head) -> Iterator[pa.RecordBatch]:
         file.seek(offset)
         while len(data := file.read(_ROWS_PER_GROUP * kind.itemsize)) >= kind.itemsize:
             rows = np.frombuffer(data, kind, count=len(data) // kind.itemsize)
+            if not _sound(rows, len(units)).all():
+                raise UserError(f"{path}: damaged (a row's step or unit)")
             arrays: list[pa.Array] = [pa.array(np.ascontiguousarray(rows[name])) for name in kind.names or ()]
             arrays[1] = pa.DictionaryArray.from_arrays(arrays[1], dictionary)
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def _sound(rows: np.ndarray, num_units: int) -> np.ndarray:
+    """Which rows have a step and a unit."""
+    sound: np.ndarray = (rows["step"] >= 1) & (rows["unit"] >= 0) & (rows["unit"] < num_units)
+    return sound
+
+
 def cut_stream(path: Path, last_step: int) -> None:
-    """Drops the rows after `last_step` and a torn last row. Rows stand in order of their step."""
-    head = _read_head(path)
+    """Drops the rows after `last_step`, the first without a step or unit and what follows it, and a torn last row.
+
+    Rows stand in order of their step. A file without a head is emptied.
+    """
+    if not path.exists():
+        return
+    try:
+        head = _read_head(path)
+    except UserError:
+        head = None
     if head is None:
-        if path.exists():
-            os.truncate(path, 0)
+        os.truncate(path, 0)
         return
     kind, offset = _row_type(head[1]), head[2]
     whole = (path.stat().st_size - offset) // kind.itemsize
     kept = 0
     if whole:
-        steps = np.memmap(path, kind, "r", offset, (whole,))["step"]
-        kept = int(np.searchsorted(steps, last_step, side="right"))
+        rows = np.memmap(path, kind, "r", offset, (whole,))
+        wrong = ~_sound(rows, len(head[0])) | (rows["step"] > last_step)
+        wrong[1:] |= np.diff(rows["step"]) < 0
+        kept = int(wrong.argmax()) if wrong.any() else whole
     os.truncate(path, offset + kept * kind.itemsize)
 
 
 def stream_to_parquet(stream: Path, parquet: Path) -> None:
-    """Copies what the stream holds, a row group at a time; written beside and renamed."""
-    beside = parquet.with_name(parquet.name + ".tmp")
+    """Copies what the stream holds, a row group at a time; written beside, synced and renamed."""
     head = _read_head(stream)
     schema = ratio_schema(()) if head is None else ratio_schema(head[1], _metadata(head[0]))
-    try:
-        with pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=["step", "unit"]) as writer:
-            for batch in () if head is None else _batches(stream, head):
-                writer.write_batch(batch)
-        os.replace(beside, parquet)
-    finally:
-        beside.unlink(missing_ok=True)
+    how: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["step", "unit"], "write_page_checksum": True}
+    with replacing(parquet) as file, pq.ParquetWriter(file, schema, **how) as writer:
+        for batch in () if head is None else _batches(stream, head):
+            writer.write_batch(batch)
 
 
 def parquet_to_stream(parquet: Path, stream: Path) -> None:
-    """The inverse of `stream_to_parquet`, for a run that goes on after its stream was deleted."""
-    beside = stream.with_name(stream.name + ".tmp")
-    with pq.ParquetFile(parquet) as source, beside.open("wb") as file:
+    """The inverse of `stream_to_parquet`, to the byte, for a run that goes on after its stream was deleted."""
+    with pq.ParquetFile(parquet, page_checksum_verification=True) as source, replacing(stream) as file:
         schema = source.schema_arrow
         units = json.loads(schema.metadata[_UNITS])
         columns = [name for name in schema.names if name not in ratio_schema(()).names]
@@ -159,7 +191,6 @@ def parquet_to_stream(parquet: Path, stream: Path) -> None:
             unit = batch.column("unit")
             rows["unit"] = np.array([place[name] for name in unit.dictionary.to_pylist()])[unit.indices.to_numpy()]
             file.write(rows.tobytes())
-    os.replace(beside, stream)
 
 
 def _metadata(units: Sequence[str]) -> dict[bytes, bytes]:

@@ -69,7 +69,7 @@ def read_ratios(folder: Path) -> pa.Table:
     table = ratio_schema(()).empty_table()
     with suppress(FileNotFoundError):  # a run that ends deletes its stream when the Parquet file is there
         table = read_stream(stream)
-    return table if table.num_rows or not parquet.exists() else pq.read_table(parquet)
+    return table if table.num_rows or not parquet.exists() else pq.read_table(parquet, page_checksum_verification=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

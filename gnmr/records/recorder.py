@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from gnmr.config import RecordsConfig
 
 
+_BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")
+"""What header.json says of the process that began a run."""
+
+
 class Recorder:
     """Files, live view and W&B of one run. Any write may raise `RunFailed`; then call `finish("failed", ...)`.
 
@@ -24,12 +28,14 @@ class Recorder:
     called.
     """
 
-    def __init__(self, info: RunInfo, settings: RecordsConfig, resume_step: int | None) -> None:
-        """resume_step: as in `RunWriter`; raises its `UserError` and `RunFailed`."""
+    def __init__(
+        self, info: RunInfo, settings: RecordsConfig, resume_step: int | None, counted: dict[str, Any] | None = None
+    ) -> None:
+        """resume_step, counted: as in `RunWriter`; raises its `UserError` and `RunFailed`."""
         self._info = info
         self._settings = settings
         self._header = (read_json(info.folder / "header.json") if resume_step is not None else None) or {}
-        self._writer = RunWriter(info.folder, resume_step)
+        self._writer = RunWriter(info.folder, resume_step, counted)
         self._view = View(settings.live, settings.plain_every)
         self._wandb = WandbSink(self._view.say, settings.wandb_every)
         self._summary: dict[str, Any] | None = None
@@ -41,13 +47,15 @@ class Recorder:
         W&B knows the run, is added and kept over resumptions. group: runs that belong together in W&B.
         """
         info, settings = self._info, self._settings
-        run_id = self._header.get("run_id") or secrets.token_hex(4)
-        if self._header:  # what began the run stays; what continued it is added
+        run_id = str(self._header.get("run_id") or secrets.token_hex(4))
+        if self._header:  # what began the run stays; what continued it is added, and the rest is the same
             again = {key: header.get(key) for key in ("commit", "command", "torch", "machine")}
             again["after_step"] = info.start_step
-            header = self._header | {"resumed": [*self._header.get("resumed", []), again]}
+            began = {key: self._header[key] for key in _BEGAN if key in self._header}
+            earlier = self._header.get("resumed")
+            header = header | began | {"resumed": [*(earlier if isinstance(earlier, list) else []), again]}
         self._writer.write_header(config_yaml, header | {"run_id": run_id})
-        earlier = read_jsonl(info.folder / "events.jsonl")
+        events = read_jsonl(info.folder / "events.jsonl")
         self._wandb.start(
             run_id=run_id,
             name=info.name,
@@ -56,9 +64,9 @@ class Recorder:
             folder=info.folder,
             config=config,
             mode=settings.wandb,
-            recovered=recovery_totals(earlier, info.start_step),
+            recovered=recovery_totals(events, info.start_step),
         )
-        self._view.events(earlier)
+        self._view.events(events)
         self._view.start(info)
 
     def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
@@ -90,6 +98,10 @@ class Recorder:
     def faults(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `FAULT_FIELDS`, all windows of the run."""
         self._writer.faults(rows)
+
+    def sync(self) -> dict[str, Any]:
+        """As `RunWriter.sync`: the rows are on the disk, and this is what was counted of them."""
+        return self._writer.sync()
 
     def say(self, text: str) -> None:
         """One line to whoever watches."""

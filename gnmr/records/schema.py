@@ -20,7 +20,8 @@ A run folder holds
     adapter/        what peft loads; where model.adapter.rank > 0
     hf/             the model in Hugging Face's layout; with training.export_hf
     wandb/          W&B's own files
-    DONE or FAILED  last; FAILED holds the reason in one line
+    records.sha256  the sha256 of each of these files when the run ended (gnmr.records.ledger)
+    DONE or FAILED  FAILED holds the reason in one line; DONE comes last
     .reserve        while it runs: space given up when the disk is full, so that summary.json and FAILED fit
 
 Any X.jsonl of a run that has ended may be kept as X.jsonl.gz instead: what reads it reads that.
@@ -117,12 +118,16 @@ def ratio_schema(columns: Sequence[str], metadata: dict[bytes, bytes] | None = N
 SUMMARY_FIELDS: dict[str, str] = {
     "status": "done, failed or interrupted",
     "reason": "why it failed or stopped, else null",
+    "incomplete": "what was lost or altered of the records of a run that went on after it, in one line, else null; "
+    "such a run ends failed",
     "steps": "steps trained",
     "tokens": "tokens trained on",
     "final_val_loss": "val_loss of the last evaluation, null if none",
     "final_val_ppl": "val_ppl of the last evaluation, null if none",
-    "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none",
-    "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps",
+    "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none; the steps of "
+    "a high-fidelity warm-up (controller.warmup_frac), in which every unit is active, count as any other",
+    "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps, those of a high-fidelity "
+    "warm-up too",
     "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps; null under a signal without GNMR",
     "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps; null under a signal without dGNMR",
     "over_frac": "unit-steps over the threshold of each of the signal's columns over all unit-steps: {column: share}",

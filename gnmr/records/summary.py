@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,19 +39,25 @@ def summarize(
     status: str,
     reason: str | None,
     peak_memory_bytes: int | None = None,
+    incomplete: str | None = None,
 ) -> dict[str, Any]:
     """`SUMMARY_FIELDS` of a run folder.
 
     num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
-    nothing (no step trained, no units) is null. Reads steps.jsonl row by row.
+    nothing (no step trained, no units) is null. Reads steps.jsonl row by row; rows of other types are left out.
+    incomplete: what is known to be missing.
     """
-    steps = promoted = at_max_o = saved_bytes = measured = 0
+    damaged = steps = promoted = at_max_o = saved_bytes = measured = 0
     over: Counter[str] = Counter()
     saturation: dict[str, list[int]] = {}
     monitored: dict[str, Watched] = {}
     times: list[float] = []
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
-    for last, _ in iter_jsonl(folder / "steps.jsonl"):
+    for row, _ in iter_jsonl(folder / "steps.jsonl"):
+        if not _sound(row):
+            damaged += 1
+            continue
+        last = row
         steps += 1
         promoted += last["num_active"]
         at_max_o += last["num_active"] >= max_o
@@ -64,7 +71,9 @@ def summarize(
             saved_bytes += last["saved_bytes"]
             measured += 1
         times.append(last["step_time_s"])
-    evals = read_jsonl(folder / "eval.jsonl")
+    if damaged:
+        incomplete = f"{damaged} rows of steps.jsonl are damaged" + (f"; {incomplete}" if incomplete else "")
+    evals = [row for row in read_jsonl(folder / "eval.jsonl") if _numbers(row, "val_loss", "val_ppl")]
     final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
     step_time_s = median(times) if times else None
     unit_steps = steps * num_recoverable
@@ -72,6 +81,7 @@ def summarize(
     summary = {
         "status": status,
         "reason": reason,
+        "incomplete": incomplete,
         "steps": steps,
         "tokens": last["tokens"],
         "final_val_loss": final["val_loss"],
@@ -92,6 +102,26 @@ def summarize(
     }
     assert summary.keys() == SUMMARY_FIELDS.keys()
     return summary
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    """Whether a row of `STEP_FIELDS` holds what is counted here."""
+    if not _numbers(row, "step", "tokens", "num_active", "nonfinite_total", "step_time_s") or row["step"] < 1:
+        return False
+    over, norms, casts = (row.get(key) for key in ("over", "monitored", "saturation"))
+    if not (isinstance(over, dict) and isinstance(norms, dict) and isinstance(casts, dict)):
+        return False
+    pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in casts.values())
+    saved = row.get("saved_bytes", ()) is None or _numbers(row, "saved_bytes")
+    return saved and pairs and all(map(_number, chain(over.values(), norms.values(), *casts.values())))
+
+
+def _numbers(row: dict[str, Any], *keys: str) -> bool:
+    return all(_number(row.get(key)) for key in keys)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _share(part: float, whole: int) -> float | None:

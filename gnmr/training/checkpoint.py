@@ -1,9 +1,14 @@
 """Checkpoints: written beside and renamed, verified when read.
 
-    checkpoints/step-00000100/     torch.distributed.checkpoint files and meta.json
+    checkpoints/step-00000100/              torch.distributed.checkpoint files, meta.json and meta.sha256
+    checkpoints/step-00000100.corrupt/      one that was set aside
 
-A folder with its final name is whole: everything is written and synced under another name first. `meta.json` holds the
-host's numbers (step, data position, counters), whose run it is, and the sha256 of every other file.
+A folder with its final name was whole: everything is written and synced under another name first. `meta.json` holds the
+host's numbers (step, data position, counters, what the records hold), whose run it is, and the sha256 of every other
+file; meta.sha256 is its own. What is not exactly so is corrupt, and the checkpoint before it is taken.
+
+PyTorch keeps its index and the plain values as pickles. They are read by unpicklers that know a few classes and no
+function, so that a foreign checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -11,17 +16,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
+import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,10 +42,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gnmr.controller import Controller
-from gnmr.errors import RunFailed, UserError
+from gnmr.disk import no_link, sha256, sync_folder
+from gnmr.errors import RunFailed, UserError, writing
 from gnmr.paths import Plan
 
-_META = "meta.json"
+_META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
+_INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+_Meta = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -67,6 +91,7 @@ class Checkpointer:
         self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
         self._extras = dict(extras or {})
         self._options = _trained(model)
+        self._whole: _Meta | None = None  # the one that `newest` found
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
@@ -86,27 +111,44 @@ class Checkpointer:
     def save(self, step: int, host: dict[str, Any]) -> None:
         """Writes the checkpoint of `step` and deletes all but the newest `keep`. Waits for the device.
 
-        RunFailed if it cannot be written; what was written of it is removed, the earlier ones stay.
+        RunFailed if it cannot be written or a number in it is not finite; what was written of it is removed, the
+        earlier ones stay.
         """
+        if (where := self._nonfinite()) is not None:
+            why = f"{where} is not finite after step {step}"
+            raise RunFailed(f"{why}: no checkpoint was written; use a smaller optim.lr")
         final = self.folder / f"step-{step:08d}"
         beside = self.folder / f".writing-{final.name}"
         try:
             self._write(step, host, beside)
             shutil.rmtree(final, ignore_errors=True)
             beside.rename(final)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except (OSError, CheckpointException) as error:
             # A full disk does not always reach us as its own error: the zip writer stumbles over its short files.
-            full = shutil.disk_usage(self.folder.parent).free < 2**20
+            run = self.folder.parent
+            full = run.is_dir() and shutil.disk_usage(run).free < 2**20
             shutil.rmtree(beside, ignore_errors=True)
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             reason = "disk full" if full else str(cause).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
         self._prune()
 
+    def _nonfinite(self) -> str | None:
+        """The first trained weight or optimizer state with a number that is not finite."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                held = {name: parameter.detach()}
+                held |= {f"{key} of {name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+                for what, value in held.items():
+                    if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+                        return what
+        return None
+
     def _write(self, step: int, host: dict[str, Any], beside: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed stays so
+        beside.mkdir()
         with _quiet():
             dcp.save(self._state(), checkpoint_id=beside)
         meta = {
@@ -114,86 +156,89 @@ class Checkpointer:
             "owner": self.owner,
             "units": self._controller.names,
             "host": host,
-            "files": {p.name: _sha256(p) for p in sorted(beside.iterdir())},
+            "files": {p.name: sha256(p) for p in sorted(beside.iterdir())},
         }
-        with (beside / _META).open("w") as file:
-            json.dump(meta, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(beside)
+        text = json.dumps(meta, indent=1).encode()
+        _write_synced(beside / _META, text)
+        _write_synced(beside / _META_SUM, f"{hashlib.sha256(text).hexdigest()}  {_META}\n".encode())
+        sync_folder(beside)
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, ascending."""
         return _steps(self.folder)
 
     def newest(self) -> int | None:
-        """Step of the newest checkpoint; what a killed run left half-written is removed."""
+        """Step of the newest whole checkpoint; what a killed run left half-written is removed.
+
+        A newer one that is corrupt is renamed, which a warning says. UserError where every one is corrupt.
+        """
         for rest in self.folder.glob(".writing-*"):
             shutil.rmtree(rest, ignore_errors=True)
-        self._prune()
         steps = self.steps()
-        return steps[-1] if steps else None
+        if not steps:
+            return None
+        self._whole, corrupt = _newest_whole(self.folder, steps)
+        step = int(self._whole["step"])
+        for path, error in corrupt.items():
+            aside = path.with_name(f"{path.name}.corrupt")
+            with writing(path):
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            warnings.warn(f"{error}: set aside as {aside.name}, step {step} is taken", stacklevel=3)
+        self._prune()
+        return step
 
     def _prune(self) -> None:
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Restores everything and returns the host's numbers. UserError for a corrupt or foreign checkpoint.
-
-        PyTorch reads parts of a checkpoint with pickle: load only your own.
-        """
+        """Restores everything and returns the host's numbers. UserError for a corrupt or foreign checkpoint."""
         path = self.folder / f"step-{step:08d}"
-        remedy = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
-        meta = _meta(path, remedy)
+        meta, self._whole = self._whole, None
+        if meta is None or meta["step"] != step:
+            meta, _ = _newest_whole(self.folder, [step])
         owner, units, host = meta["owner"], meta["units"], meta["host"]
         if owner != self.owner or units != self._controller.names:
-            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {remedy}")
-        _verify(path, meta, remedy)
+            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_REMEDY}")
         state = self._state()
-        try:
-            with _quiet():
-                dcp.load(state, checkpoint_id=path)
-        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"checkpoint {path} does not fit this run ({reason}): {remedy}") from error
-        set_model_state_dict(self._model, state["model"], options=self._options)
-        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-        self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
-        self._plan.load_state_dict(state["plan"])
-        for name, extra in self._extras.items():
-            extra.load_state_dict(state["extras"][name])
-        torch.set_rng_state(state["rng"]["cpu"])
-        if "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
-        return host
+        with _fitting(path, "run"):
+            _read(path, meta, state)
+            set_model_state_dict(self._model, state["model"], options=self._options)
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+            self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
+            self._plan.load_state_dict(state["plan"])
+            for name, extra in self._extras.items():
+                extra.load_state_dict(state["extras"][name])
+            torch.set_rng_state(state["rng"]["cpu"])
+            if "cuda" in state["rng"]:
+                torch.cuda.set_rng_state(state["rng"]["cuda"])
+        return dict(host)
 
 
 def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
     """Reads the weights of the newest whole checkpoint in `folder`, and the state of `plan`, and returns its step.
 
-    The folder stays as it is. UserError where there is no checkpoint, for a corrupt one, and for one of other weights
-    or paths. As with `Checkpointer.load`: load only your own.
+    The folder stays as it is. A warning names newer ones that are corrupt. UserError where no checkpoint is whole, and
+    for one of other weights or paths.
     """
     steps = _steps(folder)
     if not steps:
         raise UserError(f"{folder}: holds no checkpoint")
-    path, remedy = folder / f"step-{steps[-1]:08d}", "delete that folder to use an earlier checkpoint"
-    _verify(path, _meta(path, remedy), remedy)
+    meta, corrupt = _newest_whole(folder, steps)
+    for error in corrupt.values():
+        warnings.warn(f"{error}: step {meta['step']} is taken", stacklevel=2)
     options = _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if plan is not None:
         state["plan"] = plan.state_dict()
-    try:
-        with _quiet():
-            dcp.load(state, checkpoint_id=path)
+    path = folder / f"step-{meta['step']:08d}"
+    with _fitting(path, "model"):
+        _read(path, meta, state)
         if plan is not None:
             plan.load_state_dict(state["plan"])
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"checkpoint {path} does not fit this model ({reason}): {remedy}") from error
-    set_model_state_dict(model, state["model"], options=options)
-    return steps[-1]
+        set_model_state_dict(model, state["model"], options=options)
+    return int(meta["step"])
 
 
 def _trained(model: nn.Module) -> StateDictOptions:
@@ -208,19 +253,114 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _meta(path: Path, remedy: str) -> dict[str, Any]:
-    """meta.json of a checkpoint, with all its keys."""
+_REMEDY = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
+
+
+class _Corrupt(ValueError):
+    """A checkpoint that is not as it was written."""
+
+
+def _newest_whole(folder: Path, steps: list[int]) -> tuple[_Meta, dict[Path, _Corrupt]]:
+    """meta.json of the newest of these checkpoints that is whole, and what is wrong with the newer ones.
+
+    UserError if none is whole.
+    """
+    corrupt: dict[Path, _Corrupt] = {}
+    for step in reversed(steps):
+        path = folder / f"step-{step:08d}"
+        try:
+            return _verified(path), corrupt
+        except _Corrupt as error:
+            corrupt[path] = error
+    more = f", as are the {len(corrupt) - 1} before it" if len(corrupt) > 1 else ""
+    raise UserError(f"{next(iter(corrupt.values()))}{more}: {_REMEDY}")
+
+
+def _verified(path: Path) -> _Meta:
+    """meta.json of a checkpoint that holds exactly the files that it names."""
     try:
-        meta = json.loads((path / _META).read_text())
-        return {"owner": meta["owner"], "units": meta["units"], "host": meta["host"], "files": dict(meta["files"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {path} is corrupt ({_META}: {error}): {remedy}") from error
+        meta = _meta(path)
+        named = {_META, _META_SUM, *meta["files"]}
+        for name in sorted(named | {p.name for p in path.iterdir()}):
+            file, wanted = path / name, meta["files"].get(name)
+            if name not in named or not stat.S_ISREG(file.lstat().st_mode) or (wanted and sha256(file) != wanted):
+                raise ValueError(f"{name} is missing or changed")
+    except FileNotFoundError as error:
+        raise _Corrupt(f"checkpoint {path} is corrupt ({Path(error.filename).name} is missing)") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Corrupt(f"checkpoint {path} is corrupt ({error})") from error
+    return meta
 
 
-def _verify(path: Path, meta: dict[str, Any], remedy: str) -> None:
-    for name, digest in meta["files"].items():
-        if not (path / name).exists() or _sha256(path / name) != digest:
-            raise UserError(f"checkpoint {path} is corrupt ({name} is missing or changed): {remedy}")
+def _meta(path: Path) -> _Meta:
+    """meta.json as meta.sha256 has it; ValueError for anything else."""
+    text, named = ((path / name).read_bytes() for name in (_META, _META_SUM))
+    if named != f"{hashlib.sha256(text).hexdigest()}  {_META}\n".encode():
+        raise ValueError(f"{_META} is missing or changed")
+    meta = json.loads(text)
+    kinds = {"step": int, "owner": str, "units": list, "host": dict, "files": dict}
+    if any(type(meta[key]) is not kind for key, kind in kinds.items()) or path.name != f"step-{meta['step']:08d}":
+        raise ValueError(f"{_META} is of another checkpoint")
+    return {key: meta[key] for key in kinds}
+
+
+def _read(path: Path, meta: _Meta, state: dict[str, Any]) -> None:
+    """Fills `state` from a checkpoint."""
+    with _quiet():
+        dcp.load(state, storage_reader=_Reader(path, meta["files"]), planner=_Planner())
+
+
+@contextmanager
+def _fitting(path: Path, whose: str) -> Iterator[None]:
+    """UserError for what a checkpoint holds and what cannot take it."""
+    kinds = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+    try:
+        yield
+    except kinds as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(cause).strip().partition("\n")[0]
+        raise UserError(f"checkpoint {path} does not fit this {whose} ({reason}): {_REMEDY}") from error
+
+
+class _Index(pickle.Unpickler):
+    """Reads `.metadata`: the classes of which PyTorch makes it, and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, function or dtype that the pickle names; UnpicklingError unless it is one of the index's own."""
+        known = _INDEX_NAMES.get(module, ())
+        if name in known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index asks for {module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a checkpoint's own files, its index with `_Index`."""
+
+    def __init__(self, path: Path, files: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self._folder, self._files = path, files
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> dcp_metadata.Metadata:
+        """ValueError for what is no index of these files."""
+        with open(self._folder / _INDEX, "rb", opener=no_link) as file:
+            found = _Index(file).load()
+        if not isinstance(found, dcp_metadata.Metadata) or not isinstance(found.storage_data, dict):
+            raise ValueError(f"{_INDEX} is no index")
+        if any(part.relative_path not in self._files for part in found.storage_data.values()):
+            raise ValueError(f"{_INDEX} names other files")
+        found.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Takes plain values only from pickles that name no function."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """What the default does with the value, after it was read with `weights_only` and packed anew."""
+        plain = BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 class _quiet(warnings.catch_warnings):
@@ -231,14 +371,8 @@ class _quiet(warnings.catch_warnings):
         warnings.simplefilter("ignore")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

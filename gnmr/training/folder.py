@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gnmr.config import Config, config_hash, identity, read
-from gnmr.errors import UserError
+from gnmr.disk import check_tree
+from gnmr.errors import UserError, writing
 
 
 def run_folder(config: Config) -> Path:
@@ -20,7 +23,10 @@ def run_folder(config: Config) -> Path:
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """UserError if the run folder holds another run, or any run where resuming is off."""
+    """UserError if the run folder holds another run, any run where resuming is off, or links that lead elsewhere."""
+    if folder.is_dir():
+        with writing(folder):
+            check_tree(folder, skip=("wandb",))  # W&B links to its own files
     saved = folder / "config.yaml"
     if not saved.exists():
         # A run's lock is its first file: one that was killed before it wrote its config is known by it.
@@ -58,10 +64,13 @@ def locked(folder: Path) -> Iterator[None]:
     """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            os.close(lock)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
-    with lock as file:
+    with os.fdopen(lock, "r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -118,18 +119,17 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
     if isinstance(blocks, PackedBlocks):
         say(blocks.packing.summary)
     checkpointer = _checkpointer(parts)
-    counters = Counters()
+    counters, counted = Counters(), None
     newest = checkpointer.newest()
     if newest is not None:
         host = checkpointer.load(newest)
-        counters = Counters(**host["counters"])
-        blocks.load_state_dict(host["blocks"])
+        counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         say(f"continuing after step {newest} of {folder}")
     started_before = stored(folder / "steps.jsonl") is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     resume_step = counters.step if newest is not None or started_before else None
-    with _sigterm_raised(), Recorder(info, config.records, resume_step) as recorder:
+    with _sigterm_raised(), Recorder(info, config.records, resume_step, counted) as recorder:
         looping = False
         try:
             if newest is None:
@@ -165,6 +165,21 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         raise SystemExit(128 + stop[0])
 
 
+def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
+    """The counters of a checkpoint, and its position in the data; UserError for numbers without sense."""
+    try:
+        counters = Counters(**host["counters"])
+        blocks.load_state_dict(host["blocks"])
+        sound = all(type(number) is int and number >= 0 for number in asdict(counters).values())
+        if not sound or counters.step != step or "records" not in host:
+            raise ValueError("its numbers do not fit together")
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: the checkpoint of step {step} is none of this version ({error})") from error
+    return counters
+
+
 def export(parts: Parts) -> None:
     """What others load of a trained model: adapter/ as peft has it, hf/ in Hugging Face's layout where asked for."""
     config, model = parts.config, parts.model
@@ -188,7 +203,8 @@ def loop(
     take_step = train_step(parts)
 
     def save() -> None:
-        checkpointer.save(counters.step, {"counters": asdict(counters), "blocks": blocks.state_dict()})
+        host = {"counters": asdict(counters), "blocks": blocks.state_dict(), "records": recorder.sync()}
+        checkpointer.save(counters.step, host)
 
     def score_is_due() -> bool:
         step, every = counters.step, config.scores.every
@@ -279,6 +295,8 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunFailed(f"disk full after step {step}" + (f" ({error.filename})" if error.filename else ""))
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return RunFailed(f"{error.filename}: {error.strerror}, after step {step}")
     if _out_of_memory(error):
         return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")
     return None

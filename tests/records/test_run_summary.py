@@ -35,6 +35,7 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
     assert summarize(tmp_path, num_recoverable=5, max_o=2, status="interrupted", reason="Ctrl-C") == {
         "status": "interrupted",
         "reason": "Ctrl-C",
+        "incomplete": None,
         "steps": 4,
         "tokens": 8192,
         "final_val_loss": 2.25,

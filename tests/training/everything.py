@@ -38,7 +38,7 @@ def everything(folder: Path) -> dict[str, Any]:
         "events": read_jsonl(folder / "events.jsonl"),
         "ratios": read_ratios(folder).to_pylist(),
         "summary": summary and without(summary, *MEASURED),
-        "host": json.loads((newest / "meta.json").read_text())["host"],
+        "host": without(json.loads((newest / "meta.json").read_text())["host"], "records"),
         "state": weights(folder),
     }
 

@@ -1,0 +1,69 @@
+"""Files that stand whole or not at all after a kill, and no link that is followed when a run writes in its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from gnmr.errors import UserError
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener for `open`: OSError where the name is a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which is synced and takes the place of `path` at the end: a reader finds the old one or the new one.
+
+    A link that stands there is replaced, not followed. After an error nothing of the new file is left.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content; OSError for a link."""
+    with open(path, "rb", opener=no_link) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
+    """UserError for anything in `folder` that is neither a regular file nor a folder; `skip`: folders not looked into.
+
+    What others left there could otherwise lead a run's writing and deleting elsewhere, or keep it waiting.
+    """
+    for entry in os.scandir(folder):
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            if entry.name not in skip:
+                check_tree(Path(entry.path))
+        elif not stat.S_ISREG(mode):
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+            raise UserError(f"{entry.path}: is {what}, which a run folder does not hold: remove it")

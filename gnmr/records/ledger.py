@@ -1,0 +1,101 @@
+"""records.sha256: what each record of a run that has ended holds, as `sha256sum -c` reads it.
+
+Who reads a run's figures checks it first. A run of an earlier version has none and is read as it is. Of a run that goes
+on or was killed the newest checkpoint tells what its files begin with.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from gnmr.disk import no_link, sha256
+from gnmr.errors import UserError
+from gnmr.records.appending import holds
+from gnmr.records.reader import stored
+
+NAME = "records.sha256"
+_LISTED = (
+    *("config.yaml", "header.json", "faults.jsonl", "steps.jsonl", "eval.jsonl", "events.jsonl", "scores.jsonl"),
+    *("ratios.rows", "ratios.parquet", "summary.json", "FAILED"),
+)
+_MAY_GO = ("steps.jsonl", "ratios.rows", "ratios.parquet")
+"""The large ones, without which a run that is kept still tells its figures."""
+_MOST_BYTES = 1 << 16
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each record that is there, by its name."""
+    return {name: sha256(folder / name) for name in _LISTED if (folder / name).exists()}
+
+
+def lines(found: dict[str, str]) -> str:
+    """The ledger's text."""
+    return "".join(f"{digest}  {name}\n" for name, digest in found.items())
+
+
+def check_records(folder: Path) -> None:
+    """UserError for a record that is not what the run wrote, as far as that is known."""
+    wanted = read(folder)
+    if wanted is None:
+        _check_beginnings(folder)
+        return
+    for name, digest in wanted.items():
+        path = folder / name
+        found = stored(path)
+        if found is None and name in _MAY_GO:
+            continue
+        if found is None or _digest(found, found != path) != digest:
+            raise UserError(f"{path}: {'missing' if found is None else 'damaged'} (it is not what {NAME} names)")
+
+
+def read(folder: Path) -> dict[str, str] | None:
+    """The sha256 of each record by its name; None without a ledger, UserError for one that is damaged."""
+    path = folder / NAME
+    try:
+        with open(path, "rb", opener=no_link) as file:
+            rows = file.read(_MOST_BYTES).decode("ascii").split("\n")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", row) for row in rows[:-1]]
+    if rows[-1] or not found or not all(found):
+        raise UserError(f"{path}: damaged")
+    return {row[2]: row[1] for row in found if row}
+
+
+def _digest(path: Path, packed: bool) -> str:
+    try:
+        if not packed:
+            return sha256(path)
+        with gzip.open(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged ({error})") from error
+
+
+def _check_beginnings(folder: Path) -> None:
+    """The same by what the newest checkpoint counted; nothing where there is none."""
+    checkpoints = sorted(folder.glob("checkpoints/step-????????/meta.json"), reverse=True)
+    for name, count in (_counted(checkpoints[0]) if checkpoints else {}).items():
+        path = folder / name
+        try:
+            if path.exists() and not holds(path, count):
+                raise UserError(f"{path}: damaged (it is not what the checkpoint {checkpoints[0].parent.name} counted)")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _counted(meta: Path) -> dict[str, dict[str, Any]]:
+    """What a checkpoint counted of the files; nothing if it is unreadable, which is told where it is loaded."""
+    try:
+        files = json.loads(meta.read_bytes())["host"]["records"]["files"]
+        return {str(name): {"bytes": int(c["bytes"]), "sha256": str(c["sha256"])} for name, c in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
