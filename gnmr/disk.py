@@ -39,6 +39,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def truncate(path: Path, size: int) -> None:
+    """Cuts a file; OSError for a link."""
+    with open(path, "r+b", opener=no_link) as file:
+        file.truncate(size)
+
+
 def sync_folder(path: Path) -> None:
     """Brings the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

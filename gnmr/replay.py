@@ -33,6 +33,7 @@ from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, writing
+from gnmr.records.ledger import check_records
 from gnmr.records.reader import read_json, read_ratios
 from gnmr.wiring import build_controller
 
@@ -247,6 +248,7 @@ def read_norms(path: Path) -> Norms:
     config = read_config(path / "config.yaml") if (path / "config.yaml").exists() else None
     if path.is_dir():
         try:
+            check_records(path)
             table = read_ratios(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise UserError(f"{path}: ratios.parquet cannot be read ({one_line(error)})") from error

@@ -49,7 +49,9 @@ class BlockOrder:
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken; raises `UserError` for a position that this corpus has not."""
+        """Continues where `state_dict` was taken; raises `UserError` for a position that this corpus has not, and where
+        the saved order is not that of this seed.
+        """
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position < self.num_blocks:
             raise UserError(
@@ -57,6 +59,8 @@ class BlockOrder:
                 "the run folder belongs to other data"
             )
         self._epoch, self._position, self._order = epoch, position, None
+        if position:
+            self._order = self._epoch_order()
 
     def _epoch_order(self) -> np.ndarray:
         """(num_blocks,) uint32 or int64: the permutation of this epoch, which is saved.
@@ -85,7 +89,7 @@ class BlockOrder:
         try:
             with open(file, "rb", opener=no_link) as saved:
                 order = np.asarray(np.load(saved))
-        except (ValueError, EOFError, OSError, MemoryError, SyntaxError) as error:
+        except Exception as error:  # NumPy parses the header as Python and raises what that raises
             raise UserError(f"{file}: damaged ({error}); remove it to have the same order drawn again") from error
         if order.shape != (self.num_blocks,):
             raise UserError(

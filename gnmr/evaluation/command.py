@@ -100,10 +100,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval: out of memory at batch_size={asked.batch_size}: use a smaller one") from error
     tree = _record(subject, asked, found, shlex.join(["gnmr", "eval", *argv]))
 
-    from gnmr.records.files import replace_json
+    from gnmr.records.ledger import replace_listed
 
     with writing(f"out={out}"):
-        replace_json(out, tree)
+        replace_listed(out, tree)
     _show(found)
     print(f"scores: {out}")
     return 0

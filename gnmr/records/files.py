@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gnmr.disk import no_link, replacing
+from gnmr.disk import no_link, replacing, truncate
 from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
 from gnmr.records.reader import iter_jsonl, stored
@@ -84,5 +83,5 @@ def cut_jsonl(path: Path, last_step: int, fields: Iterable[str] = ()) -> int:
         if type(step) is not int or not last <= step <= last_step or not row.keys() >= set(fields):
             break
         end, last = after, step
-    os.truncate(path, end)
+    truncate(path, end)
     return last

@@ -17,6 +17,7 @@ from typing import Any
 from gnmr.disk import no_link, sha256
 from gnmr.errors import UserError
 from gnmr.records.appending import holds
+from gnmr.records.files import replace_json, replace_text
 from gnmr.records.reader import stored
 
 NAME = "records.sha256"
@@ -29,14 +30,25 @@ _MAY_GO = ("steps.jsonl", "ratios.rows", "ratios.parquet")
 _MOST_BYTES = 1 << 16
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """The sha256 of each record that is there, by its name."""
-    return {name: sha256(folder / name) for name in _LISTED if (folder / name).exists()}
+def write(folder: Path) -> None:
+    """Names every record that is there."""
+    names = [*_LISTED, *sorted(path.name for path in folder.glob("scores*.json"))]
+    _put(folder, {name: sha256(folder / name) for name in names if (folder / name).exists()})
 
 
-def lines(found: dict[str, str]) -> str:
-    """The ledger's text."""
-    return "".join(f"{digest}  {name}\n" for name, digest in found.items())
+def replace_listed(path: Path, tree: dict[str, Any]) -> None:
+    """`replace_json`; the ledger beside the file, if there is one, names it afterwards."""
+    named = read(path.parent)
+    if named is not None:
+        named.pop(path.name, None)
+        _put(path.parent, named)
+    replace_json(path, tree)
+    if named is not None:
+        _put(path.parent, named | {path.name: sha256(path)})
+
+
+def _put(folder: Path, found: dict[str, str]) -> None:
+    replace_text(folder / NAME, "".join(f"{digest}  {name}\n" for name, digest in found.items()))
 
 
 def check_records(folder: Path) -> None:
@@ -48,7 +60,7 @@ def check_records(folder: Path) -> None:
     for name, digest in wanted.items():
         path = folder / name
         found = stored(path)
-        if found is None and name in _MAY_GO:
+        if found is None and (name in _MAY_GO or name.startswith("scores")):
             continue
         if found is None or _digest(found, found != path) != digest:
             raise UserError(f"{path}: {'missing' if found is None else 'damaged'} (it is not what {NAME} names)")

@@ -8,7 +8,6 @@ ends in a part of a record that readers leave out, and cutting a run back to a s
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gnmr.disk import replacing
+from gnmr.disk import replacing, truncate
 from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
 from gnmr.records.schema import RatioRows, ratio_schema
@@ -152,7 +151,7 @@ def cut_stream(path: Path, last_step: int) -> None:
     except UserError:
         head = None
     if head is None:
-        os.truncate(path, 0)
+        truncate(path, 0)
         return
     kind, offset = _row_type(head[1]), head[2]
     whole = (path.stat().st_size - offset) // kind.itemsize
@@ -162,7 +161,7 @@ def cut_stream(path: Path, last_step: int) -> None:
         wrong = ~_sound(rows, len(head[0])) | (rows["step"] > last_step)
         wrong[1:] |= np.diff(rows["step"]) < 0
         kept = int(wrong.argmax()) if wrong.any() else whole
-    os.truncate(path, offset + kept * kind.itemsize)
+    truncate(path, offset + kept * kind.itemsize)
 
 
 def stream_to_parquet(stream: Path, parquet: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gnmr.disk import replacing, sha256, sync_folder
+from gnmr.disk import replacing, sha256, sync_folder, truncate
 from gnmr.errors import RunFailed, UserError
 from gnmr.records import ledger
 from gnmr.records.appending import NOTHING, AppendFile, holds
@@ -148,7 +148,11 @@ class RunWriter:
                 stream_to_parquet(stream, parquet)
         if self.incomplete and status == "interrupted":
             reason = f"{reason}; the records are incomplete: {self.incomplete}"
-        summary = summarize(self.folder, num_recoverable, max_o, status, reason, peak_memory_bytes, self.incomplete)
+        what = num_recoverable, max_o, status, reason, peak_memory_bytes, self.incomplete
+        try:
+            summary = summarize(self.folder, *what)
+        except (OSError, UserError):  # something else stands in the place of a file
+            summary = summarize(self._reserve, *what)
         if self._ours():
             self._end(status, reason, summary)
         return summary
@@ -164,7 +168,7 @@ class RunWriter:
             with guarded("FAILED"):
                 replace_text(self.folder / "FAILED", " ".join((reason or "unknown reason").split()) + "\n")
         with guarded(ledger.NAME):
-            replace_text(self.folder / ledger.NAME, ledger.lines(ledger.digests(self.folder)))
+            ledger.write(self.folder)
         if status == "done":
             with guarded("DONE"):
                 replace_text(self.folder / "DONE", "")
@@ -217,7 +221,8 @@ class RunWriter:
             unpack(self.folder / name)
         with suppress(UserError):  # a damaged ledger is replaced at the end
             ended = ledger.read(self.folder) or {}
-            if _SCORES in ended and ledger.digests(self.folder).get(_SCORES) != ended[_SCORES]:
+            scores = self.folder / _SCORES
+            if _SCORES in ended and (not scores.exists() or sha256(scores) != ended[_SCORES]):
                 lost.append(f"{_SCORES} is not what it was when the run ended")
         for name in _ENDS:
             (self.folder / name).unlink(missing_ok=True)
@@ -242,7 +247,7 @@ class RunWriter:
         if not sound:
             lost.append(_missing(stream, last_step, count))
         elif count is not None and stream.exists():
-            os.truncate(stream, count["bytes"])
+            truncate(stream, count["bytes"])
         parquet.unlink(missing_ok=True)
         if last_step > 0 and lost:
             self.incomplete = "; ".join(dict.fromkeys(lost))

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gnmr import config
 from gnmr.errors import UserError
+from gnmr.records.ledger import check_records
 from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, ratio_schema
 
@@ -228,6 +229,7 @@ def load(folder: Path) -> Run:
         seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
     status, reason = _status(folder)
     _check_ratios(folder)
+    check_records(folder)
     return Run(
         folder=folder,
         settings=settings,

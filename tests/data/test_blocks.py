@@ -79,14 +79,30 @@ def test_the_order_depends_on_seed_and_number_of_blocks_alone() -> None:
     assert expected[:30] != sorted(expected[:30])
 
 
-def test_the_saved_order_counts(tmp_path: Path) -> None:
-    """Another NumPy may draw another permutation: a run that has begun keeps its own."""
+def test_the_saved_order_is_compared(tmp_path: Path) -> None:
+    """One that another NumPy drew, or that was altered, is refused, where a run goes on before its first step."""
     drawn = read(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path), 9)
     assert sorted(file.name for file in (tmp_path / "order").iterdir()) == ["epoch-0.npy", "epoch-1.npy"]
     file = tmp_path / "order" / "epoch-0.npy"
     assert np.load(file).tolist() == drawn[:8]
     np.save(file, np.load(file)[::-1])
-    assert read(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path), 8) == drawn[:8][::-1]
+    for begin in (lambda blocks: blocks.next(1), lambda blocks: blocks.load_state_dict({"epoch": 0, "position": 3})):
+        with pytest.raises(UserError, match=r"epoch-0\.npy: damaged \(not the order that training\.seed=0 draws\)"):
+            begin(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path))
+
+
+def test_no_flip_of_the_saved_order_is_read_as_another_order(tmp_path: Path) -> None:
+    drawn = read(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path), 8)
+    file = tmp_path / "order" / "epoch-0.npy"
+    sound = file.read_bytes()
+    for bit in range(0, 8 * len(sound), 3):
+        flipped = bytearray(sound)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            assert read(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path), 8) == drawn
+        except UserError as error:
+            assert "\n" not in str(error)
 
 
 def test_a_run_folder_of_other_data_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
+import pickle
+import random
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -12,8 +18,8 @@ from everything import differences, everything, same_bits, weights
 
 from gnmr.config import config_hash
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.reader import read_json
-from gnmr.training.checkpoint import Checkpointer
+from gnmr.records.reader import read_json, read_jsonl
+from gnmr.training.checkpoint import Checkpointer, load_model
 from gnmr.training.step import TrainStep
 
 
@@ -101,8 +107,33 @@ DAMAGE = {
     "no_meta": lambda folder: (folder / "meta.json").unlink(),
     "empty_meta": lambda folder: (folder / "meta.json").write_text(""),
     "other_meta": lambda folder: (folder / "meta.json").write_text("[]"),
+    "no_sum": lambda folder: (folder / "meta.sha256").unlink(),
+    "another_file": lambda folder: (folder / "more").write_text(""),
+    "a_link": lambda folder: link(folder / "__0_0.distcp"),
+    "step_edited": lambda folder: edit(folder, step=2),
+    "position_edited": lambda folder: edit(folder, host={"blocks": {"epoch": 0, "position": 1}}),
+    "no_files": lambda folder: edit(folder, files={}),
+    "no_files_and_a_new_sum": lambda folder: edit(folder, True, files={}),
+    "step_and_a_new_sum": lambda folder: edit(folder, True, step=2),
+    "deep_and_a_new_sum": lambda folder: seal(folder, "[" * 100_000 + "]" * 100_000),
     "empty_folder": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
+
+
+def seal(folder: Path, text: str) -> None:
+    """meta.json, and meta.sha256 as of it."""
+    (folder / "meta.json").write_text(text)
+    (folder / "meta.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  meta.json\n")
+
+
+def edit(folder: Path, sealed: bool = False, **changes: object) -> None:
+    text = json.dumps(json.loads((folder / "meta.json").read_text()) | changes, indent=1)
+    seal(folder, text) if sealed else (folder / "meta.json").write_text(text)
+
+
+def link(file: Path) -> None:
+    file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
 
 
 def flip(file: Path) -> None:
@@ -133,17 +164,40 @@ def test_a_foreign_checkpoint_is_refused(assembled, checkpointer):
         checkpointer(assembled("model.num_layers=2")).load(3)
 
 
-def test_the_remedy_of_the_line_works(half_way, train, uninterrupted):
-    flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
+@pytest.mark.parametrize("keep", [2, 1])
+def test_a_corrupt_newest_checkpoint_is_set_aside(keep, half_way, train, uninterrupted):
+    """With one to keep, the older one is there still because a kill came before the pruning."""
+    checkpoints, words = half_way / "checkpoints", [f"training.keep_checkpoints={keep}"]
+    flip(checkpoints / "step-00000006" / "__0_0.distcp")
+    said: list[str] = []
+    with pytest.warns(UserWarning, match=r"step-00000006 is corrupt \(__0_0.distcp is missing or changed\): set aside"):
+        train(half_way, *words, say=said.append)
+    assert f"continuing after step 3 of {half_way}" in said
+    assert (checkpoints / "step-00000006.corrupt" / "meta.json").exists()
+    shutil.rmtree(checkpoints / "step-00000006.corrupt")
+    assert differences(uninterrupted(*words) if keep == 1 else uninterrupted(), everything(half_way)) == []
+
+
+def test_where_none_is_whole_nothing_is_touched(half_way, train):
+    for step in (3, 6):
+        flip(half_way / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp")
     before = {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
-    with pytest.raises(UserError, match="step-00000006 is corrupt"):
+    with pytest.raises(
+        UserError, match=r"step-00000006 is corrupt \(__0_0.distcp .*\), as are the 1 before it: delete"
+    ):
         train(half_way)
     assert before == {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
-    shutil.rmtree(half_way / "checkpoints" / "step-00000006")
-    said: list[str] = []
-    train(half_way, say=said.append)
-    assert f"continuing after step 3 of {half_way}" in said
-    assert differences(uninterrupted(), everything(half_way)) == []
+
+
+def test_eval_takes_the_one_before_and_changes_nothing(half_way, assembled):
+    flip(half_way / "checkpoints" / "step-00000006" / "meta.json")
+    parts, before = assembled(), sorted(half_way.rglob("*"))
+    with pytest.warns(UserWarning, match=r"step-00000006 is corrupt \(meta.json .*\): step 3 is taken"):
+        assert load_model(half_way / "checkpoints", parts.model, parts.plan) == 3
+    assert sorted(half_way.rglob("*")) == before
+    flip(half_way / "checkpoints" / "step-00000003" / "meta.sha256")
+    with pytest.raises(UserError, match="step-00000006 is corrupt"):
+        load_model(half_way / "checkpoints", parts.model, parts.plan)
 
 
 def test_without_any_checkpoint_it_begins_again(half_way, train, uninterrupted):
@@ -155,9 +209,13 @@ def test_without_any_checkpoint_it_begins_again(half_way, train, uninterrupted):
 def test_meta_names_every_file_and_the_run(half_way, tiny):
     folder = half_way / "checkpoints" / "step-00000006"
     meta = json.loads((folder / "meta.json").read_text())
-    assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json"}
+    assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json", "meta.sha256"}
     fingerprint = read_json(half_way / "header.json")["data"]["fingerprint"]
     assert (meta["step"], meta["owner"]) == (6, f"{config_hash(tiny())}-s0 on data {fingerprint[:12]}")
+    counted = meta["host"].pop("records")
+    assert counted["incomplete"] is None
+    rows = {"steps.jsonl": 6, "eval.jsonl": 1, "events.jsonl": len(read_jsonl(half_way / "events.jsonl"))}
+    assert {name: count["rows"] for name, count in counted["files"].items()} == rows | {"ratios.rows": 6 * 7}
     assert meta["host"] == {
         "counters": {"step": 6, "tokens": 192, "nonfinite_total": 0, "nonfinite_streak": 0},
         "blocks": {"epoch": 0, "position": 12},
@@ -202,3 +260,88 @@ def test_the_header_keeps_what_began_the_run_and_adds_what_continued_it(half_way
     ended = read_json(half_way / "header.json")
     assert ended["command"] == began["command"]
     assert [again["after_step"] for again in ended["resumed"]] == [6]
+
+
+def test_no_flip_in_a_checkpoint_is_loaded(assembled, checkpointer):
+    """Nor is one a traceback. In every file, and in a part of the large one."""
+    parts = assembled()
+    saver, draw = checkpointer(parts), random.Random(0)
+    saver.save(3, {"some": "numbers"})
+    for file in sorted((saver.folder / "step-00000003").iterdir()):
+        sound = file.read_bytes()
+        for bit in draw.sample(range(8 * len(sound)), 60):
+            flipped = bytearray(sound)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            with pytest.raises(UserError, match="step-00000003 is corrupt"):
+                checkpointer(parts).newest()
+        file.write_bytes(sound)
+    assert checkpointer(parts).newest() == 3
+
+
+class Evil:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+def resealed(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in meta["files"]}
+    edit(folder, True, files=files)
+
+
+def evil_index(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+
+
+def evil_value(folder: Path, mark: Path) -> None:
+    """The learning rate is read from a place behind everything else."""
+    index, data = folder / ".metadata", folder / "__0_0.distcp"
+    metadata, payload = pickle.loads(index.read_bytes()), BytesIO()
+    torch.save(Evil(mark), payload)
+    (rate,) = [part for key, part in metadata.storage_data.items() if key.fqn.endswith(".lr")][:1]
+    rate.offset, rate.length = data.stat().st_size, len(payload.getvalue())
+    data.write_bytes(data.read_bytes() + payload.getvalue())
+    index.write_bytes(pickle.dumps(metadata))
+
+
+def elsewhere(folder: Path, mark: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for part in metadata.storage_data.values():
+        part.relative_path = "../step-00000003/__0_0.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("spoil", [evil_index, evil_value, elsewhere])
+def test_a_foreign_checkpoint_runs_no_code(spoil, assembled, checkpointer, tmp_path):
+    parts = assembled()
+    saver, mark = checkpointer(parts), tmp_path / "mark"
+    saver.save(3, {})
+    spoil(saver.folder / "step-00000003", mark)
+    resealed(saver.folder / "step-00000003")
+    with pytest.raises(UserError, match="does not fit this run") as caught:
+        checkpointer(parts).load(3)
+    assert "\n" not in str(caught.value) and not mark.exists()
+    if spoil is evil_index:
+        with pytest.raises(UserError, match=r"asks for posix\.mkdir"):
+            load_model(saver.folder, parts.model)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("what", ["weight", "moment"])
+def test_numbers_that_are_not_finite_are_not_written(what, assembled, checkpointer, step_of, blocks_of):
+    parts = assembled()
+    step_of(parts)([blocks_of(parts, 2)], 1e-2)
+    saver = checkpointer(parts)
+    saver.save(1, {})
+    name, parameter = next((n, p) for n, p in parts.model.named_parameters() if p.requires_grad)
+    held = parameter.data if what == "weight" else parts.optimizer.state[parameter]["exp_avg_sq"]
+    held.view(-1)[-1] = math.inf
+    with pytest.raises(RunFailed, match=rf"{name} is not finite after step 2: no checkpoint was written"):
+        saver.save(2, {})
+    assert [p.name for p in saver.folder.iterdir()] == ["step-00000001"]
