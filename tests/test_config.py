@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr.config import FORMATS, RECIPES, Config, OutlierConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.config import (
+    FORMATS,
+    RECIPES,
+    Config,
+    OptimConfig,
+    OutlierConfig,
+    config_hash,
+    flatten,
+    identity,
+    load,
+    to_dict,
+)
 from gnmr.errors import UserError
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -122,3 +133,31 @@ def test_every_format_and_recipe_has_an_arm() -> None:
 def test_flatten_keeps_lists_whole() -> None:
     assert flatten({"a": {"b": [1, 2]}, "c": 3}) == {"a.b": [1, 2], "c": 3}
     assert dataclasses.asdict(OutlierConfig()) == {"number": 0, "gain": 1.0, "window": []}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 1e39),
+        ("lr", 2e3),
+        ("lr", 1e-46),
+        ("lr", float("nan")),
+        ("eps", 1e-50),
+        ("eps", 1e39),
+        ("weight_decay", 1e39),
+        ("weight_decay", -0.1),
+        ("betas", [0.9, 0.99999999999]),
+        ("betas", [-0.1, 0.9]),
+        ("clip_norm", 1e-46),
+        ("clip_norm", 1e39),
+    ],
+)
+def test_rates_that_32_bits_do_not_hold_are_refused(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"optim\.{key}="):
+        OptimConfig(**{key: value})
+
+
+def test_a_decay_that_turns_weights_round_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optim\.weight_decay=10\.0: times lr=0\.5 must be 1 at most"):
+        OptimConfig(lr=0.5, weight_decay=10.0)
+    OptimConfig(lr=1e-3, weight_decay=10.0, betas=[0.0, 0.9999], eps=1.0, clip_norm=1e6)

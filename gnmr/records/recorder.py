@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gnmr.errors import RunFailed
+from gnmr.errors import RunFailed, UserError
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo, View
@@ -34,7 +35,7 @@ class Recorder:
         """resume_step, counted: as in `RunWriter`; raises its `UserError` and `RunFailed`."""
         self._info = info
         self._settings = settings
-        self._header = (read_json(info.folder / "header.json") if resume_step is not None else None) or {}
+        self._header = {} if resume_step is None else _header(info.folder / "header.json")
         self._writer = RunWriter(info.folder, resume_step, counted)
         self._view = View(settings.live, settings.plain_every)
         self._wandb = WandbSink(self._view.say, settings.wandb_every)
@@ -137,3 +138,11 @@ class Recorder:
         self._writer.close()
         self._wandb.close()
         self._view.stop()
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What began the run; nothing where it is unknown, UserError where something else stands there."""
+    try:
+        return read_json(path) or {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): remove it or choose another run_dir") from error

@@ -267,7 +267,8 @@ class RunWriter:
                 self._disk_full = True
                 self._reserve.unlink(missing_ok=True)
                 raise RunFailed(f"disk full while writing {what} in {self.folder}") from error
-            raise RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}") from error
+            which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
+            raise RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}{which}") from error
 
 
 def _checked(counted: Any) -> dict[str, Any] | None:

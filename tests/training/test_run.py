@@ -46,7 +46,7 @@ def test_the_folder_is_named_by_experiment_arm_hash_and_seed(tiny, tmp_path):
 
 def test_what_a_done_run_holds(done, tiny):
     names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order ratios.parquet steps.jsonl"
-    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", ".lock"}
+    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", "records.sha256", ".lock"}
     header = read_json(done / "header.json")
     assert header["torch"] == torch.__version__ and header["machine"]["threads"] == 1
     assert header["units"] == [f"layers.0.self_attn.{p}_proj" for p in "qkvo"] + [

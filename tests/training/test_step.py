@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from everything import same_bits
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gnmr.records.reader import read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.optim import learning_rate
 from gnmr.training.parts import train_step
 from gnmr.training.step import TrainStep, evaluate, loss_of
@@ -223,3 +225,26 @@ def test_evaluation_is_on_the_16_bit_path_and_leaves_no_trace(site, assembled, b
     assert coarse.model.training and not coarse.plan.shared.exact
     differs = step_of(coarse)([blocks], LR).loss != step_of(plain)([blocks], LR).loss
     assert differs == (site == "forward")
+
+
+def test_recorded_bytes_are_those_of_the_graph_in_the_largest_micro_batch(train, tampered, tmp_path):
+    """Not the prediction, which is the same number as long as it is right, and not those of one micro-batch."""
+
+    def change(parts) -> None:
+        measured, predicted = itertools.cycle([50, 90, 70]), itertools.cycle([3, 1, 2])
+        parts.plan.saved_bytes = lambda: next(measured)
+        parts.plan.predicted_bytes = lambda: next(predicted)
+
+    tampered(change)
+    folder = train(tmp_path / "run", "training.accumulation=3", "training.steps=2")
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [(row["saved_bytes"], row["saved_bytes_predicted"]) for row in rows] == [(90, 3)] * 2
+    assert read_json(folder / "summary.json")["saved_bytes_mean"] == 90
+
+
+def test_the_bytes_of_micro_batches_of_several_sizes(assembled, step_of, blocks_of):
+    parts = assembled()
+    step, blocks = step_of(parts), blocks_of(parts, 6)
+    alone = {n: step([blocks[:n]], 1e-3).saved_bytes for n in (1, 2, 3)}
+    assert alone[1] < alone[2] < alone[3]
+    assert step([blocks[:1], blocks[1:4], blocks[4:]], 1e-3).saved_bytes == alone[3]
