@@ -14,8 +14,8 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError where the name is a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """An opener for `open`: OSError where the name is a symbolic link; a pipe keeps nobody waiting."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 @contextmanager
@@ -66,10 +66,14 @@ def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
     What others left there could otherwise lead a run's writing and deleting elsewhere, or keep it waiting.
     """
     for entry in os.scandir(folder):
-        mode = entry.stat(follow_symlinks=False).st_mode
+        try:
+            mode = entry.stat(follow_symlinks=False).st_mode
+        except FileNotFoundError:  # who writes this run has just renamed or removed it
+            continue
         if stat.S_ISDIR(mode):
             if entry.name not in skip:
-                check_tree(Path(entry.path))
+                with suppress(FileNotFoundError):
+                    check_tree(Path(entry.path))
         elif not stat.S_ISREG(mode):
             what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
             raise UserError(f"{entry.path}: is {what}, which a run folder does not hold: remove it")

@@ -29,7 +29,7 @@ class OptimConfig:
     """What the optimizer's constructor takes besides the keys below; adamw has none."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     lr: float = 1e-3
-    """Peak rate."""
+    """Peak rate, 1e-30 to 1000."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -27,7 +27,9 @@ _LISTED = (
 )
 _MAY_GO = ("steps.jsonl", "ratios.rows", "ratios.parquet")
 """The large ones, without which a run that is kept still tells its figures."""
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 33  # what is hashed of a file that others made
+_MOST_META = 1 << 26
+_MOST_NAMED = 1 << 16  # bytes of a ledger
 
 
 def write(folder: Path) -> None:
@@ -71,7 +73,7 @@ def read(folder: Path) -> dict[str, str] | None:
     path = folder / NAME
     try:
         with open(path, "rb", opener=no_link) as file:
-            rows = file.read(_MOST_BYTES).decode("ascii").split("\n")
+            rows = file.read(_MOST_NAMED).decode("ascii").split("\n")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -83,13 +85,17 @@ def read(folder: Path) -> dict[str, str] | None:
 
 
 def _digest(path: Path, packed: bool) -> str:
+    digest, total = hashlib.sha256(), 0
     try:
-        if not packed:
-            return sha256(path)
-        with gzip.open(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with open(path, "rb", opener=no_link) as raw, gzip.open(raw) if packed else raw as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+                total += len(part)
+                if total > _MOST_BYTES:
+                    raise UserError(f"{path}: larger than {_MOST_BYTES >> 30} GiB, which no run of ours writes")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged ({error})") from error
+    return digest.hexdigest()
 
 
 def _check_beginnings(folder: Path) -> None:
@@ -98,7 +104,7 @@ def _check_beginnings(folder: Path) -> None:
     for name, count in (_counted(checkpoints[0]) if checkpoints else {}).items():
         path = folder / name
         try:
-            if path.exists() and not holds(path, count):
+            if path.exists() and (count["bytes"] > _MOST_BYTES or not holds(path, count)):
                 raise UserError(f"{path}: damaged (it is not what the checkpoint {checkpoints[0].parent.name} counted)")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
@@ -107,7 +113,8 @@ def _check_beginnings(folder: Path) -> None:
 def _counted(meta: Path) -> dict[str, dict[str, Any]]:
     """What a checkpoint counted of the files; nothing if it is unreadable, which is told where it is loaded."""
     try:
-        files = json.loads(meta.read_bytes())["host"]["records"]["files"]
+        with open(meta, "rb", opener=no_link) as file:
+            files = json.loads(file.read(_MOST_META))["host"]["records"]["files"]
         return {str(name): {"bytes": int(c["bytes"]), "sha256": str(c["sha256"])} for name, c in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

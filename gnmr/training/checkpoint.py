@@ -272,7 +272,7 @@ def _newest_whole(folder: Path, steps: list[int]) -> tuple[_Meta, dict[Path, _Co
             return _verified(path), corrupt
         except _Corrupt as error:
             corrupt[path] = error
-    more = f", as are the {len(corrupt) - 1} before it" if len(corrupt) > 1 else ""
+    more = ", and none before it is whole" if len(corrupt) > 1 else ""
     raise UserError(f"{next(iter(corrupt.values()))}{more}: {_REMEDY}")
 
 

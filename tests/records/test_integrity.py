@@ -15,6 +15,7 @@ import pytest
 
 from gnmr.disk import replacing
 from gnmr.errors import RunFailed, UserError
+from gnmr.records import ledger
 from gnmr.records import writer as writer_module
 from gnmr.records.files import JsonLines, replace_text
 from gnmr.records.ledger import check_records, replace_listed
@@ -201,6 +202,23 @@ def test_of_a_killed_run_the_checkpoint_tells(name: str, tmp_path: Path, run_to:
         check_records(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["eval.jsonl", "records.sha256", "summary.json"])
+def test_a_pipe_keeps_no_reader_waiting(name: str, tmp_path: Path, run_to: Make) -> None:
+    run_to(tmp_path, 1, 8).finish("done", None, 4, 2)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: "):
+        check_records(tmp_path)
+
+
+def test_a_file_of_terabytes_is_not_read(tmp_path: Path, run_to: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_to(tmp_path, 1, 8).finish("done", None, 4, 2)
+    monkeypatch.setattr(ledger, "_MOST_BYTES", 1 << 22)
+    os.truncate(tmp_path / "ratios.parquet", 1 << 42)
+    with pytest.raises(UserError, match=r"ratios\.parquet: larger than"):
+        check_records(tmp_path)
+
+
 def test_records_of_an_earlier_version_are_read(tmp_path: Path, run_to: Make) -> None:
     run_to(tmp_path, 1, 8).finish("done", None, 4, 2)
     (tmp_path / "records.sha256").unlink()
@@ -312,7 +330,7 @@ def test_an_error_leaves_nothing_beside(tmp_path: Path) -> None:
         {"step_time_s": []},
         {"tokens": 10**400},
     ],
-    ids=str,
+    ids=lambda row: "-".join(row),
 )
 def test_a_row_without_sense(row: dict[str, Any], tmp_path: Path, run_to: Make, step_row: Make) -> None:
     """On resume, and where a summary is made."""

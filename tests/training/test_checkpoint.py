@@ -183,7 +183,7 @@ def test_where_none_is_whole_nothing_is_touched(half_way, train):
         flip(half_way / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp")
     before = {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
     with pytest.raises(
-        UserError, match=r"step-00000006 is corrupt \(__0_0.distcp .*\), as are the 1 before it: delete"
+        UserError, match=r"step-00000006 is corrupt \(__0_0.distcp .*\), and none before it is whole: delete"
     ):
         train(half_way)
     assert before == {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
