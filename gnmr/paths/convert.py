@@ -152,7 +152,7 @@ def convert(
     if isinstance(low_path, Recipe):
         history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
         ledger = Ledger(len(chosen), history, here)
-    shared = SharedState(site, generator, ledger if engine is None else None, engine)
+    shared = SharedState(site, generator, ledger if engine is None else None, engine, here)
     if engine is not None and engine.delayed:
         engine.around(model, shared, next(p for p in (low_path, recovery_path) if isinstance(p, Recipe) and p.history))
     operators = []

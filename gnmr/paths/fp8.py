@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from gnmr.paths.codes import E8M0, MULTIPLE, Codes, product
 from gnmr.paths.formats import FloatFormat
+from gnmr.paths.memory import Place
 from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
 from gnmr.paths.simulated import (
     Met,
@@ -224,7 +225,7 @@ def scaled_mm_linear(
     bias: Tensor | None,
     keeps: bool,
     fault: Injector | None = None,
-) -> tuple[Tensor, str]:
+) -> tuple[Tensor, str | Place]:
     """As `simulated.simulated_linear`, really in eight bits."""
     return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, RealPass, ScaledLinear)
 

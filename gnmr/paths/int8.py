@@ -21,7 +21,8 @@ Where the codes of the weight are (`weights`), with O outputs and I inputs, besi
 
     online     nowhere: made of the weight in every forward pass, whether it is trainable or not. 0 bytes more
     beside     kept besides the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
-               changed or moved; a change through `.data` (peft merges adapters so) is not noticed: convert again
+               changed (a loaded state dict, an optimizer's step), moved or been replaced; a change in place through
+               `.data` (peft merges adapters so) or an array of NumPy's is not noticed: convert again
     instead    the weight is dropped and only O (I + 4) bytes are left. dgrad, the recovery path and evaluation read
                codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight` holds the codes
                (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is quantized. peft makes
@@ -48,6 +49,7 @@ from torch.nn import functional as F
 
 from gnmr.paths import fp8
 from gnmr.paths.formats import FORMATS
+from gnmr.paths.memory import Place, place_of
 from gnmr.paths.recipes import Cast, Gemm, Recipe
 from gnmr.paths.saved import Path, PathLinear, autocast_dtype
 from gnmr.paths.scaling import count_nonfinite, largest_magnitude, scale_of
@@ -315,7 +317,7 @@ class Int8Linear(PathLinear):
             return None
         if own.requires_grad:
             raise ValueError(f"weights='beside': {self.unit_name} is trainable by now; convert with weights='online'")
-        state = own.data_ptr(), own._version, own.device, weight.dtype
+        state = place_of(own), own._version, weight.dtype
         if self._beside is None or self._beside[0] != state:
             self._beside = state, integers(weight.detach())[0]
         return self._beside[1]
@@ -329,7 +331,7 @@ class Int8Linear(PathLinear):
         output: Tensor = _LinearOfCodes.apply(input, self.weight, self.weight_scale, bias)
         return output
 
-    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str]]:
+    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str | Place]]:
         if path.integer:
             return int8_linear
         return _linear_of_codes if self.weights == "instead" else super().runner(path)
@@ -365,7 +367,7 @@ def int8_linear(
     bias: Tensor | None,
     keeps: bool,
     fault: Injector | None = None,
-) -> tuple[Tensor, str]:
+) -> tuple[Tensor, str | Place]:
     """As `simulated.simulated_linear`, with integers in fprop."""
     return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, _IntPass, _IntLinear)
 
@@ -379,7 +381,7 @@ def _linear_of_codes(
     bias: Tensor | None,
     keeps: bool,
     fault: Injector | None = None,
-) -> tuple[Tensor, str]:
+) -> tuple[Tensor, str | Place]:
     """The same for a recipe without integers (`check_weights`) where only the codes of the weight are left."""
     return _LinearOfCodes.apply(x, weight, operator.weight_scale, bias), operator.unit_name
 

@@ -200,25 +200,33 @@ class Plan:
             raise ValueError(f"saved_bytes: {te.UNREADABLE}")
         if self.in_graphs:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
-        storages = {}
+        storages: dict[int, int] = {}
         for operator in self.operators:
             for tensor in operator.kept():
-                storages[tensor.data_ptr()] = tensor.nbytes
+                at = tensor.data_ptr()
+                storages[at] = max(storages.get(at, 0), tensor.nbytes)
         return sum(storages.values())
 
     def predicted_bytes(self) -> int:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
 
-        A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
+        Tensors that are kept as they are count once where they are views of one storage. A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
         On real hardware it is codes of one byte and their scales.
         """
-        now = [(operator.recovering, operator.read) for operator in self.operators]
+        first: dict[object, str] = {}
+        """Operator by what it keeps: where a tensor lies is another place in each step."""
+        now = [
+            (o.recovering, o.read and (o.read[0], first.setdefault(o.read[1], o.unit_name), o.read[2]))
+            for o in self.operators
+        ]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
-            copies = {}
-            for operator in self.operators:
-                if operator.read is not None:
-                    rows, first_reader, dtype = operator.read
-                    copies[first_reader, kept_as(operator.path)] = kept_bytes(operator, operator.path, rows, dtype)
+            copies: dict[tuple[str, str], int] = {}
+            for operator, (_, read) in zip(self.operators, now, strict=True):
+                if read is not None:
+                    rows, keeper, dtype = read
+                    own = kept_bytes(operator, operator.path, rows, dtype)
+                    key = keeper, kept_as(operator.path)
+                    copies[key] = max(copies.get(key, 0), own)
             self._predicted = now, sum(copies.values())
         return self._predicted[1]
 

@@ -121,13 +121,19 @@ class Probe:
             values.zero_()
 
     def measure(
-        self, operator: PathLinear, input: Tensor, x: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
+        self,
+        operator: PathLinear,
+        read: Read,
+        input: Tensor,
+        x: Tensor,
+        fault: Injector | None,
+        copy: tuple[Tensor, ...],
     ) -> Measured:
-        """What the forward pass knows of `input`: x is its cast, `copy` what backward will read, `fault` one in force.
+        """What the forward pass knows of `input`, which was `read`: x is its cast, `copy` what backward will read,
+        `fault` one in force.
 
         Readers of the same tensor share all of it but a fault's. It has a row at least.
         """
-        read = operator.shared.read_of(input, operator.unit_name)
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
         errors: dict[str, Tensor] = {}
@@ -147,7 +153,7 @@ class Probe:
             errors["gap_recovery"] = self._error(operator, read, input, sampled, recovery).rows
         both: tuple[_Copy, ...] = ()
         if "gap_exact" in self.names:
-            both = self._both(operator, input, rows, fault, copy)
+            both = self._both(operator, read, input, rows, fault, copy)
         sums |= self._input(read, sampled)
         errors = {name: rows for name, rows in errors.items() if name in self.names}
         return Measured(
@@ -194,8 +200,7 @@ class Probe:
         square = other = None
         if looks:
             if "square" not in read.measured:
-                norm = torch.linalg.vector_norm(rows[:: self.tokens], dim=1, dtype=torch.float32)
-                read.measured["square"] = norm.double().square_()
+                read.measured["square"] = _squares(rows[:: self.tokens], 1)
             square = read.measured["square"]
         if "gap_exact" in self.names:
             look, own = paths["low" if operator.recovering else "recovery"]
@@ -255,16 +260,21 @@ class Probe:
         if "input_std" not in self.names:
             return {}
         if "input" not in read.measured:
-            norm = torch.linalg.vector_norm(sampled, dim=1, dtype=torch.float32)
             read.measured["input"] = {
                 "x": sampled.sum(dim=1, dtype=torch.float32).sum(dtype=torch.float64),
-                "x_square": norm.double().square_().sum(),
+                "x_square": _squares(sampled, 1).sum(),
             }
         found: dict[str, Tensor] = read.measured["input"]
         return found
 
     def _both(
-        self, operator: PathLinear, input: Tensor, rows: Tensor, fault: Injector | None, copy: tuple[Tensor, ...]
+        self,
+        operator: PathLinear,
+        read: Read,
+        input: Tensor,
+        rows: Tensor,
+        fault: Injector | None,
+        copy: tuple[Tensor, ...],
     ) -> tuple[_Copy, ...]:
         """The copies of both paths, packed; the one that backward keeps anyway is that very one."""
         low, recovery, shared = operator.low, operator.recovery, operator.shared
@@ -276,7 +286,7 @@ class Probe:
             if broken is not None:
                 return broken.compress(input, fmt, shared) if operator.recovering else copy
             if shared.generator is None:
-                return shared.copy_of(input, fmt, operator.unit_name)[0]
+                return read.copy_of(input, fmt)
             return compress(rows, fmt)
 
         return tuple(_Copy(fmt, packed(fmt, broken), rows.shape[1]) for fmt, broken in ((low, fault), (recovery, None)))
@@ -288,7 +298,7 @@ class Probe:
             if isinstance(fmt, KeepFormat):
                 copy: tuple[Tensor, ...] = ()
             elif self.tokens == 1 and shared.generator is None:
-                copy, _ = shared.copy_of(input, fmt, operator.unit_name)  # made already, or of use to the next reader
+                copy = read.copy_of(input, fmt)  # made already, or of use to the next reader
             else:
                 copy = compress(input.detach().reshape(-1, input.shape[-1])[:: self.tokens], fmt)
             read.measured[fmt.name] = self._compare(sampled, copy, fmt)
@@ -310,6 +320,12 @@ class Probe:
         if "mse" in self.names:
             sums["square_error"] = errors.sum(dtype=torch.float64)
         return _Error(errors, sums)
+
+
+def _squares(x: Tensor, dim: int | None = None) -> Tensor:
+    """Squared norms in float64, accumulated in float32 (float64 for float64)."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(x, dim=dim, dtype=wide).double().square_()
 
 
 @dataclass(frozen=True)
@@ -355,14 +371,12 @@ class Measured:
         """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass."""
         totals = self.probe._sums
         if self.errors:
-            norm = torch.linalg.vector_norm(grad_2d[:: self.probe.tokens], dim=1, dtype=torch.float32)
-            square = norm.double().square_()
+            square = _squares(grad_2d[:: self.probe.tokens], 1)
             for name, errors in self.errors.items():
                 totals[name][self.unit].add_(square.dot(errors.double()), alpha=self.scale)
         if self.both:
             low, recovery = (each.rows(grad_2d.dtype) for each in self.both)
-            norm = torch.linalg.vector_norm(grad_2d.t() @ (low - recovery), dtype=torch.float32)
-            totals["gap_exact"][self.unit].add_(norm.double().square_())
+            totals["gap_exact"][self.unit].add_(_squares(grad_2d.t() @ (low - recovery)))
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)
         totals["elements"][self.unit].add_(self.elements)
@@ -392,11 +406,10 @@ class MeasuredCasts(Measured):
                 continue
             own = made_by.setdefault(type(look), {})
             kept = self.probe._kept(look, "grad_output", grad_2d, cast, 0, own)
-            errors = torch.linalg.vector_norm(sampled.float() - kept, dim=1).double().square_()
+            errors = _squares(sampled.float() - kept, 1)
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
         if self.other is not None:
             look, x = self.other
             own = made_by.setdefault(type(look), {})
             difference = grad_weight - look.wgrad(grad_2d, x, grad_weight.dtype, own)
-            norm = torch.linalg.vector_norm(difference, dtype=torch.float32)
-            totals["gap_exact"][self.unit].add_(norm.double().square_())
+            totals["gap_exact"][self.unit].add_(_squares(difference))

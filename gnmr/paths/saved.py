@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from gnmr.paths.compiled import GraphLinear
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.fp8 import scaled_mm_linear
+from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of, seen_by_numpy
 from gnmr.paths.recipes import Recipe
 from gnmr.paths.scaling import compress, decompress
 from gnmr.paths.simulated import Ledger, in_backward, simulated_linear
@@ -61,7 +62,9 @@ class SharedState:
         generator: torch.Generator | None,
         ledger: Ledger | None = None,
         engine: Engine | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self.quantize_forward = site == "forward"
         self.generator = generator
         self.ledger = ledger
@@ -71,24 +74,24 @@ class SharedState:
         self.probe: Probe | None = None
         self._last: Read | None = None
 
+    @property
+    def stays(self) -> bool:
+        """Whether something of it lies on the device on which the operators were converted."""
+        return self.ledger is not None or self.generator is not None or self.probe is not None
+
     def read_of(self, x: Tensor, reader: str) -> Read:
-        """What is known of this very tensor since its first operator read it."""
+        """What is known of this very tensor since its first operator read it. Once in each forward pass of `reader`.
+
+        The other readers of the tensor that was read last join in. The same operator's next pass does not: the tensor
+        may hold something else by then, be it under the same version number (a write through `.data`).
+        """
         last = self._last
-        if last is None or not last.is_of(x):
+        if last is None or not last.joins(x, reader):
             last = Read(x, reader)
-            # A parameter or an inference tensor can change without a new version number (fused optimizers, .data).
-            if not (x.is_leaf and x.requires_grad) and not x.is_inference():
+            # These change without a new version number: a parameter (fused optimizers), an inference tensor, an array.
+            if not (x.is_leaf and x.requires_grad) and not x.is_inference() and not seen_by_numpy(x):
                 self._last = last  # in one assignment: another thread finds all of it or none
         return last
-
-    def copy_of(self, x: Tensor, fmt: Format, reader: str) -> tuple[tuple[Tensor, ...], str]:
-        """(what `reader` keeps of `x` in `fmt`, the first operator that read this very tensor)."""
-        read = self.read_of(x, reader)
-        if isinstance(fmt, KeepFormat):
-            return (x.detach(),), read.reader  # the tensor itself; held here it would outlive its step
-        if fmt.name not in read.copies:
-            read.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, self.generator)
-        return read.copies[fmt.name], read.reader
 
     def forget(self) -> None:
         """Lets go of the copies of the last tensor (each step's end)."""
@@ -100,18 +103,37 @@ class SharedState:
 
 
 class Read:
-    """A tensor that was read: its compressed copies and casts so far, and what the probe measured of it."""
+    """A tensor that was read: its compressed copies and casts so far, and what the probe measured of it. They go when
+    the tensor does."""
 
     def __init__(self, x: Tensor, reader: str) -> None:
-        self._tensor = weakref.ref(x)
+        own = weakref.ref(self)
+
+        def let_go(_: object) -> None:
+            if (read := own()) is not None:
+                for known in (read.copies, read.casts, read.measured):
+                    known.clear()
+
+        self._tensor = weakref.ref(x, let_go)
         self._version = -1 if x.is_inference() else x._version
         self.reader = reader
+        self._readers = {reader}
         self.copies: dict[str, tuple[Tensor, ...]] = {}
         self.casts: dict[Any, Any] = {}
         self.measured: dict[Any, Any] = {}
 
-    def is_of(self, x: Tensor) -> bool:
-        return self._tensor() is x and self._version == x._version
+    def joins(self, x: Tensor, reader: str) -> bool:
+        """Whether `x` is this tensor and new to `reader`, which is one of its readers then."""
+        if self._tensor() is not x or self._version != x._version or reader in self._readers:
+            return False
+        self._readers.add(reader)
+        return True
+
+    def copy_of(self, x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """`x`, which is this tensor, compressed in `fmt`: once for all its readers."""
+        if fmt.name not in self.copies:
+            self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, generator)
+        return self.copies[fmt.name]
 
 
 class _Linear(torch.autograd.Function):
@@ -139,6 +161,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
+        if is_sharded(grad_output):
+            raise ValueError(f"gradient of a linear's output: {SHARDED}")
         weight, *copy = ctx.saved_tensors
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -174,8 +198,9 @@ class PathLinear(nn.Linear):
     shared: SharedState
     fault: Injector | None
     """What may break the low path."""
-    read: tuple[int, str, torch.dtype] | None
-    """(rows, first reader of the same tensor, dtype of what was kept) of the last forward pass that kept something."""
+    read: tuple[int, str | Place, torch.dtype] | None
+    """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
+    same tensor, or of a tensor that is kept as it is its place."""
     _node: weakref.ref[Any] | None
     in_graphs: tuple[GraphLinear, ...] | None
     """What runs the low and the recovery path within graphs of torch.compile's; None: between them."""
@@ -208,6 +233,7 @@ class PathLinear(nn.Linear):
     def _fits_graph(self, input: Tensor) -> bool:
         """Whether nothing looks on or breaks in, and there is a backward pass in which to tell of the casts."""
         disturbed = self.fault is not None or (self.shared.probe is not None and self.shared.probe.enabled)
+        disturbed = disturbed or is_sharded(input, self.weight)  # refused there
         tells = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return tells and not disturbed and input.numel() > 0
 
@@ -222,6 +248,7 @@ class PathLinear(nn.Linear):
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
         if shared.exact or not (keeps or quantizes):
             return self.plain(input)
+        self._check(input, weight)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
             self.read, self._node = (0, self.unit_name, input.dtype) if keeps else None, None
             return self.plain(input)
@@ -240,11 +267,11 @@ class PathLinear(nn.Linear):
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
         if isinstance(path, Recipe):
-            output, first_reader = self.runner(path)(self, path, input, x, weight, bias, keeps, fault)
+            output, kept_by = self.runner(path)(self, path, input, x, weight, bias, keeps, fault)
         else:
-            output, first_reader = self._saved(path, input, x, weight, bias, keeps, quantizes, fault)
+            output, kept_by = self._saved(path, input, x, weight, bias, keeps, quantizes, fault)
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
-        self.read = (input.numel() // input.shape[-1], first_reader, kept.dtype) if keeps else None
+        self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
 
@@ -252,7 +279,18 @@ class PathLinear(nn.Linear):
         """As `nn.Linear` (evaluation)."""
         return F.linear(input, self.weight, self.bias)
 
-    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str]]:
+    def _check(self, input: Tensor, weight: Tensor) -> None:
+        """ValueError for what no path can compute with."""
+        if is_sharded(input, weight):
+            raise ValueError(f"{self.unit_name}: {SHARDED}")
+        here = self.shared.device
+        if self.shared.stays and weight.device != here:
+            raise ValueError(
+                f"{self.unit_name} is on {weight.device} and was given its paths on {here}: move the model first, then "
+                "attach (or convert)"
+            )
+
+    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str | Place]]:
         """What runs `path`: see `simulated.simulated_linear`."""
         return scaled_mm_linear if path.backend == "scaled_mm" else simulated_linear
 
@@ -266,23 +304,27 @@ class PathLinear(nn.Linear):
         keeps: bool,
         quantizes: bool,
         fault: Injector | None,
-    ) -> tuple[Tensor, str]:
-        """(output, first reader of the same copy) under a format; `x`, `weight`, `bias`: after autocast's cast."""
+    ) -> tuple[Tensor, str | Place]:
+        """(output, what is kept: see `read`) under a format; `x`, `weight`, `bias`: after autocast's cast."""
         shared = self.shared
         copy: tuple[Tensor, ...]
+        kept_by: str | Place
         if quantizes and shared.generator is not None and in_backward():
             raise RuntimeError(
                 f"{self.unit_name}: with site='forward' and rounding='stochastic' a forward pass that activation "
                 "checkpointing recomputes differs from the first; use rounding='nearest'"
             )
+        read = shared.read_of(input, self.unit_name)
         if fault is not None and not self.recovering:
-            copy, first_reader = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
+            copy, kept_by = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
+        elif isinstance(fmt, KeepFormat):
+            copy, kept_by = (x.detach(),), place_of(x)
         else:
-            copy, first_reader = shared.copy_of(x if isinstance(fmt, KeepFormat) else input, fmt, self.unit_name)
+            copy, kept_by = read.copy_of(input, fmt, shared.generator), read.reader
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
-            measured = shared.probe.measure(self, input, x, fault, copy)
-        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy), first_reader
+            measured = shared.probe.measure(self, read, input, x, fault, copy)
+        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
@@ -290,8 +332,8 @@ class PathLinear(nn.Linear):
         return node.saved_tensors[node.num_weights :] if node is not None and node.holds_copy else ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without the graph of the last step, whole."""
-        return {**self.__dict__, "_node": None, "fault": None, "in_graphs": None, "tally": None}
+        """For pickle and deepcopy: without the last step, whole."""
+        return {**self.__dict__, "_node": None, "read": None, "fault": None, "in_graphs": None, "tally": None}
 
     def extra_repr(self) -> str:
         recovery = "none" if self.recovery is None else self.recovery.name

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.formats import Format
+from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
 
@@ -356,12 +357,14 @@ class Pass:
         """Where the casts of the tensor that was `read` stand, for its other readers; broken ones are nobody else's."""
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
-    def first_reader(self, operator: PathLinear, read: Read) -> str:
-        """The first operator that keeps what this one keeps of the tensor that was `read`."""
+    def kept_by(self, operator: PathLinear, read: Read, x_wgrad: Any) -> str | Place:
+        """What tells `x_wgrad`, kept of the tensor that was `read`, from other tensors: see `PathLinear.read`."""
         cast, name = self.recipe.wgrad.input, operator.unit_name
-        if cast is not None and self.fault is not None:
+        if cast is None:
+            return name if x_wgrad is None else place_of(x_wgrad)
+        if self.fault is not None:
             return f"{name} (broken)"
-        return name if cast is not None and cast.scale == "delayed" else read.reader
+        return name if cast.scale == "delayed" else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
@@ -385,6 +388,8 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
     casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
     the_pass: Pass = ctx.the_pass
+    if is_sharded(grad_output):
+        raise ValueError(f"gradient of a linear's output: {SHARDED}")
     saved = ctx.saved_tensors  # once: checkpointing allows no second look
     weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
     ctx.holds_copy = False  # freed when this returns
@@ -453,8 +458,8 @@ def simulated_linear(
     fault: Injector | None = None,
     kind: type[Pass] = Pass,
     function: type[torch.autograd.Function] = SimulatedLinear,
-) -> tuple[Tensor, str]:
-    """(output, first operator that keeps what this one keeps): `operator` on `input`, under `recipe`.
+) -> tuple[Tensor, str | Place]:
+    """(output, what is kept: see `PathLinear.read`): `operator` on `input`, under `recipe`.
 
     `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run. `fault`: one
     of the low path that is in force, whatever the operator's path. `kind` and `function`: what casts and multiplies,
@@ -472,7 +477,7 @@ def simulated_linear(
     output = function.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, measured)
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         the_pass.end()  # frozen, and so is all before it: no backward pass will
-    return output, the_pass.first_reader(operator, read)
+    return output, the_pass.kept_by(operator, read, x_wgrad)
 
 
 def in_backward() -> bool:
