@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,10 @@ import torch
 from torch import Tensor
 
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, MicroNorms, missing, weight_std
-from gnmr.controller.norms import UnitNorms
+from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals import build_signal
-from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, positive, whole
+from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, positive, whole
 from gnmr.controller.units import Unit
 
 NO_CAP = 2**31 - 1
@@ -215,7 +217,7 @@ class Controller:
         self._pending: list[Event] = []
         self._advised = False
         if warmup_steps > 0:
-            self._pending = self._switch(self._recoverable.cpu().numpy(), step=0, causes=None, risk=None)
+            self._switch(self._recoverable.cpu().numpy(), 0, None, None, self._pending)
         else:
             for unit in units:
                 if unit.switch is not None:
@@ -242,11 +244,15 @@ class Controller:
         measure by itself, each (U,) on the units' device (docs/signals.md says of what signals, and how). ValueError
         for what is missing, unknown or of another shape. Warns, once, of what makes all of it pointless.
 
-        A step that the loop throws away ends with `discard` in place of this.
+        A step that the loop throws away ends with `discard` in place of this. What a unit's `switch` raises comes
+        through; the step counts then, and the set in force (`active`) is what it had come to: units leave it before
+        others join, so never more than max_o, and the next step goes on from there.
         """
-        if unknown := [name for name in evidence or {} if name not in EVIDENCE]:
+        given = dict(evidence or {})
+        if unknown := [name for name in given if name not in EVIDENCE]:
             raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
-        decision = self.apply(self.observe(self.measure(grad_scale) | dict(evidence or {})).cpu())
+        self._check_evidence(given, self._own_evidence())  # before anything is read that can be read once
+        decision = self.apply(self.observe(self.measure(grad_scale) | given).cpu())
         if not self._advised and (advice := self._advice(decision)):
             self._advised = True
             warnings.warn(advice, stacklevel=2)
@@ -288,6 +294,19 @@ class Controller:
             found["weight_std"] = weight_std(self.units)
         return found
 
+    def _own_evidence(self) -> set[str]:
+        """What `measure` gives."""
+        own = {"micro_square"} if self._micro is not None else set()
+        return {"norm", "observed"} | own | ({"weight_std"} & set(self.needs))
+
+    def _check_evidence(self, evidence: Evidence, more: Iterable[str] = ()) -> None:
+        """ValueError for what neither this nor `more` has, and for another shape."""
+        if lacking := missing(self.needs, (*evidence, *more)):
+            raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
+        for name, values in evidence.items():
+            if values.shape != (len(self.units),):
+                raise ValueError(f"evidence {name}: has shape {tuple(values.shape)}, not ({len(self.units)},)")
+
     def reads_next(self) -> bool:
         """Whether anybody looks at the paths' evidence of the coming step; where not, nobody has to measure it."""
         reads = getattr(self.signal, "reads", None)
@@ -300,14 +319,10 @@ class Controller:
         For loops that bring other numbers to the host in the same transfer (hand the host copy to `apply`), for replay
         and for foreign norms. `evidence`: norm (U,) float64, observed (U,) bool and what `needs` names.
         """
-        if lacking := missing(self.needs, tuple(evidence)):
-            raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
-        for name, values in evidence.items():
-            if values.shape != (len(self.units),):
-                raise ValueError(f"evidence {name}: has shape {tuple(values.shape)}, not ({len(self.units)},)")
-        self.t += 1
+        self._check_evidence(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = self._judged(evidence)
+        self.t += 1
         if self.t < self.warmup_steps:
             nothing = torch.zeros_like(self._recoverable)
             choice = Choice(nothing, self._recoverable, self._lock, torch.arange(len(self.units), device=self._device))
@@ -324,7 +339,7 @@ class Controller:
 
     def _judged(self, evidence: Evidence) -> tuple[Tensor, Sequence[Tensor]]:
         """The signal's verdict, of the shape that it has to have; a risk that is no number is Inf."""
-        found: Any = self.signal.observe(evidence, self.t)
+        found: Any = self.signal.observe(evidence, self.t + 1)
         names, shape = self.signal.columns, (len(self.units),)
         two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
         tensors: list[Tensor] = [found[0], *found[1]] if two else []
@@ -378,22 +393,34 @@ class Controller:
             events=self._pending,
         )
         self._pending = []
-        decision.events.extend(self._switch(decision.active, self.t, decision, risk))
+        try:
+            self._switch(decision.active, self.t, decision, risk, decision.events)
+        except BaseException:
+            self._pending = decision.events
+            self._chosen = flags(self._active.tolist(), self._device)
+            self._lock = self._lock * self._chosen
+            raise
         return decision
 
-    def _switch(self, active: np.ndarray, step: int, causes: Decision | None, risk: np.ndarray | None) -> list[Event]:
-        """Moves the units that change and tells which and why."""
-        events = []
-        for index in np.flatnonzero(active != self._active):
-            unit, promoted = self.units[index], bool(active[index])
-            assert unit.switch is not None
-            unit.switch(promoted)
-            cause = self._cause(int(index), promoted, step, causes)
-            observed = risk is not None and (causes is None or bool(causes.observed[index]))
-            value = float(risk[index]) if risk is not None and observed else None
-            events.append(Event(step, unit.name, "promote" if promoted else "release", cause, value))
-        self._active = active
-        return events
+    def _switch(
+        self, active: np.ndarray, step: int, causes: Decision | None, risk: np.ndarray | None, events: list[Event]
+    ) -> None:
+        """Moves the units that change, those first that leave, and adds which and why to `events`, in unit order."""
+        changed: list[int] = np.flatnonzero(active != self._active).tolist()
+        self._active = self._active.copy()  # decisions hold the one before
+        moved: dict[int, Event] = {}
+        try:
+            for index in sorted(changed, key=lambda i: bool(active[i])):
+                unit, promoted = self.units[index], bool(active[index])
+                assert unit.switch is not None
+                unit.switch(promoted)
+                self._active[index] = promoted
+                cause = self._cause(index, promoted, step, causes)
+                observed = risk is not None and (causes is None or bool(causes.observed[index]))
+                value = float(risk[index]) if risk is not None and observed else None
+                moved[index] = Event(step, unit.name, "promote" if promoted else "release", cause, value)
+        finally:
+            events.extend(moved[index] for index in sorted(moved))
 
     def _cause(self, index: int, promoted: bool, step: int, decision: Decision | None) -> str:
         if step < self.warmup_steps or decision is None:
@@ -423,21 +450,58 @@ class Controller:
             "signal": self.signal.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state and puts every unit on the path it had.
-
-        ValueError if it belongs to other units or is no state at all.
-        """
+    def check_state(self, state: Any) -> None:
+        """ValueError, one line, for what is no state, or one of other units, paths or settings."""
         if not isinstance(state, Mapping) or "units" not in state:
             raise ValueError("state: is not what a controller's state_dict() returned")
         if list(state["units"]) != self.names:
             raise ValueError("the controller's state belongs to other units than this model has")
-        self.signal.load_state_dict(state["signal"])
+        if lacking := [name for name in ("t", "active", "lock", "signal") if name not in state]:
+            raise ValueError(f"state: has no {', '.join(lacking)}")
+        t = whole(state["t"], "state: t", 0)
+        for name, least, most in (("active", 0, 1), ("lock", 0, self.t_lock)):
+            values = state[name]
+            if not isinstance(values, Tensor) or values.shape != (len(self.units),) or values.is_floating_point():
+                raise ValueError(f"state: {name} must be {len(self.units)} whole numbers or flags, one a unit")
+            if (wrong := values[(values < least) | (values > most)]).numel():
+                raise ValueError(f"state: {name} holds {wrong[0].item()}: must lie between {least} and {most} here")
+        active = state["active"].cpu().bool()
+        if foreign := [n for n, on, u in zip(self.names, active, self.units, strict=True) if on and not u.recoverable]:
+            raise ValueError(f"state: {foreign[0]} is on the recovery path, and has none here")
+        if t >= self.warmup_steps and (number := int(active.sum())) > self.max_o:
+            raise ValueError(
+                f"state: {number} units are on the recovery path, max_o={self.max_o} allows {self.max_o}: load it into "
+                f"a controller with max_o={number} or more"
+            )
+        if not isinstance(state["signal"], Mapping):
+            raise ValueError("state: signal must map names to tensors")
+        if isinstance(self.signal, SignalBase) and type(self.signal).load_state_dict is SignalBase.load_state_dict:
+            self.signal.check_state(state["signal"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state and puts every unit on the path it had.
+
+        ValueError if it belongs to other units or settings (more of them on the recovery path than max_o allows), is
+        damaged, or is no state at all. Everything stays as it was then, and where a switch or the signal itself raises.
+        """
+        self.check_state(state)
+        active = state["active"].cpu().numpy().astype(bool)
+        before = deepcopy(self.signal.state_dict())
+        switched = []
+        try:
+            self.signal.load_state_dict(state["signal"])
+            for unit, on, was in zip(self.units, active, self._active, strict=True):
+                if unit.switch is not None:
+                    switched.append((unit.switch, bool(was)))
+                    unit.switch(bool(on))
+        except BaseException:
+            for switch, was in switched:
+                with suppress(Exception):
+                    switch(was)
+            self.signal.load_state_dict(before)
+            raise
         self.t = int(state["t"])
-        self._lock = state["lock"].to(self._device).clone()
-        self._active = state["active"].cpu().numpy().astype(bool)
-        self._chosen = state["active"].to(self._device).clone()
+        self._lock = state["lock"].to(self._device, torch.int64, copy=True)
+        self._active = active
+        self._chosen = flags(active.tolist(), self._device)
         self._pending = []
-        for unit, active in zip(self.units, self._active, strict=True):
-            if unit.switch is not None:
-                unit.switch(bool(active))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from gnmr.names import listed, select
 from gnmr.paths import te
@@ -15,10 +16,13 @@ from gnmr.paths.backends import check_backend, with_backend
 from gnmr.paths.formats import FORMATS, Format
 from gnmr.paths.groups import check_unit, grouped, operator_names
 from gnmr.paths.int8 import Int8Linear, check_settings, check_weights, with_outliers
+from gnmr.paths.memory import SHARDED, is_sharded
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import GEMMS, KEPT, RECIPES, SCALES, Recipe
 from gnmr.paths.saved import Path, PathLinear, SharedState
 from gnmr.paths.simulated import OPERANDS, Ledger
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def convert(
@@ -69,8 +73,8 @@ def convert(
 
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
     that matches no linear, or under recipes only such as stay in 16 bits, a linear whose widths the tiles of a recipe
-    do not divide, a linear that is a subclass of `nn.Linear` (converted already, or another library's) or sharded,
-    linears on several devices, a kind of unit that the model does not have, a backend that cannot run the recipe here,
+    do not divide, a linear that is a subclass of `nn.Linear` (converted already, or another library's), sharded by
+    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit that the model does not have, a backend that cannot run the recipe here,
     and codes that would be kept of trainable weights. Warns of a recovery path that is the low path itself, or coarser
     in any operand or result: fewer bits, fewer significant ones, or the same format under a coarser scale
     (`gnmr.paths.recipes.SCALES`); of `recovers`, `backend`, `weights` and `outlier_threshold` where they have no
@@ -110,16 +114,7 @@ def convert(
             )
     chosen = {name: linears[name] for name in names}
     for name, module in chosen.items():
-        if type(module) is not nn.Linear:
-            raise ValueError(
-                f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
-                "targets, or make it a gnmr.Unit of your own"
-            )
-        shape, whole = tuple(module.weight.shape), (module.out_features, module.in_features)
-        if shape != whole:
-            raise ValueError(
-                f"{name} is sharded, its weight is {shape} in place of {whole}: shard no unit (FSDP, ZeRO-3)"
-            )
+        _check_linear(name, module, model)
         for path in (low_path, recovery_path):
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
@@ -253,6 +248,37 @@ def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, 
         for (name, module), short in zip(linears.items(), operator_names(list(linears)), strict=True)
         if short.rpartition(".")[2] not in KEPT and id(module.weight) not in embeddings
     }
+
+
+def _check_linear(name: str, module: nn.Linear, model: nn.Module) -> None:
+    """ValueError for a linear that cannot be given two paths, whatever they are."""
+    if isinstance(module, PathLinear):
+        raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
+    if type(module) is not nn.Linear:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
+            "targets, or make it a gnmr.Unit of your own"
+        )
+    weight = module.weight
+    shape, whole = tuple(weight.shape), (module.out_features, module.in_features)
+    if shape != whole:
+        raise ValueError(f"{name} is sharded, its weight is {shape} in place of {whole}: shard no unit (FSDP, ZeRO-3)")
+    if is_sharded(weight):
+        if not _gathered(model, name):
+            raise ValueError(f"{name} has sharded parameters: its weight {SHARDED}")
+    elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor, FakeTensor):
+        raise ValueError(
+            f"{name} has a weight of {weight.dtype} in a {type(weight).__name__}: two paths need plain weights in "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}; name other targets"
+        )
+
+
+def _gathered(model: nn.Module, name: str) -> bool:
+    """Whether FSDP2 makes plain tensors of the parameters there before they are read."""
+    from torch.distributed.fsdp import FSDPModule  # there is a DTensor, so there is torch.distributed
+
+    parts = name.split(".")
+    return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
 
 
 def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:

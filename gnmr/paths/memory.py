@@ -12,14 +12,14 @@ Place: TypeAlias = tuple[StorageWeakRef, int]
 storage that is gone is not given to another one while a place knows it."""
 
 SHARDED = (
-    "is a DTensor, of which a path would take scales and gradients shard by shard; attach to no model of tensor "
-    "parallelism, or leave what it shards out of the targets"
+    "is a DTensor, of which a path would take scales and gradients shard by shard: leave what tensor parallelism shards "
+    "out of the targets"
 )
 
 
 def place_of(x: Tensor) -> Place:
     """Where `x` begins."""
-    return StorageWeakRef(x.untyped_storage()), x.storage_offset()
+    return StorageWeakRef(x.untyped_storage()), int(x.storage_offset())
 
 
 def seen_by_numpy(x: Tensor) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -123,7 +125,7 @@ class Plan:
             self._collect(into_ledger=False)
             shared.rehearsing = rehearsing
             shared.forget()
-            self.load_state_dict(state)
+            self._load(state)  # unlooked at: that waits for the device
             for operator, (recovering, fault) in zip(self.operators, in_force, strict=True):
                 operator.switch(recovering)
                 operator.fault = fault
@@ -150,7 +152,14 @@ class Plan:
         """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time.
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
+        ValueError, before anything is done, for an operator that has become something else since (parametrized).
         """
+        for operator in self.operators:
+            if isinstance(operator, PathLinear) and type(operator) not in (PathLinear, Int8Linear):
+                raise ValueError(
+                    f"{operator.unit_name} has become a {type(operator).__name__} since: undo that first (of a "
+                    "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
+                )
         if self.shared.engine is not None:
             self.shared.engine.close()
         for operator in self.operators:
@@ -301,10 +310,24 @@ class Plan:
         history = None if self.shared.ledger is None else self.shared.ledger.history
         return state if history is None else state | {"largest": history.clone()}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError if it belongs to other paths, another rounding or another number of operators."""
-        if (owner := state.get("paths")) != self._owner():
+    def check_state(self, state: Any) -> None:
+        """ValueError if it belongs to other paths, another rounding or another number of operators, or is damaged."""
+        owner = state.get("paths") if isinstance(state, Mapping) else None
+        if owner != self._owner():
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
+        shared = self.shared
+        try:
+            if shared.generator is not None:
+                torch.Generator(shared.generator.device).set_state(state["generator"].cpu())
+            if "te" in state:
+                torch.load(BytesIO(state["te"]), weights_only=True)
+            if shared.ledger is not None and (history := shared.ledger.history) is not None:
+                largest = state["largest"]
+                if largest.shape != history.shape or not bool((largest.isfinite() & (largest >= 0)).all()):
+                    raise ValueError(f"must be {tuple(history.shape)} magnitudes")
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, OSError, UnpicklingError) as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(f"the paths' state is damaged ({what})") from error
 
     def _owner(self) -> str:
         # Recipes name the GEMMs that are recovered where it is not all of them.
@@ -322,10 +345,13 @@ class Plan:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, before anything is loaded: see `check_state`."""
         self.check_state(state)
-        if self.shared.generator is not None:
-            self.shared.generator.set_state(state["generator"].cpu())
+        self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         if "te" in state and self.shared.engine is not None:
             self.shared.engine.load(state["te"], self.operators)
+        if self.shared.generator is not None:
+            self.shared.generator.set_state(state["generator"].cpu())
         if self.shared.ledger is not None and self.shared.ledger.history is not None:
             self.shared.ledger.history.copy_(state["largest"])
 

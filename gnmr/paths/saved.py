@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
         if is_sharded(grad_output):
-            raise ValueError(f"gradient of a linear's output: {SHARDED}")
+            raise ValueError(f"the gradient of a linear's output {SHARDED}")
         weight, *copy = ctx.saved_tensors
         ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -282,7 +282,7 @@ class PathLinear(nn.Linear):
     def _check(self, input: Tensor, weight: Tensor) -> None:
         """ValueError for what no path can compute with."""
         if is_sharded(input, weight):
-            raise ValueError(f"{self.unit_name}: {SHARDED}")
+            raise ValueError(f"{self.unit_name}: its input or weight {SHARDED}")
         here = self.shared.device
         if self.shared.stays and weight.device != here:
             raise ValueError(

@@ -389,7 +389,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
     the_pass: Pass = ctx.the_pass
     if is_sharded(grad_output):
-        raise ValueError(f"gradient of a linear's output: {SHARDED}")
+        raise ValueError(f"the gradient of a linear's output {SHARDED}")
     saved = ctx.saved_tensors  # once: checkpointing allows no second look
     weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
     ctx.holds_copy = False  # freed when this returns

@@ -42,8 +42,8 @@ class Stateful:
                 state[name] = own
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes a state over. ValueError, before anything changes, where names or shapes are not this object's."""
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """ValueError where names, shapes, kinds of numbers or what they can be are not this object's."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(
@@ -51,19 +51,45 @@ class Stateful:
                 f"this signal needs {', '.join(sorted(own)) or 'nothing'}"
             )
         for name, value in own.items():
-            if state[name].shape != value.shape:
-                theirs, ours = tuple(state[name].shape), tuple(value.shape)
-                raise ValueError(f"signal state {name!r} has shape {theirs}, this signal needs {ours}")
+            theirs = state[name]
+            if not isinstance(theirs, Tensor):
+                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs a tensor")
+            if theirs.shape != value.shape:
+                raise ValueError(
+                    f"signal state {name!r} has shape {tuple(theirs.shape)}, this signal needs {tuple(value.shape)}"
+                )
+            if theirs.is_floating_point() != value.is_floating_point():
+                raise ValueError(f"signal state {name!r} is of {theirs.dtype}, this signal needs {value.dtype}")
+        for name in self.kept:
+            if isinstance(part := getattr(self, name), Stateful):
+                part.check_state(_of_part(name, state))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes a state over. ValueError, before anything changes: see `check_state`."""
+        self.check_state(state)
         for name in self.kept:
             part = getattr(self, name)
             if isinstance(part, Stateful):
-                of_part = f"{name}."
-                part.load_state_dict({key.removeprefix(of_part): state[key] for key in own if key.startswith(of_part)})
+                part.load_state_dict(_of_part(name, state))
             else:
                 setattr(self, name, state[name].to(device=part.device, dtype=part.dtype).clone())
 
 
-class Cumulative(Stateful):
+def _of_part(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+
+
+class _Remembered(Stateful):
+    """A mean and a spread: of finite numbers, over a count of them."""
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        super().check_state(state)
+        for name, value in state.items():
+            if not bool(value.isfinite().all()) or (name in ("var", "count") and bool((value < 0).any())):
+                raise ValueError(f"signal state: a history's {name} must be finite, and var and count not negative")
+
+
+class Cumulative(_Remembered):
     """Mean and variance of all values so far, `m += (v - m) / n`; the variance is that of the population."""
 
     kept = ("mean", "var", "count")
@@ -98,7 +124,7 @@ class Ema(Cumulative):
         self.longest = 1 / (1 - decay)
 
 
-class Window(Stateful):
+class Window(_Remembered):
     """Mean and variance (of the population) of the newest `length` values."""
 
     kept = ("values", "count")
