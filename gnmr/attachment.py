@@ -9,8 +9,8 @@ controller.step()          # before clipping and optimizer.step()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ from gnmr.controller import (
     build_signal,
 )
 from gnmr.controller.evidence import PATH_EVIDENCE
-from gnmr.controller.observed import adapters
+from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals import SIGNALS
 from gnmr.controller.signals.base import whole
 from gnmr.paths import Plan, Recipe, convert
 from gnmr.paths.groups import Group
 from gnmr.paths.plan import nominal_bits
+
+_Link: TypeAlias = tuple[dict[str, Any], str, Any]
+"""A module's modules or parameters by name, one of the names, what stood there."""
 
 
 def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "parameters") -> list[Unit]:
@@ -68,28 +71,78 @@ def norms_of(model: nn.Module, units: Sequence[Unit], observe: str) -> OutputGra
     return OutputGradients(model, [unit.name for unit in units]) if observe == "input_grad" else None
 
 
+def _links(model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module]) -> list[_Link]:
+    """Where these modules stand in `model`, and the parameters in and below those that are `read`."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[tuple[int, str], _Link] = {}
+    for module in modules:
+        at = model
+        for part in filter(None, names[module].split(".")):
+            found[id(at), part] = at._modules, part, at._modules[part]
+            at = at.get_submodule(part)
+    for module in {below: None for one in read for below in one.modules()}:
+        for where in (module._modules, module._parameters):
+            found |= {(id(where), name): (where, name, value) for name, value in where.items()}
+    return list(found.values())
+
+
 class AttachedController(Controller):
-    """A controller that knows the plan it routes."""
+    """A controller that knows the plan it routes, and the model.
+
+    A parameter of a unit that was exchanged for another one is followed from the next step on; a module that was, and
+    parameters that were sharded, are refused there (`ValueError`).
+    """
 
     plan: Plan
     _detached = False
 
-    def attach_plan(self, plan: Plan, probe_tokens: int = 1) -> None:
-        """Takes the plan and has its operators measure what the signal needs of them."""
-        self.plan = plan
+    def attach_plan(self, plan: Plan, model: nn.Module, observe: str = "parameters", probe_tokens: int = 1) -> None:
+        """Takes the plan of `model` and has its operators measure what the signal needs of them."""
+        self.plan, self._model, self._observe = plan, model, observe
+        around: list[nn.Module] = [] if observe == "parameters" else [watched(model, name) for name in self.names]
+        self._modules = dict.fromkeys([*plan.operators, *around])
+        self._read: list[nn.Module] = around if observe == "adapter" else [*plan.operators]
+        self._links = _links(model, self._modules, self._read)
         names = [name for name in self.needs if name in PATH_EVIDENCE]
         self._probe = plan.probe(names, probe_tokens) if names else None
         self._look()
+
+    def _follow(self) -> None:
+        """Takes note of what was exchanged in the model since the last step. RuntimeError after `detach`."""
+        if self._detached:
+            raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
+        for where, name, found in self._links:
+            if where.get(name) is not found:
+                break
+        else:
+            return
+        inside = set(self._model.modules())
+        for module in self._modules:
+            if module not in inside:
+                name = getattr(module, "unit_name", type(module).__name__)
+                raise ValueError(
+                    f"{name}: its module is no longer in the model (replaced or taken out since attach), so nothing "
+                    "runs on its paths: exchange its parameters instead, or detach and attach again"
+                )
+        self._exchange(units_of(self.plan, self._model, self._observe))
+        self._links = _links(self._model, self._modules, self._read)
 
     def _look(self) -> None:
         """Has the paths measured in the coming step only if somebody reads it."""
         if self._probe is not None:
             self._probe.enabled = self.reads_next()
 
+    def micro_step(self, share: float | None = None) -> None:
+        """As `Controller.micro_step`."""
+        self._follow()
+        super().micro_step(share)
+
+    def _own_evidence(self) -> set[str]:
+        return super()._own_evidence() | set(() if self._probe is None else self._probe.names)
+
     def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured. RuntimeError after `detach`."""
-        if self._detached:
-            raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
+        self._follow()
         found = super().measure(grad_scale)
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.
@@ -117,14 +170,7 @@ class AttachedController(Controller):
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
             return advice
-        for unit, group, observed in zip(self.units, self.plan.groups, decision.observed, strict=True):
-            if not observed:
-                own = [parameter for operator in group.operators for parameter in operator.parameters()]
-                if any(p.grad is not None for p in own) and not set(own) & set(unit.parameters):
-                    return (
-                        f"{unit.name}: its parameters are others than when the controller was made (exchanged or "
-                        "sharded since), so it has no gradient norm: attach afterwards, or use observe='input_grad'"
-                    )
+        for group in self.plan.groups:
             for operator in group.operators:
                 ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
                 if not ran and operator.weight.grad is not None:
@@ -137,8 +183,8 @@ class AttachedController(Controller):
 
     def detach(self) -> None:
         """Gives the model its plain linears back; the controller is of no use afterwards."""
-        self._detached = True
         self.plan.restore()
+        self._detached = True
         if isinstance(self.norms, OutputGradients):
             self.norms.close()
 
@@ -148,11 +194,15 @@ class AttachedController(Controller):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Controller.load_state_dict`; ValueError if it belongs to other paths too."""
-        if isinstance(state, Mapping):
-            self.plan.check_state(state.get("plan", {}))
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
         self._look()
+
+    def check_state(self, state: Any) -> None:
+        """As `Controller.check_state`, and of the paths."""
+        if isinstance(state, Mapping):
+            self.plan.check_state(state.get("plan"))
+        super().check_state(state)
 
 
 def attach(
@@ -205,7 +255,8 @@ def attach(
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
-    was. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
+    was. Parameters may be exchanged afterwards, modules not (`AttachedController`), and the model may change its dtype,
+    but not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
@@ -267,8 +318,9 @@ def attach(
             steps,
             seed,
         )
-        controller.attach_plan(plan, probe_tokens)
-        plan.store(weights)  # last: it cannot be undone to the bit
+        controller.attach_plan(plan, model, observe, probe_tokens)
+        plan.store(weights)  # late: it cannot be undone to the bit
+        controller._follow()  # or the units would hold the 16-bit weights
     except BaseException:
         plan.restore()
         if norms is not None:

@@ -309,16 +309,3 @@ def test_ranks_that_would_choose_different_units_are_refused(monkeypatch: pytest
         with pytest.raises(ValueError, match="2 processes: this signal or observe='input_grad' reads"):
             gnmr.attach(net(), targets=["?"], **how)
     assert gnmr.attach(net(), targets=["?"]).names == ["0", "1", "2", "3"]
-
-
-def test_sharded_parameters_are_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_module
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = distribute_module(net(), init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="sharded parameters"):
-            gnmr.attach(model, targets=["?"])
-    finally:
-        torch.distributed.destroy_process_group()

@@ -97,8 +97,14 @@ def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
 
     `rank_local`: something besides the reduced gradients decides, which each rank measures of its own batch.
     """
-    if any(hasattr(parameter, "device_mesh") for unit in units for parameter in unit.parameters):
-        raise ValueError("sharded parameters (DTensor): their norms would be those of the shards; shard no unit")
+    for unit in units:
+        if any(hasattr(parameter, "device_mesh") for parameter in unit.parameters):
+            raise ValueError(
+                f"{unit.name} has sharded parameters (DTensor), of whose gradients each rank has a part: in one process "
+                "attach with observe='input_grad' and call fully_shard afterwards; in several attach before it, and in "
+                "each step hand over norms reduced over the ranks: controller.apply(controller.observe({'norm': norm, "
+                "'observed': observed}).cpu())"
+            )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank_local and distributed and (size := torch.distributed.get_world_size()) > 1:
         raise ValueError(
@@ -223,6 +229,16 @@ class Controller:
                 if unit.switch is not None:
                     unit.switch(False)
 
+    def _exchange(self, units: list[Unit]) -> None:
+        """Watches other parameters of the same units. ValueError for sharded ones, if something of them is read."""
+        if isinstance(self.norms, UnitNorms) or "weight_std" in self.needs:
+            _check_ranks(units, False)
+        self.units = units
+        if isinstance(self.norms, UnitNorms):
+            self.norms = UnitNorms([unit.parameters for unit in units])
+        if self._micro is not None:
+            self._micro = MicroNorms(units)
+
     @property
     def active(self) -> list[str]:
         """Units on the recovery path now, in unit order."""
@@ -282,6 +298,8 @@ class Controller:
             raise ValueError(
                 f"grad_scale={grad_scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
             )
+        if (here := self.units[0].parameters[0].device) != self._device:
+            raise ValueError(f"the model is on {here} by now, its controller on {self._device}: move it before attaching")
         norm, observed = self.norms()
         return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
 

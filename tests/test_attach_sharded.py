@@ -1,0 +1,151 @@
+"""What `attach` does with models that PyTorch shards, in one process: FSDP2 works, tensor parallelism is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gnmr
+from gnmr.paths import PathLinear, convert
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.relu(self.up_proj(x)))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def step(model: nn.Module, seed: int = 1) -> None:
+    model.zero_grad()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    (model(x) - 2 * x).square().mean().backward()
+
+
+def shard(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {f"{i}.{name}": how() for i in "01" for name, how in (("up_proj", ColwiseParallel), ("down_proj", RowwiseParallel))}
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    step(model)
+    return [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("low", ["int4", "fp8_hybrid"])
+def test_tensor_parallelism_after_conversion_is_refused_where_it_would_compute(low: str) -> None:
+    model = net()
+    convert(model, low, None, backend="auto" if low == "int4" else "simulated")
+    model = parallel(model)
+    with pytest.raises(ValueError, match=r"^0\.up_proj: its input or weight is a DTensor.*out of the targets$"):
+        step(model)
+
+
+def test_tensor_parallelism_before_conversion_is_refused() -> None:
+    model = parallel(net())
+    for make in (lambda: gnmr.attach(model), lambda: convert(model, "int4", None)):
+        with pytest.raises(ValueError, match=r"^0\.up_proj has sharded parameters: its weight is a DTensor"):
+            make()
+        assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("low", ["int4", "fp8_hybrid"])
+def test_a_gradient_that_is_sharded_is_refused(low: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    model = net()[0].up_proj
+    convert(nn.Sequential(model), low, None, ["0"], backend="auto" if low == "int4" else "simulated")
+    output = model(torch.randn(4, 16))
+    mesh = init_device_mesh("cpu", (1,))
+    output.register_hook(lambda grad: DTensor.from_local(grad, mesh))
+    with pytest.raises(ValueError, match="^the gradient of a linear's output is a DTensor"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("low", ["int4", "fp8_hybrid"])
+def test_fsdp2_gives_the_same_gradients_before_and_after_conversion(low: str, first: bool) -> None:
+    how: dict[str, Any] = {"low": low, "recovery": None, "backend": "auto" if low == "int4" else "simulated"}
+    alone, model = net(), net()
+    convert(alone, **how)
+    if first:
+        convert(model, **how)
+    shard(model)
+    if not first:
+        convert(model, **how)
+    for ours, theirs in zip(gradients(model), gradients(alone), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+ADVICE = r"^0\.up_proj has sharded parameters.*attach with observe='input_grad' and call fully_shard afterwards"
+
+
+def test_after_fully_shard_a_step_gives_advice_that_works() -> None:
+    model = net()
+    controller = gnmr.attach(model, max_o=1)
+    step(shard(model))
+    with pytest.raises(ValueError, match=ADVICE):
+        controller.step()
+    # In one process:
+    alone, model = net(), net()
+    controllers = [gnmr.attach(one, max_o=1, observe="input_grad", alpha=1.01, beta=1.01) for one in (alone, model)]
+    shard(model)
+    sets = []
+    for seed in range(4):
+        for one in (alone, model):
+            step(one, seed)
+        decisions = [controller.step() for controller in controllers]
+        assert decisions[0].norm.tolist() == decisions[1].norm.tolist() and decisions[0].observed.all()
+        sets.append([controller.active for controller in controllers])
+    assert all(ours == theirs for ours, theirs in sets) and any(ours for ours, _ in sets)
+    # In several, with norms of the loop's own:
+    alone, model = net(), net()
+    first, second = (gnmr.attach(one, max_o=1) for one in (alone, model))
+    shard(model)
+    for one in (alone, model):
+        step(one)
+    squares = [sum(p.grad.full_tensor().square().sum() for p in o.parameters()) for o in second.plan.operators]
+    norm, observed = torch.stack(squares).double().sqrt(), torch.ones(4, dtype=torch.bool)
+    decision = second.apply(second.observe({"norm": norm, "observed": observed}).cpu())
+    assert decision.norm.tolist() == pytest.approx(first.step().norm.tolist(), rel=1e-6)
+
+
+def test_attaching_after_fully_shard_gives_the_same_advice_and_leaves_the_model_as_it_was() -> None:
+    model = shard(net())
+    with pytest.raises(ValueError, match=ADVICE):
+        gnmr.attach(model)
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
