@@ -56,7 +56,11 @@ def parallel(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan = {f"{i}.{name}": how() for i in "01" for name, how in (("up_proj", ColwiseParallel), ("down_proj", RowwiseParallel))}
+    plan = {
+        f"{i}.{name}": how()
+        for i in "01"
+        for name, how in (("up_proj", ColwiseParallel), ("down_proj", RowwiseParallel))
+    }
     return parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
 
 

@@ -299,7 +299,9 @@ class Controller:
                 f"grad_scale={grad_scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
             )
         if (here := self.units[0].parameters[0].device) != self._device:
-            raise ValueError(f"the model is on {here} by now, its controller on {self._device}: move it before attaching")
+            raise ValueError(
+                f"the model is on {here} by now, its controller on {self._device}: move it before attaching"
+            )
         norm, observed = self.norms()
         return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
 

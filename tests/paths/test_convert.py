@@ -62,7 +62,7 @@ def test_restore_gives_plain_linears_back() -> None:
 def test_what_is_refused() -> None:
     model = net()
     convert(model, "int4", None)
-    with pytest.raises(ValueError, match="PathLinear"):
+    with pytest.raises(ValueError, match=r"layers\.0\.up_proj has two paths already \(attached twice\?\)"):
         convert(model, "int4", None)
     for key, value in (("low", "int5"), ("recovery", "fp7"), ("site", "output"), ("rounding", "up")):
         with pytest.raises(ValueError, match=value):
@@ -80,6 +80,28 @@ def test_a_shard_is_refused_and_nothing_is_changed(shape: tuple[int, ...]) -> No
         ValueError, match=r"^layers\.1\.down_proj is sharded, its weight is \(.*in place of \(4, 8\): [^\n]+$"
     ):
         convert(model, "int4", "int8")
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+class Quantized(torch.Tensor):
+    """As other libraries have them: bfloat16 by name."""
+
+
+def odd_weight(kind: str) -> nn.Parameter:
+    if kind == "quantized":
+        return nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16).as_subclass(Quantized), requires_grad=False)
+    return nn.Parameter(torch.zeros(4, 8, dtype=getattr(torch, kind)), requires_grad=False)
+
+
+@pytest.mark.parametrize("kind", ["complex64", "int8", "uint8", "float8_e4m3fn", "quantized"])
+@pytest.mark.parametrize("low", ["int4", "llm_int8"])
+def test_a_weight_that_is_no_plain_number_is_refused_and_nothing_is_changed(low: str, kind: str) -> None:
+    model = net()
+    model["layers"][1]["down_proj"].weight = odd_weight(kind)
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.down_proj has a weight of torch\.[^\n]+: two paths need plain [^\n]+$"
+    ):
+        convert(model, low, None, backend="simulated" if low == "llm_int8" else "auto")
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
@@ -110,6 +132,21 @@ def test_a_recipe_converts_no_head_or_gate_by_its_name_either(target: str, kept:
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         convert(model, "sim_int4", None, ["gate_proj", target])
     assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_nothing() -> None:
+    model = net()
+    plan = convert(model, "int4", "int8")
+    last = plan.operators[-1]
+    expected = model["lm_head"](last(torch.ones(2, 8)))
+    nn.utils.parametrizations.weight_norm(last)
+    with pytest.raises(ValueError, match=r"layers\.2\.down_proj has become a ParametrizedPathLinear since: undo that"):
+        plan.restore()
+    assert all(isinstance(operator, PathLinear) for operator in plan.operators)
+    nn.utils.parametrize.remove_parametrizations(last, "weight")
+    plan.restore()
+    assert all(type(operator) is nn.Linear for operator in plan.operators)
+    torch.testing.assert_close(model["lm_head"](last(torch.ones(2, 8))), expected)
 
 
 def test_the_plan_is_a_table_of_units_and_paths() -> None:

@@ -321,6 +321,19 @@ def test_under_autocast_the_operand_is_the_cast_one() -> None:
     assert probe.read()["mse"][:2].tolist() == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("low", ["int4", "fp8_hybrid"])
+def test_a_model_in_float64_is_measured_as_one_in_float32(low: str) -> None:
+    read = []
+    for dtype in (torch.float32, torch.float64):
+        net, plan = make(low, "bf16", dtype, **({} if low == "int4" else {"backend": "simulated"}))
+        probe = plan.probe(STATISTICS)
+        net(inputs(dtype=dtype)).square().sum().backward()
+        read.append({key: value.tolist() for key, value in probe.read().items()})
+    for key, values in read[0].items():
+        assert read[1][key] == pytest.approx(values, rel=1e-3), key
+    assert min(read[1]["gap_low"]) > 0 and min(read[1]["gap_exact"]) > 0
+
+
 def test_a_frozen_unit_and_an_empty_batch_measure_nothing() -> None:
     net, plan = make()
     probe = plan.probe(STATISTICS)

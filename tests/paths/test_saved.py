@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,6 +215,93 @@ def test_one_tensor_changed_in_place_is_compressed_again() -> None:
     torch.testing.assert_close(net["b"].weight.grad, torch.ones(4, 8).t() @ x_hat)
 
 
+def backend(low: str) -> str:
+    """What says nothing about it: a simulation that is asked for, and for formats none."""
+    return "auto" if low in FORMATS else "simulated"
+
+
+def refilled(how: str) -> tuple[Tensor, Callable[[float], None]]:
+    """(a tensor of ones, what fills it without a new version number)."""
+    array = np.ones((4, 32), dtype=np.float32)
+    x = torch.from_numpy(array) if how == "array" else torch.ones(4, 32)
+    if how == "array of a tensor":
+        array = x.numpy()
+    before = x._version
+
+    def fill(value: float) -> None:
+        if how == "data":
+            x.data.fill_(value)
+        else:
+            array[:] = value
+        assert x._version == before
+
+    return x, fill
+
+
+@pytest.mark.parametrize("how", ["array", "array of a tensor", "data"])
+@pytest.mark.parametrize("low", ["int8", "llm_int8", "fp8_hybrid"])
+def test_a_buffer_that_is_refilled_is_cast_anew_in_each_pass(low: str, how: str) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
+    convert(net, low, None, targets=["a", "b"], backend=backend(low))
+    x, fill = refilled(how)
+    total, of_ones = torch.zeros(8, 32), [net[name](torch.ones(4, 32)) for name in "ab"]
+    for value in (1.0, 3.0):  # two micro-batches of one step
+        fill(value)
+        total += 4 * value
+        outputs = [net[name](x) for name in "ab"]
+        for output, ones in zip(outputs, of_ones, strict=True):
+            torch.testing.assert_close(output, value * ones, rtol=1e-3, atol=1e-3)
+            output.sum().backward()
+        for name in "ab":
+            torch.testing.assert_close(net[name].weight.grad, total, rtol=0.05, atol=0)
+    with torch.no_grad():
+        answers = [(fill(value), net["a"](x).clone())[1] for value in (1.0, 2.0)]
+    torch.testing.assert_close(answers[1], 2 * answers[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("low", ["int4", "bf16", "llm_int8"])
+def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
+    """So its readers share nothing; the memory model knows."""
+    net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
+    plan = convert(net, low, None, targets=["a", "b"], backend=backend(low))
+    x, fill = refilled("array")
+    first = net["a"](x)
+    if low != "bf16":  # that keeps the array itself, as nn.Linear does
+        fill(2.0)
+    second = net["b"](x)
+    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    (first.sum() + second.sum()).backward()
+    value = 2.0 if low != "bf16" else 1.0
+    torch.testing.assert_close(net["b"].weight.grad, torch.full((8, 32), 4 * value), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("low", ["int8", "llm_int8"])
+def test_what_was_cast_of_a_tensor_goes_with_it(low: str) -> None:
+    """Nobody calls `end_step` while a model answers."""
+    net = nn.Sequential(nn.Linear(32, 8))
+    plan = convert(net, low, None, targets=["0"], site="forward" if low == "int8" else "saved", backend=backend(low))
+    with torch.no_grad():
+        x = torch.ones(4, 32)
+        net(x)
+        read = plan.shared._last
+        assert read.copies or read.casts
+        del x
+        assert not read.copies and not read.casts
+
+
+@pytest.mark.parametrize("low", ["bf16", "llm_int8", "int4"])
+def test_views_of_one_storage_count_once_where_they_are_kept_as_they_are(low: str) -> None:
+    net = nn.ModuleDict({name: nn.Linear(16, 8) for name in "abc"} | {"part": nn.Linear(8, 8)})
+    plan = convert(net, low, None, targets=["a", "b", "c", "part"], backend=backend(low))
+    x = torch.randn(2, 3, 16, requires_grad=True) * 1
+    outputs = [net["a"](x), net["b"](x.view(6, 16)), net["c"](x.clone()), net["part"](x[..., :8])]
+    assert plan.saved_bytes() == plan.predicted_bytes()
+    if low == "bf16":
+        assert plan.saved_bytes() == 2 * 6 * 16 * 4
+    sum(output.sum() for output in outputs).backward()
+    assert plan.saved_bytes() == 0
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_nonfinite_input_reaches_the_weight_gradient(bad: float) -> None:
     for name in FORMATS:
@@ -305,6 +394,33 @@ def test_a_state_of_another_site_or_backend_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="the paths' state belongs to"):
             other.load_state_dict(one.state_dict())
+
+
+def test_a_model_that_moved_to_another_device_is_told() -> None:
+    for how in ({"low": "fp8_hybrid", "backend": "simulated"}, {"low": "int4", "rounding": "stochastic"}):
+        net = nn.Sequential(nn.Linear(32, 32))
+        convert(net, recovery=None, targets="?", **how)
+        net.to("meta")
+        with pytest.raises(ValueError, match="^0 is on meta and was given its paths on cpu: move the model first"):
+            net(torch.ones(2, 32, device="meta"))
+
+
+@pytest.mark.parametrize("low", ["int4", "fp8_delayed"])
+def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
+    rounding = "stochastic" if low == "int4" else "nearest"
+    plan = convert(nn.Sequential(nn.Linear(32, 32)), low, None, "?", rounding=rounding, backend=backend(low))
+    name = "generator" if low == "int4" else "largest"
+    before, good = plan.state_dict(), plan.state_dict()
+    bad: list[object] = [None, 3, torch.zeros(3, dtype=torch.uint8), "x"]
+    bad += [torch.full_like(good[name], torch.nan), -torch.ones_like(good[name])] if name == "largest" else []
+    for value in bad:
+        with pytest.raises(ValueError, match=r"^the paths' state is damaged \([^\n]*\)$"):
+            plan.load_state_dict({**good, name: value})
+    with pytest.raises(ValueError, match="the paths' state is damaged"):
+        plan.load_state_dict({key: value for key, value in good.items() if key != name})
+    with pytest.raises(ValueError, match="belongs to unknown paths"):
+        plan.load_state_dict(3)
+    assert torch.equal(plan.state_dict()[name], before[name])
 
 
 def test_linears_on_several_devices_are_refused() -> None:
