@@ -30,7 +30,6 @@ class ScalarController:
 
     def __post_init__(self) -> None:
         self.units = [ScalarUnit() for _ in range(self.num_units)]
-        self.active: list[int] = []
 
     def step(self, norms: list[float | None]) -> tuple[list[int], list[int], list[float | None]]:
         """(candidates in unit order, active set largest risk first, risks)."""
@@ -39,11 +38,7 @@ class ScalarController:
         candidates = [b for b in range(self.num_units) if over[b] or self.units[b].lock > 0]
         # Unobserved units rank below every observed one; Python's sort is stable, so ties stay in unit order.
         ranked = sorted(candidates, key=lambda b: (0, -risks[b]) if risks[b] is not None else (1, 0.0))
-        told = [risk for risk in risks if risk is not None]
-        if len(told) > self.max_o and all(math.isinf(risk) for risk in told):  # nobody is to blame: nothing changes
-            candidates = sorted({*candidates, *self.active})
-            return candidates, sorted(self.active, key=lambda b: (risks[b] is None, self.units[b].lock == 0, b)), risks
-        active = self.active = ranked[: self.max_o]
+        active = ranked[: self.max_o]
         for b, unit in enumerate(self.units):
             if b not in active:
                 unit.lock = 0

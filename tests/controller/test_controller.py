@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,6 +273,164 @@ def test_foreign_states_are_refused() -> None:
         Script(4).controller.load_state_dict(state)
     with pytest.raises(ValueError, match="window"):
         Script(3, delta=9).controller.load_state_dict(state)
+
+
+def state_with(**changed: object) -> dict[str, object]:
+    """Of a controller in mid-run, with some of it replaced."""
+    step = Script(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (1, 9, 1)):
+        step(*norms)
+    return {**step.controller.state_dict(), **changed}
+
+
+HISTORY = {name: value for name, value in Script(3).controller.signal.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"active": torch.tensor([True, True, False])}, "2 units are on the recovery path, max_o=1 allows 1"),
+        ({"active": torch.tensor([True, False])}, "active must be 3 whole numbers or flags, one a unit"),
+        ({"active": "yes"}, "active must be"),
+        ({"active": torch.ones(3)}, "active must be"),
+        ({"lock": torch.tensor([1])}, "lock must be 3 whole numbers"),
+        ({"lock": torch.tensor([0, 3, 0])}, "lock holds 3: must lie between 0 and 2 here"),
+        ({"lock": torch.tensor([0, -1, 0])}, "lock holds -1"),
+        ({"lock": None}, "lock must be"),
+        ({"t": -1}, "t=-1: must be a whole number"),
+        ({"t": 2.5}, "t=2.5"),
+        ({"signal": None}, "signal must map names to tensors"),
+        ({"signal": HISTORY | {"history.mean": torch.ones(2)}}, "'history.mean' has shape"),
+        ({"signal": HISTORY | {"history.mean": 3}}, "'history.mean' is a int"),
+        ({"signal": HISTORY | {"history.mean": torch.ones(3, dtype=torch.int64)}}, "'history.mean' is of torch.int64"),
+        ({"signal": HISTORY | {"history.mean": torch.full((3,), math.nan).double()}}, "mean must be finite"),
+        ({"signal": HISTORY | {"history.count": torch.tensor([1, -1, 0])}}, "count must be finite, and var and count"),
+        ({"signal": HISTORY | {"history.var": -torch.ones(3).double()}}, "var must be finite"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(changed: dict[str, object], told: str) -> None:
+    step = Script(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (5, 1, 1)):
+        step(*norms)
+    before, switches = copy.deepcopy(step.controller.state_dict()), step.switches
+    with pytest.raises(ValueError, match=re.escape(told)) as refused:
+        step.controller.load_state_dict(state_with(**changed))
+    assert "\n" not in str(refused.value)
+    assert step.switches == switches and step.active == "a"
+    assert_same(step.controller.state_dict(), before)
+    step.controller.load_state_dict(state_with())
+    assert step.active == "b"
+
+
+@pytest.mark.parametrize("name", ["t", "active", "lock", "signal"])
+def test_a_state_that_lacks_something_is_refused(name: str) -> None:
+    state = state_with()
+    del state[name]
+    with pytest.raises(ValueError, match=f"^state: has no {name}$"):
+        Script(3).controller.load_state_dict(state)
+
+
+def test_a_state_in_mid_warm_up_has_every_unit_on_the_recovery_path() -> None:
+    first, second = (Script(3, max_o=1, warmup_steps=3) for _ in range(2))
+    first(1, 1, 1)
+    second.controller.load_state_dict(first.controller.state_dict())
+    assert second.active == "abc"
+    with pytest.raises(ValueError, match="3 units are on the recovery path"):
+        Script(3, max_o=1).controller.load_state_dict(first.controller.state_dict())
+
+
+def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
+    assert state["t"] == other["t"]
+    for own, theirs in ((state, other), (state["signal"], other["signal"])):
+        assert all(torch.equal(v, theirs[name]) for name, v in own.items() if isinstance(v, Tensor))
+
+
+class Sticky(Script):
+    """Some of its switches fail."""
+
+    stuck = ""
+
+    def _switch(self, name: str):
+        switch = super()._switch(name)
+
+        def sticky(recovering: bool) -> None:
+            if name in self.stuck:
+                raise OSError(f"{name} is stuck")
+            switch(recovering)
+
+        return sticky
+
+
+def test_a_switch_that_raises_in_a_step_leaves_the_set_as_far_as_it_came() -> None:
+    step = Sticky(4, max_o=2, t_lock=2, alpha=1.5, beta=None)
+    step(1, 1, 1, 1)
+    step(9, 8, 1, 1)
+    assert step.active == "ab"
+    step.stuck = "d"
+    with pytest.raises(OSError, match="d is stuck"):
+        step(1, 1, 50, 40)  # a and b leave, c joins, d does not
+    controller = step.controller
+    assert step.active == "c" and controller.active == ["c"] and controller.t == 3
+    assert controller.state_dict()["lock"].tolist() == [0, 0, 2, 0]
+    step.stuck = ""
+    decision = step(1, 1, 1, 500)
+    assert decision.step == 4 and decision.in_force.tolist() == [False, False, True, False]
+    assert [(e.step, e.unit, e.event) for e in decision.events] == [
+        (3, "a", "release"),
+        (3, "b", "release"),
+        (3, "c", "promote"),
+        (4, "d", "promote"),
+    ]
+    assert step.active == "cd" and controller.active == ["c", "d"]
+
+
+def test_where_a_unit_cannot_leave_no_other_joins() -> None:
+    step = Sticky(2, max_o=1, alpha=1.5, beta=None)
+    step(1, 1)
+    step(1, 9)
+    step.stuck = "b"
+    with pytest.raises(OSError, match="b is stuck"):
+        step(50, 1)
+    assert step.active == "b" and step.controller.active == ["b"]
+
+
+def test_a_switch_that_raises_while_a_state_is_loaded_leaves_everything_as_it_was() -> None:
+    step = Sticky(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (5, 1, 1)):
+        step(*norms)
+    before = copy.deepcopy(step.controller.state_dict())
+    step.stuck = "c"
+    with pytest.raises(OSError, match="c is stuck"):
+        step.controller.load_state_dict(state_with())
+    assert step.active == "a" and step.controller.active == ["a"]
+    assert_same(step.controller.state_dict(), before)
+
+
+def test_a_signal_that_raises_while_its_state_is_loaded_leaves_everything_as_it_was() -> None:
+    class Odd(GnmrSignal):
+        def load_state_dict(self, state):  # type: ignore[no-untyped-def]
+            self.history.mean = state["history.mean"]
+            if "bad" in state:
+                raise RuntimeError("half of it")
+            super().load_state_dict(state)
+
+    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in "abc"]
+    controller = Controller(units, Odd(context(3)), max_o=1, t_lock=2)
+    before = copy.deepcopy(controller.state_dict())
+    with pytest.raises(RuntimeError, match="half of it"):
+        controller.load_state_dict(state_with(signal=HISTORY | {"history.mean": torch.ones(3), "bad": 1}))
+    assert_same(controller.state_dict(), before)
+
+
+def test_a_step_whose_signal_raises_is_not_counted() -> None:
+    class Odd(GnmrSignal):
+        def observe(self, evidence, step):  # type: ignore[no-untyped-def]
+            return evidence["norm"]
+
+    controller = Controller([Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)], Odd(context(1)), max_o=1)
+    with pytest.raises(ValueError, match="must return the risk and a tuple of its columns"):
+        controller.step()
+    assert controller.t == 0
 
 
 @pytest.mark.parametrize(

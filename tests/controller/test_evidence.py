@@ -38,6 +38,16 @@ def test_micro_square_is_the_mean_over_the_micro_batches_own_gradients() -> None
     assert micro.take().tolist() == [(4 + 0) / 2, 0.0]
 
 
+def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
+    """Mean losses with gradients (3, 4) and (1, 0), over three quarters and one quarter of the step's targets."""
+    u = unit([0.0, 0.0])
+    controller = Controller([u], GnmrSignal(context(1)), max_o=1, record=["micro_square"])
+    for share, gradient in ((0.75, [3.0, 4.0]), (0.25, [1.0, 0.0])):
+        accumulate(u.parameters[0], [share * g for g in gradient])
+        controller.micro_step(share)
+    assert controller.step().evidence["micro_square"].tolist() == [(25 + 1) / 2]
+
+
 def test_one_micro_batch_says_nothing_of_their_spread() -> None:
     u = unit([0.0])
     micro = MicroNorms([u])
