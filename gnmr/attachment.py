@@ -107,10 +107,19 @@ class AttachedController(Controller):
         self._probe = plan.probe(names, probe_tokens) if names else None
         self._look()
 
-    def _follow(self) -> None:
-        """Takes note of what was exchanged in the model since the last step. RuntimeError after `detach`."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of pickle and deepcopy: a copy of the model alone has no probe."""
+        self.__dict__.update(state)
+        self.plan.shared.probe = self._probe
+
+    def _check_attached(self) -> None:
+        """RuntimeError after `detach`."""
         if self._detached:
             raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
+
+    def _follow(self) -> None:
+        """Takes note of what was exchanged in the model since the last step."""
+        self._check_attached()
         for where, name, found in self._links:
             if where.get(name) is not found:
                 break
@@ -156,12 +165,14 @@ class AttachedController(Controller):
 
     def apply(self, packet: Tensor) -> Decision:
         """As `Controller.apply`; the step is over for the paths too (`Plan.end_step`)."""
+        self._check_attached()
         self.plan.end_step()
         self._look()
         return super().apply(packet)
 
     def discard(self) -> None:
         """As `Controller.discard`, with what the paths measured and remember of the step."""
+        self._check_attached()
         super().discard()
         if self._probe is not None:
             self._probe.reset()
@@ -200,6 +211,7 @@ class AttachedController(Controller):
 
     def check_state(self, state: Any) -> None:
         """As `Controller.check_state`, and of the paths."""
+        self._check_attached()
         if isinstance(state, Mapping):
             self.plan.check_state(state.get("plan"))
         super().check_state(state)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -141,23 +145,165 @@ def test_a_format_on_frozen_weights_is_refused_and_a_recipe_is_not() -> None:
 def test_a_detached_controller_says_so() -> None:
     model = net()
     controller = attached(model)
+    state = controller.state_dict()
+    controller.detach()
     controller.detach()
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match="this controller was detached"):
+    uses = (controller.step, controller.micro_step, controller.discard, lambda: controller.load_state_dict(state))
+    for use in (*uses, lambda: controller.apply(torch.zeros(9, 4))):
+        with pytest.raises(RuntimeError, match="^this controller was detached"):
+            use()
+
+
+def test_attaching_twice_is_told() -> None:
+    model = net()
+    controller = attached(model)
+    with pytest.raises(ValueError, match=r"^0 has two paths already \(attached twice\?\): detach the first controller"):
+        attached(model)
+    controller.detach()
+    attached(model)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"signal": "gap", "recovery": "bf16"},
+        {"observe": "input_grad"},
+        {"rounding": "stochastic"},
+        {"low": "fp8_delayed", "recovery": "bf16", "backend": "simulated"},
+    ],
+)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_model_and_controller_goes_on_as_they_do(how: dict[str, Any], copied: Any) -> None:
+    pairs = [(model := net(), attached(model, **how))]
+    for seed in range(4):
+        if seed == 2:
+            pairs.append(copied(pairs[0]))
+        decisions = []
+        for model, controller in pairs:
+            model.zero_grad()
+            loss_of(model, seed).backward()
+            decisions.append(controller.step())
+        for decision in decisions:
+            assert decision.risk.tolist() == decisions[0].risk.tolist() and decision.observed.all()
+            assert all((values > 0).all() for values in decision.columns.values())
+
+
+def test_what_damages_a_loaded_state_changes_nothing() -> None:
+    """Of the paths after the controller's own, and the other way round."""
+    controller = attached(net(), rounding="stochastic")
+    other = attached(net(), rounding="stochastic", seed=5)
+    good, before = other.state_dict(), copy.deepcopy(controller.state_dict())
+    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"plan": {**good["plan"], "generator": 3}})
+    for changed in bad:
+        with pytest.raises(ValueError):
+            controller.load_state_dict({**good, **changed})
+        assert torch.equal(controller.state_dict()["plan"]["generator"], before["plan"]["generator"])
+        assert torch.equal(controller.state_dict()["lock"], before["lock"])
+
+
+def test_a_model_on_another_device_than_its_controller_is_told() -> None:
+    model = net()
+    controller = attached(model)
+    loss_of(model).backward()
+    model.to("meta")
+    with pytest.raises(
+        ValueError, match="^the model is on meta by now, its controller on cpu: move it before attaching"
+    ):
         controller.step()
+
+
+def test_evidence_that_is_missing_is_told_before_the_norms_are_read() -> None:
+    """Those of hooks can be read once."""
+    model = net()
+    controller = attached(model, observe="input_grad", signal="update_norm")
+    loss_of(model).backward()
+    for wrong in (None, {"update_norm": torch.ones(3)}):
+        with pytest.raises(ValueError, match="update_norm"):
+            controller.step(evidence=wrong)
+    decision = controller.step(evidence={"update_norm": torch.ones(4, dtype=torch.float64)})
+    assert decision.observed.all() and (decision.norm > 0).all() and decision.step == 1
+
+
+# ---- what is exchanged afterwards ----
+
+
+def exchange_weight(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[1].weight.detach() * 3)
+
+
+def exchange_both(model: nn.Sequential) -> None:
+    exchange_weight(model)
+    model[1].bias = None
+
+
+def add_bias(model: nn.Sequential) -> None:
+    model[1].bias = nn.Parameter(torch.ones(16))
+
+
+def tie(model: nn.Sequential) -> None:
+    model[1].weight = model[3].weight
+
+
+def parametrize(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(model[1])
+
+
+@pytest.mark.parametrize("signal", ["gnmr_delta", "gsnr", "jacobian"])
+@pytest.mark.parametrize("exchange", [exchange_weight, exchange_both, add_bias, tie, parametrize])
+def test_parameters_that_are_exchanged_are_followed(exchange: Any, signal: str) -> None:
+    model = net()
+    controller = attached(model, signal=signal)
+    exchange(model)
+    for _ in range(2):
+        loss_of(model).backward()
+        controller.micro_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decision = controller.step()
+    own = [torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item() for layer in model]
+    assert decision.norm.tolist() == pytest.approx(own, rel=1e-5)
+    assert [list(unit.parameters) for unit in controller.units] == [list(layer.parameters()) for layer in model]
+
+
+@pytest.mark.parametrize("observe", ["parameters", "adapter", "input_grad"])
+def test_a_module_that_was_replaced_is_told(observe: str) -> None:
+    model = nn.Sequential(net(), net())
+    controller = gnmr.attach(model, targets=["?.?"], max_o=2, observe=observe, unit="block")
+    model[1] = net()
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match=r"^1\.0: its module is no longer in the model \(replaced or taken out since"):
+        controller.step()
+
+
+def test_modules_that_are_wrapped_stay_the_models() -> None:
+    """As peft and torch.compile do it."""
+    model = net()
+    controller = attached(model)
+    model[1] = nn.Sequential(model[1], nn.Identity())
+    model[2] = torch.compile(model[2], backend="eager")
+    loss_of(model).backward()
+    assert controller.step().observed.all()
+
+
+def test_weights_that_codes_take_the_place_of_are_let_go() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), *net().requires_grad_(False))
+    old = weakref.ref(model[1].weight)
+    attached(
+        model,
+        targets=["1", "2"],
+        low="llm_int8",
+        recovery="bf16",
+        weights="instead",
+        observe="input_grad",
+        backend="simulated",
+        max_o=1,
+    )
+    gc.collect()
+    assert old() is None
 
 
 # ---- what makes it pointless ----
-
-
-def test_parameters_that_were_exchanged_are_told() -> None:
-    model = net()
-    controller = attached(model)
-    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-    model[1].bias = None
-    loss_of(model).backward()
-    with pytest.warns(UserWarning, match="1: its parameters are others than when the controller was made"):
-        controller.step()
 
 
 def test_a_weight_that_is_read_past_its_module_is_told() -> None:
