@@ -289,7 +289,7 @@ def test_modules_that_are_wrapped_stay_the_models() -> None:
 def test_weights_that_codes_take_the_place_of_are_let_go() -> None:
     model = nn.Sequential(nn.Linear(16, 16), *net().requires_grad_(False))
     old = weakref.ref(model[1].weight)
-    attached(
+    controller = attached(
         model,
         targets=["1", "2"],
         low="llm_int8",
@@ -300,7 +300,7 @@ def test_weights_that_codes_take_the_place_of_are_let_go() -> None:
         max_o=1,
     )
     gc.collect()
-    assert old() is None
+    assert old() is None and controller.units[0].parameters[0] is model[1].weight
 
 
 # ---- what makes it pointless ----

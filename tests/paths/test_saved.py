@@ -265,6 +265,7 @@ def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
     net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
     plan = convert(net, low, None, targets=["a", "b"], backend=backend(low))
     x, fill = refilled("array")
+    ones = net["b"](torch.ones(4, 32)).detach()
     first = net["a"](x)
     if low != "bf16":  # that keeps the array itself, as nn.Linear does
         fill(2.0)
@@ -272,6 +273,7 @@ def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
     assert plan.saved_bytes() == plan.predicted_bytes() > 0
     (first.sum() + second.sum()).backward()
     value = 2.0 if low != "bf16" else 1.0
+    torch.testing.assert_close(second, value * ones, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(net["b"].weight.grad, torch.full((8, 32), 4 * value), rtol=0.05, atol=0)
 
 
