@@ -267,8 +267,8 @@ def attach(
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
-    was. Parameters may be exchanged afterwards, modules not (`AttachedController`), and the model may change its dtype,
-    but not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
+    was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
+    not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")

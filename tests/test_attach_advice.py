@@ -151,7 +151,7 @@ def test_a_detached_controller_says_so() -> None:
     loss_of(model).backward()
     uses = (controller.step, controller.micro_step, controller.discard, lambda: controller.load_state_dict(state))
     for use in (*uses, lambda: controller.apply(torch.zeros(9, 4))):
-        with pytest.raises(RuntimeError, match="^this controller was detached"):
+        with pytest.raises(RuntimeError, match=r"^this controller was detached"):
             use()
 
 
@@ -208,7 +208,7 @@ def test_a_model_on_another_device_than_its_controller_is_told() -> None:
     loss_of(model).backward()
     model.to("meta")
     with pytest.raises(
-        ValueError, match="^the model is on meta by now, its controller on cpu: move it before attaching"
+        ValueError, match=r"^the model is on meta by now, its controller on cpu: move it before attaching"
     ):
         controller.step()
 

@@ -96,7 +96,7 @@ def test_a_gradient_that_is_sharded_is_refused(low: str) -> None:
     output = model(torch.randn(4, 16))
     mesh = init_device_mesh("cpu", (1,))
     output.register_hook(lambda grad: DTensor.from_local(grad, mesh))
-    with pytest.raises(ValueError, match="^the gradient of a linear's output is a DTensor"):
+    with pytest.raises(ValueError, match=r"^the gradient of a linear's output is a DTensor"):
         output.sum().backward()
 
 

@@ -100,10 +100,10 @@ def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
     for unit in units:
         if any(hasattr(parameter, "device_mesh") for parameter in unit.parameters):
             raise ValueError(
-                f"{unit.name} has sharded parameters (DTensor), of whose gradients each rank has a part: in one process "
-                "attach with observe='input_grad' and call fully_shard afterwards; in several attach before it, and in "
-                "each step hand over norms reduced over the ranks: controller.apply(controller.observe({'norm': norm, "
-                "'observed': observed}).cpu())"
+                f"{unit.name} has sharded parameters (DTensor), of whose gradients each rank has a part: in one "
+                "process attach with observe='input_grad' and call fully_shard afterwards; in several attach before "
+                "it, and in each step hand over norms reduced over the ranks: "
+                "controller.apply(controller.observe({'norm': norm, 'observed': observed}).cpu())"
             )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank_local and distributed and (size := torch.distributed.get_world_size()) > 1:

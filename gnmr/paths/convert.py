@@ -74,12 +74,12 @@ def convert(
     ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
     that matches no linear, or under recipes only such as stay in 16 bits, a linear whose widths the tiles of a recipe
     do not divide, a linear that is a subclass of `nn.Linear` (converted already, or another library's), sharded by
-    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit that the model does not have, a backend that cannot run the recipe here,
-    and codes that would be kept of trainable weights. Warns of a recovery path that is the low path itself, or coarser
-    in any operand or result: fewer bits, fewer significant ones, or the same format under a coarser scale
-    (`gnmr.paths.recipes.SCALES`); of `recovers`, `backend`, `weights` and `outlier_threshold` where they have no
-    effect; and under backend=auto of recipes that a GPU does not run, or nobody is shown as simulated
-    (`gnmr.paths.backends`).
+    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
+    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
+    weights. Warns of a recovery path that is the low path itself, or coarser in any operand or result: fewer bits,
+    fewer significant ones, or the same format under a coarser scale (`gnmr.paths.recipes.SCALES`); of `recovers`,
+    `backend`, `weights` and `outlier_threshold` where they have no effect; and under backend=auto of recipes that a GPU
+    does not run, or nobody is shown as simulated (`gnmr.paths.backends`).
     """
     targets, recovers = listed("targets", targets), listed("recovers", recovers)
     check_backend(backend)

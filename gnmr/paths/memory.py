@@ -12,8 +12,8 @@ Place: TypeAlias = tuple[StorageWeakRef, int]
 storage that is gone is not given to another one while a place knows it."""
 
 SHARDED = (
-    "is a DTensor, of which a path would take scales and gradients shard by shard: leave what tensor parallelism shards "
-    "out of the targets"
+    "is a DTensor, of which a path would take scales and gradients shard by shard: leave what tensor parallelism "
+    "shards out of the targets"
 )
 
 

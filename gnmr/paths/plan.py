@@ -219,8 +219,9 @@ class Plan:
     def predicted_bytes(self) -> int:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
 
-        Tensors that are kept as they are count once where they are views of one storage. A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
-        On real hardware it is codes of one byte and their scales.
+        Tensors that are kept as they are count once where they are views of one storage. A simulated recipe keeps the
+        input's own width: one tensor for each that is read, in each cast that wgrad reads. On real hardware it is codes
+        of one byte and their scales.
         """
         first: dict[object, str] = {}
         """Operator by what it keeps: where a tensor lies is another place in each step."""

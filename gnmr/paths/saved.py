@@ -10,6 +10,11 @@ input is quantized, per token, in the format of the path in force; that is the p
 Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
+A tensor is the same while it is the same object under the same version number and no operator reads it a second time,
+which begins another pass; copies live as long as it does, at most to the step's end or the next tensor that is read.
+What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
+DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
+
 Two things may look in, on formats and on recipes (`simulated.py`, `fp8.py`), both off by default: a probe that measures
 the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
 is never shared.

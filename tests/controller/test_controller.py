@@ -283,7 +283,7 @@ def state_with(**changed: object) -> dict[str, object]:
     return {**step.controller.state_dict(), **changed}
 
 
-HISTORY = {name: value for name, value in Script(3).controller.signal.state_dict().items()}
+HISTORY = dict(Script(3).controller.signal.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ def test_a_model_that_moved_to_another_device_is_told() -> None:
         net = nn.Sequential(nn.Linear(32, 32))
         convert(net, recovery=None, targets="?", **how)
         net.to("meta")
-        with pytest.raises(ValueError, match="^0 is on meta and was given its paths on cpu: move the model first"):
+        with pytest.raises(ValueError, match=r"^0 is on meta and was given its paths on cpu: move the model first"):
             net(torch.ones(2, 32, device="meta"))
 
 
