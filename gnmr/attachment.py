@@ -137,7 +137,8 @@ class AttachedController(Controller):
         self._links = _links(self._model, self._modules, self._read)
 
     def _look(self) -> None:
-        """Has the paths measured in the coming step only if somebody reads it."""
+        """Has the paths measured in the coming step only if somebody reads it, and in 16 bits in a warm-up there."""
+        self.plan.begin_step(self.t + 1)
         if self._probe is not None:
             self._probe.enabled = self.reads_next()
 
@@ -228,6 +229,7 @@ def attach(
     delta: int = 5,
     t_lock: int = 1,
     warmup_steps: int = 0,
+    warmup_path: str = "recovery",
     targets: Sequence[str] = ("*_proj",),
     site: str = "saved",
     rounding: str = "nearest",
@@ -256,6 +258,7 @@ def attach(
             precision.
         targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
+        warmup_path: what units are on in the warm-up: the `recovery` path, or `16bit`, whatever the recovery path is.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md); alpha, beta and delta are the paper's own
             signals', and a warning says where one is not read.
@@ -272,6 +275,10 @@ def attach(
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
+    if warmup_path not in ("recovery", "16bit"):
+        raise ValueError(f"warmup_path={warmup_path!r}: must be recovery or 16bit")
+    if warmup_path == "16bit" and not warmup_steps:
+        raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if observe not in OBSERVE:
         raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
     if not isinstance(model, nn.Module):
@@ -330,6 +337,7 @@ def attach(
             steps,
             seed,
         )
+        plan.warmup_steps = warmup_steps if warmup_path == "16bit" else 0
         controller.attach_plan(plan, model, observe, probe_tokens)
         plan.store(weights)  # late: it cannot be undone to the bit
         controller._follow()  # or the units would hold the 16-bit weights

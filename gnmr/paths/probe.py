@@ -197,14 +197,16 @@ class Probe:
         if "underflow" in self.names or "mse" in self.names:
             look, own = paths["low"]
             sums |= self._error_of(look, read, rows, look.recipe.fprop.input, 1, own).sums
-        square = other = None
+        square = None
         if looks:
             if "square" not in read.measured:
                 read.measured["square"] = _squares(rows[:: self.tokens], 1)
             square = read.measured["square"]
+        others: list[tuple[Pass, Any]] = []
         if "gap_exact" in self.names:
-            look, own = paths["low" if operator.recovering else "recovery"]
-            other = look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)
+            for look, own in paths.values():
+                if look.recipe is not the_pass.recipe:
+                    others.append((look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)))
         count, width = rows[:: self.tokens].shape
         return MeasuredCasts(
             self,
@@ -215,7 +217,7 @@ class Probe:
             rows.shape[0] / count,
             looks=looks,
             square=square,
-            other=other,
+            others=tuple(others),
         )
 
     def _error_of(
@@ -390,8 +392,9 @@ class MeasuredCasts(Measured):
     """By the gap for whose cast of grad_output each stands."""
     square: Tensor | None = None
     """(measured rows,) float64: ||x_t||^2."""
-    other: tuple[Pass, Any] | None = None
-    """Of the path that is not in force, for gap_exact: its pass, and the input as its wgrad reads it."""
+    others: tuple[tuple[Pass, Any], ...] = ()
+    """Of the path that is not in force, of both in a warm-up in 16 bits, for gap_exact: the pass, and the input as its
+    wgrad reads it."""
 
     def add_backward(
         self, grad_2d: Tensor, grad_weight: Tensor, the_pass: Pass, made: dict[Any, tuple[Any, Met]]
@@ -408,8 +411,10 @@ class MeasuredCasts(Measured):
             kept = self.probe._kept(look, "grad_output", grad_2d, cast, 0, own)
             errors = _squares(sampled.float() - kept, 1)
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
-        if self.other is not None:
-            look, x = self.other
-            own = made_by.setdefault(type(look), {})
-            difference = grad_weight - look.wgrad(grad_2d, x, grad_weight.dtype, own)
-            totals["gap_exact"][self.unit].add_(_squares(difference))
+        if self.others:
+            found = [
+                look.wgrad(grad_2d, x, grad_weight.dtype, made_by.setdefault(type(look), {})) for look, x in self.others
+            ]
+            in_force = [grad_weight] if len(found) == 1 else []
+            first, second = in_force + found
+            totals["gap_exact"][self.unit].add_(_squares(first - second))
