@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, writing
-from gnmr.records.files import replace_text
+from gnmr.output import write_text
 from gnmr.replay import Asked, Norms, replay
 from gnmr.terminal import tracked
 
@@ -131,4 +131,4 @@ def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequen
     what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
     with writing(f"out={folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, f"# @package _global_\n{what}\n{text}")
+    write_text(file, f"# @package _global_\n{what}\n{text}", f"out={folder}")

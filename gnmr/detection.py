@@ -18,8 +18,8 @@ import numpy as np
 
 from gnmr.config import ControllerConfig, SignalConfig
 from gnmr.controller.signals import SIGNALS, BlindSignal
-from gnmr.errors import UserError, writing
-from gnmr.records.files import replace_json
+from gnmr.errors import UserError
+from gnmr.output import write_json
 from gnmr.replay import Norms, risks
 from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
@@ -64,8 +64,8 @@ def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str]
         table.print(shown)
     if out is not None:
         rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
-        with writing(f"out={out}"):
-            replace_json(out, {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows})
+        told = {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows}
+        write_json(out, told, f"out={out}")
         print(f"figures: {out}")
     return 0
 

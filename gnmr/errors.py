@@ -7,13 +7,28 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MAX_LINE = 4000
+"""Characters of a line that ends a command: some quote what a file holds."""
+
 
 class UserError(ValueError):
-    """What was wrong, where, and what would be right, in one line."""
+    """What was wrong, where, and what would be right, in one line that a terminal can only show."""
+
+    def __init__(self, line: object) -> None:
+        super().__init__(printable(line)[:MAX_LINE])
 
 
 class RunFailed(RuntimeError):
-    """Why a training run ended, and at which step it began."""
+    """Why a training run ended, and at which step it began; a line as `UserError`'s."""
+
+    def __init__(self, line: object) -> None:
+        super().__init__(printable(line)[:MAX_LINE])
+
+
+def printable(text: object) -> str:
+    """The text in one line; what a terminal would obey, or not show, is written out: an escape as \\x1b."""
+    line = " ".join(str(text).split("\n"))
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,25 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from yaml import YAMLError
 
+from gnmr import output
 from gnmr.config import ControllerConfig, SignalConfig, load, one_line
 from gnmr.config import read as read_config
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
 from gnmr.controller.signals import SIGNALS
-from gnmr.errors import UserError, writing
+from gnmr.errors import UserError
 from gnmr.records.ledger import check_records
-from gnmr.records.reader import read_json, read_ratios
+from gnmr.records.reader import check_units, read_json, read_ratios
+from gnmr.untrusted import Damaged, exists, reading
 from gnmr.wiring import build_controller
 
+MOST_GAPS = 1000
+"""Steps of which one is recorded at least (records.ratios_every); a hundred more may be missing."""
+MAX_CELLS = 1 << 28
+"""Steps by units: 2 GB; 1e6 steps of 84 units are a third."""
+
 _HELP = """\
-usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
+usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl] [--trust]
        gnmr replay RUN... calibrate=SHARE[,SHARE...] [signal=NAME[,NAME...]|all] [key=value ...] [out=FOLDER]
        gnmr replay RUN... detect=SHARE [signal=NAME[,NAME...]|all] [key=value ...] [out=OUT.json]
 
@@ -48,6 +56,7 @@ usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl]
              conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
   signal     another signal (docs/signals.md), its options as signal.options.KEY=VALUE; what it needs besides norms must
              have been recorded (records.evidence)
+  --trust    also imports the signal that a run folder's config names as package.module:Class: code of its maker's choice
   out        one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step
              t (in force in step t + 1), largest risk first
   calibrate  finds the controller.trigger (for random and fixed sets the option share) at which the mean share of
@@ -107,15 +116,17 @@ def main(argv: list[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0 if argv else 2
-    words = [word for word in argv if "=" in word and not Path(word).exists()]
+    trust = "--trust" in argv
+    argv = [word for word in argv if word != "--trust"]
+    words = [word for word in argv if "=" in word and not os.path.lexists(word)]
     paths = [Path(word) for word in argv if word not in words]
     if not paths:
         raise UserError("replay: name a run folder or a file (gnmr replay --help)")
     if any(word.startswith("detect=") for word in words):
-        return _detect(paths, words)
-    asked = parse(words, settings_of(paths[0]))
+        return _detect(paths, words, trust)
+    asked = _asked(words, paths[0], trust)
     if asked.calibrate:
-        return _calibrate(paths, words, asked)
+        return _calibrate(paths, words, asked, trust)
     if len(paths) > 1:
         raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
     path, norms = paths[0], read_norms(paths[0])
@@ -141,7 +152,20 @@ def main(argv: list[str]) -> int:
 
 def settings_of(path: Path) -> ControllerConfig:
     """conf/controller of a run folder; the defaults of anything else."""
-    return read_config(path / "config.yaml").controller if (path / "config.yaml").exists() else ControllerConfig()
+    return read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
+
+
+def _asked(words: list[str], path: Path, trust: bool) -> Asked:
+    """`parse` over the settings of `path`. UserError where they name a signal to import and the user does not."""
+    asked = parse(words, settings_of(path))
+    name = asked.settings.signal.name
+    given = any(word.startswith(("signal=", "signal.name=")) for word in words)
+    if ":" in name and not (given or trust):
+        raise UserError(
+            f"{path / 'config.yaml'}: its signal {name} would be imported, code of its maker's choice; add --trust if "
+            "you trust it, or name a signal of your own with signal=NAME"
+        )
+    return asked
 
 
 def _all_steps(path: Path, norms: Norms, what: str) -> None:
@@ -150,12 +174,12 @@ def _all_steps(path: Path, norms: Norms, what: str) -> None:
         raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
 
 
-def _calibrate(paths: list[Path], words: list[str], asked: Asked) -> int:
+def _calibrate(paths: list[Path], words: list[str], asked: Asked, trust: bool) -> int:
     from gnmr.calibration import calibrate_and_print
 
     recorded = []
     for path in paths:
-        if parse(words, settings_of(path)).settings != asked.settings:
+        if _asked(words, path, trust).settings != asked.settings:
             raise UserError(f"calibrate: {path}: has other controller settings than {paths[0]}")
         recorded.append(read_norms(path))
         _all_steps(path, recorded[-1], "calibrate")
@@ -164,12 +188,12 @@ def _calibrate(paths: list[Path], words: list[str], asked: Asked) -> int:
     return calibrate_and_print(recorded, asked)
 
 
-def _detect(paths: list[Path], words: list[str]) -> int:
+def _detect(paths: list[Path], words: list[str], trust: bool) -> int:
     from gnmr.detection import detect_and_print, faulty_run
 
     runs = []
     for path in paths:
-        asked, norms = parse(words, settings_of(path)), read_norms(path)
+        asked, norms = _asked(words, path, trust), read_norms(path)
         _all_steps(path, norms, "detect")
         run = faulty_run(path, norms, asked.settings)
         if run is None:
@@ -214,9 +238,10 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(defaults), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
-    if out is not None and ((out.is_dir() and "calibrate" not in shares) or not out.parent.is_dir()):
-        what = "a folder" if "calibrate" in shares else "a file"
-        raise UserError(f"out={out}: must be {what} in a folder that exists")
+    if out is not None and "calibrate" not in shares:
+        output.check(out, f"out={out}")
+    elif out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
+        raise UserError(f"out={out}: must be a folder in a folder that exists")
     if len(shares) > 1:
         raise UserError("calibrate and detect: one at a time")
     if signals and not shares:
@@ -245,21 +270,39 @@ def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
     cost: tuple[float, ...] | None = None
-    config = read_config(path / "config.yaml") if (path / "config.yaml").exists() else None
+    config = read_config(path / "config.yaml") if exists(path / "config.yaml") else None
     if path.is_dir():
-        try:
-            check_records(path)
-            table = read_ratios(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{path}: ratios.parquet cannot be read ({one_line(error)})") from error
-        header = read_json(path / "header.json") or {}
-        order, cost = header.get("units"), tuple(header["cost"]) if header.get("cost") else None
+        check_records(path)
+        order, cost = _units_and_cost(path / "header.json")
+        table = read_ratios(path)
         if table.num_rows == 0:
             raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
     elif not path.exists():
         raise UserError(f"{path}: there is no such file or run folder")
     else:
         table = _read_file(path)
+    with reading(path):
+        norms = _dense(path, table, order, cost)
+    if config is None:
+        return norms
+    training, every = config.training, config.records.ratios_every
+    return replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
+
+
+def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None]:
+    """What header.json says of the units, where it says it."""
+    header = read_json(path) or {}
+    units, cost = header.get("units"), header.get("cost")
+    with reading(path):
+        order = None if units is None else check_units(units)
+        costs = tuple(float(one) for one in cost or ())
+    if costs and (len(costs) != len(order or ()) or not all(math.isfinite(one) and one > 0 for one in costs)):
+        raise Damaged(f"{path}: cost must hold a positive number for each of the units")
+    return order, costs or None
+
+
+def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[float, ...] | None) -> Norms:
+    """The rows as matrices."""
     for name in ("step", "unit", "norm"):
         if (count := table.column_names.count(name)) != 1:
             there = f"stands there {count} times" if count else "is missing"
@@ -277,10 +320,13 @@ def read_norms(path: Path) -> Norms:
         raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
     if (norm < 0).any():
         raise UserError(f"{path}: a norm is negative (step {step[np.argmax(norm < 0)]})")
-    try:
-        dense = np.zeros((int(step.max()), len(units)))
-    except MemoryError as error:
-        raise UserError(f"{path}: step {step.max()} is too large for this machine's memory") from error
+    last, recorded = int(step.max()), len(np.unique(step))
+    if last > MOST_GAPS * (recorded + 100) or last * len(units) > MAX_CELLS:
+        raise UserError(
+            f"{path}: step {last} is too large: {recorded} steps of {len(units)} units are recorded, and a step of all "
+            f"in {MOST_GAPS:,}, {MAX_CELLS:,} norms in all, are the most that are read"
+        )
+    dense = np.zeros((last, len(units)))
     observed = np.zeros(dense.shape, dtype=bool)
     dense[step - 1, codes], observed[step - 1, codes] = norm, True
     if observed.sum() < len(step):
@@ -292,11 +338,7 @@ def read_norms(path: Path) -> Norms:
             more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise UserError(f"{path}: column {name!r} must hold numbers ({one_line(error)})") from error
-    if config is None:
-        return Norms(units, dense, observed, more, cost, steps=len(dense))
-    training = config.training
-    every = config.records.ratios_every
-    return Norms(units, dense, observed, more, cost, config.controller, training.steps, training.seed, every)
+    return Norms(units, dense, observed, more, None if cost is None or len(cost) != len(units) else cost, steps=last)
 
 
 def _read_file(path: Path) -> pa.Table:
@@ -389,16 +431,9 @@ class Tally:
 
 @contextmanager
 def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Writes one JSON object a line, beside and renamed at the end; nothing without `out`."""
+    """Writes one JSON object a line; nothing without `out`."""
     if out is None:
         yield lambda _row: None
         return
-    beside = out.with_name(f".{out.name}.writing")
-    try:
-        with writing(f"out={out}"):
-            with beside.open("w", encoding="utf-8") as file:
-                yield lambda row: print(json.dumps(row), file=file)
-            beside.replace(out)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+    with output.json_lines(out, f"out={out}") as file:
+        yield lambda row: print(json.dumps(row), file=file)

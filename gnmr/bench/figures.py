@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gnmr import __version__
-from gnmr.errors import UserError, writing
-from gnmr.records.files import replace_json
+from gnmr import __version__, output
 
 _BOOTSTRAP_DRAWS = 2000
 
@@ -141,9 +138,5 @@ def writer(out: Path | None) -> Callable[[dict[str, Any]], None]:
     """
     if out is None:
         return lambda _tree: None
-    if not out.parent.is_dir():
-        raise UserError(f"out={out}: the folder {out.parent} does not exist")
-    if out.is_dir():
-        raise UserError(f"out={out}: is a folder; give a file")
-    with writing(f"out={out}"), TemporaryFile(dir=out.parent):
-        return partial(replace_json, out)
+    output.check(out, f"out={out}")
+    return partial(output.write_json, out, what=f"out={out}")

@@ -16,7 +16,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.config.checks import require
@@ -29,6 +31,7 @@ from gnmr.config.records import RecordsConfig, ScoresConfig
 from gnmr.config.stress import StressConfig
 from gnmr.config.training import TrainingConfig
 from gnmr.errors import UserError
+from gnmr.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
 __all__ = [
     "BACKENDS",
@@ -58,6 +61,7 @@ __all__ = [
     "load",
     "one_line",
     "read",
+    "read_tree",
     "schema",
     "to_dict",
 ]
@@ -208,9 +212,49 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 def read(path: Path) -> Config:
     """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
     try:
-        return load(OmegaConf.load(path))  # type: ignore[arg-type]
+        return load(read_tree(path))
+    except Damaged:
+        raise
     except Exception as error:
-        raise UserError(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
+        raise Damaged(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """config.yaml as it is written, of another version too. Nothing in it is resolved, imported or looked up.
+
+    `Damaged` for anything but a mapping of plain values: a saved config is resolved, so an interpolation (`${`) is not
+    the run's, and neither are aliases or tags.
+    """
+    with reading(path):
+        tree = _plain_yaml(content(path, MAX_CONFIG))
+    if not isinstance(tree, dict):
+        raise Damaged(f"{path}: cannot be read (not a config: a mapping was expected)")
+    return tree
+
+
+def _plain_yaml(text: bytes) -> Any:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("an alias, which no config has")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+            raise ValueError(f"{event.value[:60]}: an interpolation, which a saved config has not")
+    return bounded(_with_texts_as_keys(yaml.load(text, Loader=_Loader)))
+
+
+def _with_texts_as_keys(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {str(key): _with_texts_as_keys(value) for key, value in tree.items()}
+    return [_with_texts_as_keys(value) for value in tree] if isinstance(tree, list) else tree
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads numbers as OmegaConf, which wrote them."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
 
 
 def one_line(error: Exception) -> str:

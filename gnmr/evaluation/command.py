@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gnmr import output
 from gnmr.errors import UserError, writing
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def main(argv: list[str]) -> int:
     is_run = (Path(places[0]).expanduser() / "config.yaml").is_file()
     name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
     out = Path(asked.out or (Path(places[0]) / name if is_run else name)).expanduser()
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f"out={out}: cannot be written; name a file in a folder that is there")
+    output.check(out, f"out={out}", follow=asked.out is not None)  # the run's folder may be anybody's
     data = None if asked.data is None else Path(asked.data).expanduser()
 
     import torch
@@ -100,10 +99,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval: out of memory at batch_size={asked.batch_size}: use a smaller one") from error
     tree = _record(subject, asked, found, shlex.join(["gnmr", "eval", *argv]))
 
-    from gnmr.records.ledger import replace_listed
+    if is_run and asked.out is None:
+        from gnmr.records.ledger import replace_listed
 
-    with writing(f"out={out}"):
-        replace_listed(out, tree)
+        with writing(f"out={out}"):
+            replace_listed(out, tree)
+    else:
+        output.write_json(out, tree, f"out={out}", follow=asked.out is not None)
     _show(found)
     print(f"scores: {out}")
     return 0

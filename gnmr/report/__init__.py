@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
-from gnmr.errors import UserError
+from gnmr import output
+from gnmr.errors import UserError, printable
 from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
-from gnmr.report.layout import Table
+from gnmr.report.layout import Table, as_markdown
 from gnmr.report.runs import Run, find_runs, load
 from gnmr.report.tables import paper_tables_of, run_table, tables
 from gnmr.terminal import Terminal
+from gnmr.untrusted import Damaged, first_line, text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,51 +65,121 @@ def report(
     be written, for an `against` that no arm fits or that is missing where it would be needed, and, where `strict`, for
     runs of one experiment and scale that cannot be compared.
     """
-    if html is not None and html.is_dir():
-        raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
-    runs, unreadable = _load(find_runs(paths))
     root = _common(paths)
-    out = out if out is not None else root / "report"
-    comparisons = compare(runs)
-    if strict:
-        refuse_rivals(comparisons)
-    if against is not None:
-        choose_baseline(comparisons, against)
-    found = [*tables(comparisons), *fault_tables(comparisons)]
-    for table in found:
-        table.print(console)
-    for line in unreadable:
-        console.print(Text(line))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        images = _plots(comparisons, out) if plots else []
-        written = out / "report.md"
-        written.write_text(_markdown([*found, run_table(runs, root)], unreadable, images), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out}: cannot write the report ({error.strerror or error})") from error
-    if html is not None:
+    written = (root / "report" if out is None else out) / "report.md"
+    _check_places(root, out, html)
+    left_out: dict[Path, str] = {}
+
+    def compared(runs: list[Run]) -> list[Comparison]:
+        comparisons = compare(runs)
+        if strict:
+            refuse_rivals(comparisons)
+        if against is not None:
+            choose_baseline(comparisons, against)
+        return comparisons
+
+    def as_tables(runs: list[Run]) -> list[Table]:
+        comparisons = compared(runs)
+        return [*tables(comparisons), *fault_tables(comparisons)]
+
+    def as_plots(runs: list[Run]) -> list[Path]:
+        from gnmr.report.plots import draw  # matplotlib takes a second to import
+
+        return draw(compared(runs), written.parent)
+
+    def as_page(runs: list[Run]) -> None:
         from gnmr.report.html import write_html  # plotly too
 
+        comparisons = compared(runs)
+        assert html is not None
         write_html(comparisons, runs, html, tables=paper_tables_of(comparisons))
-    console.print(Text(f"Report: {written}"), soft_wrap=True)
+
+    runs = _load(find_runs(paths), left_out)
+    runs, found = _shown(runs, as_tables, left_out)
+    for table in found:
+        table.print(console)
+    try:
+        written.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{written.parent}: cannot write the report ({error.strerror or error})") from error
+    images = _shown(runs, as_plots, left_out)[1] if plots else []
     if html is not None:
-        console.print(Text(f"Page: {html}"), soft_wrap=True)
-    if images:
-        console.print(Text("Plots:"))
-        for image in images:
-            console.print(Text(f"  {image}"), soft_wrap=True)
+        _shown(runs, as_page, left_out)
+    told = [f"Left out: {folder}: {why}" for folder, why in left_out.items()]
+    output.write_text(written, _markdown([*found, run_table(runs, root)], told, images), follow=False)
+    lines = [f"Report: {written}", *([f"Page: {html}"] if html is not None else []), *(["Plots:"] if images else [])]
+    for line in (*lines, *(f"  {image}" for image in images)):
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
-def _load(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    runs, unreadable = [], []
+def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
+    """UserError where the report cannot be written. A folder or file below the runs' folder may be anybody's link."""
+    if html is not None and html.is_dir():
+        raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
+    folder = root / "report" if out is None else out
+    if out is None and folder.is_symlink():
+        raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
+    if folder.is_dir():
+        output.check(folder / "report.md", follow=False)
+
+
+_T = TypeVar("_T")
+
+
+def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:
+    runs = []
     for folder in folders:
         try:
-            runs.append(load(folder))
+            runs.append(load(folder).check())
         except UserError as error:
-            unreadable.append(f"Left out: {error}")
+            _leave_out(folder, error, left_out)
     if not runs:
-        raise UserError("; ".join(unreadable))
-    return runs, unreadable
+        raise UserError("; ".join(f"{folder}: {why}" for folder, why in left_out.items()))
+    return runs
+
+
+def _shown(
+    runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path, str]
+) -> tuple[list[Run], _T]:
+    """What `show` makes of the runs, and the runs without those that it fails for: files that nobody thought of."""
+    while True:
+        try:
+            return runs, show(runs)
+        except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, Damaged):
+                raise
+            culprits = _culprits(runs, show)
+            if not culprits:
+                raise  # no run's, but a defect of ours
+        for run, why in culprits:
+            _leave_out(run.folder, why, left_out)
+        runs = [run for run in runs if run.folder not in left_out]
+        if not runs:
+            raise UserError("; ".join(f"{folder}: {why}" for folder, why in left_out.items()))
+
+
+def _culprits(runs: list[Run], show: Callable[[list[Run]], Any]) -> list[tuple[Run, Exception]]:
+    """The runs that cannot be shown by themselves, and why."""
+    try:
+        show(runs)
+    except UserError as error:
+        if not isinstance(error, Damaged):
+            return []  # of what was asked for
+        failed: Exception = error
+    except Exception as error:
+        failed = error
+    else:
+        return []
+    if len(runs) == 1:
+        return [(runs[0], failed)]
+    half = len(runs) // 2
+    return _culprits(runs[:half], show) + _culprits(runs[half:], show)
+
+
+def _leave_out(folder: Path, error: Exception, left_out: dict[Path, str]) -> None:
+    why = text(first_line(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
+    left_out[folder] = why
+    warnings.warn(printable(f"{folder} left out: {why}"), stacklevel=2)
 
 
 def _common(paths: list[Path]) -> Path:
@@ -116,14 +190,8 @@ def _common(paths: list[Path]) -> Path:
     return common if any(path.is_absolute() for path in paths) else Path(os.path.relpath(common))
 
 
-def _plots(comparisons: list[Comparison], out: Path) -> list[Path]:
-    from gnmr.report.plots import draw  # matplotlib takes a second to import
-
-    return draw(comparisons, out)
-
-
-def _markdown(found: list[Table], unreadable: list[str], images: list[Path]) -> str:
-    parts = ["# Report\n", *[table.markdown() for table in found], *[f"{line}\n" for line in unreadable]]
+def _markdown(found: list[Table], left_out: list[str], images: list[Path]) -> str:
+    parts = ["# Report\n", *[table.markdown() for table in found], *[f"{as_markdown(line)}\n" for line in left_out]]
     if images:
         parts.append("### Plots\n\n" + "\n\n".join(f"![{image.stem}]({image.name})" for image in images) + "\n")
     return "\n".join(parts)

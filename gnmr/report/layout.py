@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gnmr.errors import printable
 from gnmr.report.arms import Stat
 from gnmr.report.statistics import Paired, as_percent
 
@@ -38,17 +40,17 @@ class Table:
 
     def print(self, console: Console) -> None:
         """On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below."""
-        console.print(Text(self.title, style="bold"))
+        console.print(Text(printable(self.title), style="bold"))
         for places in self._blocks(console.width):
             table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
             for place in places:
                 justify: JustifyMethod = "right" if place else "left"
-                table.add_column(Text(self.columns[place]), justify=justify, no_wrap=place > 0)
+                table.add_column(_shown(self.columns[place]), justify=justify, no_wrap=place > 0)
             for row in self.rows:
-                table.add_row(*[Text(row[place]) for place in places])
+                table.add_row(*[_shown(row[place]) for place in places])
             console.print(table)
         for note in self.notes:
-            console.print(Text(note))
+            console.print(Text(printable(note)))
         console.print()
 
     def _blocks(self, width: int) -> list[list[int]]:
@@ -65,15 +67,25 @@ class Table:
 
     def markdown(self) -> str:
         """Title, rows and notes as Markdown."""
-        lines = [f"### {self.title}", "", _row(self.columns), _row(["---", *["---:"] * (len(self.columns) - 1)])]
-        lines += [_row(row) for row in self.rows]
+        ruler = " | ".join(["---", *["---:"] * (len(self.columns) - 1)])
+        lines = [f"### {as_markdown(self.title)}", "", _row(self.columns), f"| {ruler} |", *map(_row, self.rows)]
         if self.notes:
-            lines += ["", *[f"- {note}" for note in self.notes]]
+            lines += ["", *[f"- {as_markdown(note)}" for note in self.notes]]
         return "\n".join(lines) + "\n"
 
 
 def _row(values: Iterable[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
+    return "| " + " | ".join(map(as_markdown, values)) + " |"
+
+
+def as_markdown(text: str) -> str:
+    """The text as Markdown shows it, in one line: no link, no code, no HTML, no cell of its own."""
+    return re.sub(r"([\\`|\[\]<>&*$])", r"\\\1", printable(text))
+
+
+def _shown(text: str) -> Text:
+    """For the terminal; lines stay."""
+    return Text("\n".join(map(printable, text.split("\n"))))
 
 
 def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "") -> str:

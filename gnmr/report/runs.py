@@ -5,30 +5,37 @@ Nothing here needs a run to be whole. A run that is in progress, was killed or f
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from gnmr import config
 from gnmr.errors import UserError
 from gnmr.records.ledger import check_records
-from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios
-from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, ratio_schema
+from gnmr.records.reader import check_parquet, check_units, iter_jsonl, read_json, read_jsonl, read_ratios
+from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
+from gnmr.untrusted import Damaged, content, exists, first_line, opened, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _NO_NUMBERS = ("nonfinite_unit", "over", "statistics")
+_MOST_WORDS = 4000
+"""Characters of a command or a reason."""
+_MOST_STATISTICS = 1 << 28
+"""Numbers: 2 GB; 1e6 steps with four of each of 60 layers fit."""
+_MOST_NUMBERS = 1 << 29
+"""Of the matrices of `Ratios` together: 2 GB; 1e6 recorded steps of 84 units and three columns fit."""
+_MOST_UNOBSERVED = 64
+"""Cells for each recorded row: an expert has tokens in more than one step of so many."""
 
 Columns = dict[str, np.ndarray]
 """One float64 array per field, NaN where a row has no number."""
@@ -64,15 +71,39 @@ class Run:
     """Why it failed or stopped, one line."""
 
     @cached_property
+    def _step_rows(self) -> tuple[Columns, Columns, Counter[str]]:
+        """Of steps.jsonl: `steps`, `statistics`, and the unit-steps over each threshold. Read once, kept as columns."""
+        fields = [name for name in STEP_FIELDS if name not in _NO_NUMBERS]
+        steps, statistics = {name: array("d") for name in fields}, dict[str, "array[float]"]()
+        over: Counter[str] = Counter()
+        number = 0
+        for row, _ in iter_jsonl(self.folder / "steps.jsonl"):
+            for name, column in steps.items():
+                column.append(_number(row.get(name)))
+            for name, value in _mapping(row.get("statistics")).items():
+                if name not in statistics:
+                    statistics[name] = array("d", [math.nan]) * number
+                statistics[name].append(_number(value))
+            number += 1
+            if len(statistics) * number > _MOST_STATISTICS:
+                raise Damaged(f"{self.folder / 'steps.jsonl'}: {len(statistics):,} statistics in {number:,} steps")
+            for column in statistics.values():
+                if len(column) < number:
+                    column.append(math.nan)
+            for name, value in _mapping(row.get("over")).items():
+                over[name] += int(value)
+        as_arrays = [{name: np.array(column) for name, column in of.items()} for of in (steps, statistics)]
+        return as_arrays[0], as_arrays[1], over
+
+    @property
     def steps(self) -> Columns:
         """`STEP_FIELDS` as columns, one row a recorded step."""
-        return _columns(read_jsonl(self.folder / "steps.jsonl"), STEP_FIELDS)
+        return self._step_rows[0]
 
-    @cached_property
+    @property
     def statistics(self) -> Columns:
         """What the model told of each step's forward passes, by name; empty for a model that tells nothing."""
-        rows = [row.get("statistics") or {} for row, _ in iter_jsonl(self.folder / "steps.jsonl")]
-        return _columns(rows, dict.fromkeys(name for row in rows for name in row))
+        return self._step_rows[1]
 
     @cached_property
     def evals(self) -> Columns:
@@ -93,8 +124,14 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """`SUMMARY_FIELDS`: what summary.json says, the rest counted from the rows; None where nothing is known."""
-        written = read_json(self.folder / "summary.json") or {}
+        written = _summary(self.folder)
         return self._counted() | {key: value for key, value in written.items() if value is not None}
+
+    def check(self) -> Run:
+        """Itself, with everything read that a table shows but for the ratios; `Damaged` where that cannot be."""
+        with reading(self.folder):
+            _ = self.summary, self.events, self.scores
+        return self
 
     def _counted(self) -> dict[str, Any]:
         steps, evals = self.steps, self.evals
@@ -112,17 +149,11 @@ class Run:
             "final_val_ppl": _last(evals["val_ppl"]),
             "promotion_frac": share("num_active"),
             "hit_max_o_frac": float(np.mean(steps["num_active"] >= max_o)) if number and max_o else None,
-            "over_frac": {column: number / unit_steps for column, number in self._over().items()} if unit_steps else {},
+            "over_frac": {name: over / unit_steps for name, over in self._step_rows[2].items()} if unit_steps else {},
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
             "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
         }
-
-    def _over(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for row, _ in iter_jsonl(self.folder / "steps.jsonl"):
-            total.update(row.get("over") or {})
-        return total
 
     @property
     def last_step(self) -> int:
@@ -164,26 +195,36 @@ class Run:
             return Ratios(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
-        known = [name for name in self.header.get("units") or [] if name in set(names)]
-        order = known + [name for name in names if name not in set(known)]
-        column = np.array([order.index(name) for name in names])[unit.indices.to_numpy()]
+        there = set(names)
+        known = [name for name in self.header.get("units") or [] if name in there]
+        place = {name: number for number, name in enumerate(dict.fromkeys([*known, *names]))}
+        column = np.array([place[name] for name in names])[unit.indices.to_numpy()]
         steps, row = np.unique(table["step"].to_numpy(), return_inverse=True)
-
         columns = [name for name in table.column_names if name not in ratio_schema(()).names]
+        self._check_cells(table.num_rows, len(steps), len(place), len(columns))
+        if len(np.unique(row.astype(np.int64) * len(place) + column)) < table.num_rows:
+            raise Damaged(f"{self.folder}: the ratios of a step and unit stand in two rows")
 
         def matrix(field: str, missing: Any, dtype: Any) -> np.ndarray:
-            dense = np.full((len(steps), len(order)), missing, dtype)
+            dense = np.full((len(steps), len(place)), missing, dtype)
             dense[row, column] = table[field].to_numpy()
             return dense
 
         return Ratios(
             steps.astype(np.int64),
-            order,
+            list(place),
             matrix("norm", np.nan, np.float32),
             {name: matrix(name, np.nan, np.float32) for name in columns},
             matrix("risk", np.nan, np.float32),
             matrix("active", False, bool),
         )
+
+    def _check_cells(self, rows: int, steps: int, units: int, columns: int) -> None:
+        """`Damaged` for matrices that are larger than a machine has memory, or nearly empty."""
+        cells = steps * units
+        if cells * (columns + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
+            told = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
+            raise Damaged(f"{self.folder}: its ratios are too large to be shown ({told})")
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -209,34 +250,35 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def load(folder: Path) -> Run:
-    """A run without its rows, which are read when they are first asked for.
+    """A run, checked and without its rows, which are read when they are first asked for.
 
     A config of another version of this project, which no longer passes its checks, is taken as it is written.
-    Raises `UserError` where config.yaml is not readable at all.
+    Raises `UserError` where a file is not what it should be (`gnmr.untrusted`).
     """
-    tree = _read_config(folder / "config.yaml")
-    header = read_json(folder / "header.json") or {}
+    tree = config.read_tree(folder / "config.yaml")
+    header = _header(folder / "header.json")
     name = _FOLDER_NAME.fullmatch(folder.name)
     try:
         parsed = config.load(tree)
         settings = config.identity(parsed)
         arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
     except UserError:
-        settings = {"controller.hold": 1} | config.flatten(tree)
-        arm = str(header.get("arm") or (name["arm"] if name else folder.name))
-        digest = name["hash"] if name else "unknown"
-        seed = settings.pop("training.seed", None)
-        seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
+        with reading(folder / "config.yaml"):
+            settings = {"controller.hold": 1} | _settings(config.flatten(tree))
+            arm = str(header.get("arm") or (name["arm"] if name else folder.name))
+            digest = name["hash"] if name else "unknown"
+            seed = settings.pop("training.seed", None)
+            seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
     status, reason = _status(folder)
     _check_ratios(folder)
     check_records(folder)
     return Run(
         folder=folder,
-        settings=settings,
+        settings={key: text(value) if isinstance(value, str) else value for key, value in settings.items()},
         header=header,
-        experiment=str(settings.get("experiment_name") or header.get("experiment") or "custom"),
-        scale=str(settings.get("scale_name") or header.get("scale") or "custom"),
-        arm=arm,
+        experiment=text(settings.get("experiment_name") or header.get("experiment") or "custom"),
+        scale=text(settings.get("scale_name") or header.get("scale") or "custom"),
+        arm=text(arm),
         hash=digest,
         seed=seed,
         status=status,
@@ -244,32 +286,82 @@ def load(folder: Path) -> Run:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: cannot be read ({config.one_line(error)})") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: not a config (a mapping was expected)")
-    return {str(key): value for key, value in tree.items()}
+_SIZES = ("seq_len", "batch_size", "accumulation", "steps", "seed")
+
+
+def _settings(flat: dict[str, Any]) -> dict[str, Any]:
+    """The flat keys of a config that no check has seen: ValueError for a size that is no number."""
+    sizes = {f"training.{key}": flat.get(f"training.{key}") for key in _SIZES} | {
+        "controller.max_o": flat.get("controller.max_o"),
+        "controller.hold": flat.get("controller.hold"),
+    }
+    for key, value in sizes.items():
+        if value is not None and (type(value) is not int or not 0 <= value < 2**48):
+            raise ValueError(f"{key}={value!r:.40}: must be a whole number")
+    return flat
+
+
+_HEADER: dict[str, type | tuple[type, ...]] = {
+    "data": dict,
+    "machine": dict,
+    "units": list,
+    "cost": list,
+    "seed": int,
+    **dict.fromkeys(("command", "commit", "arm", "experiment", "scale"), str),
+}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """header.json, its words in short printable lines; empty without it."""
+    header = read_json(path) or {}
+    with reading(path):
+        for key, kind in _HEADER.items():
+            if not isinstance(header.get(key), kind | None):
+                raise ValueError(f"{key}: must be a {kind.__name__}")
+        check_units(header.get("units") or [])
+        header = {key: _told(value) for key, value in header.items()}
+        fingerprint = header.get("data", {}).get("fingerprint")
+        if not isinstance(fingerprint, str | None):
+            raise ValueError("data.fingerprint: must be a str")
+    return header
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {text(key): _told(item) for key, item in value.items()}
+    return text(value, _MOST_WORDS) if isinstance(value, str) else value
 
 
 def _status(folder: Path) -> tuple[str, str | None]:
     """The markers decide; FAILED first, so that a run counts as done only where nothing says otherwise."""
-    summary = read_json(folder / "summary.json") or {}
+    summary = _summary(folder)
     failed = folder / "FAILED"
-    if failed.exists():
-        text = " ".join(failed.read_text(encoding="utf-8", errors="replace").split())
-        return "failed", text or summary.get("reason") or "no reason given"
-    if (folder / "DONE").exists():
+    if exists(failed):
+        line = " ".join(content(failed).decode("utf-8", errors="replace").split())
+        return "failed", text(line or summary.get("reason") or "no reason given", _MOST_WORDS)
+    if exists(folder / "DONE"):
         return "done", None
     if summary.get("status") in ("failed", "interrupted"):
-        return summary["status"], summary.get("reason")
+        return summary["status"], summary.get("reason") and text(summary["reason"], _MOST_WORDS)
     return "running", None
 
 
+_NO_FIGURES = ("status", "reason", "over_frac", "saturation_total", "monitored")
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """What summary.json says; `Damaged` where it gives no number for a figure."""
+    path = folder / "summary.json"
+    summary = read_json(path) or {}
+    for key, value in summary.items():
+        fits = isinstance(value, str | dict | None) if key in _NO_FIGURES else isinstance(value, int | float | None)
+        if key in SUMMARY_FIELDS and not fits:
+            raise Damaged(f"{path}: {key}={value!r:.40} is no figure")
+    return summary
+
+
 def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
-    return {field: np.array([_number(row.get(field)) for row in rows]) for field in fields if field not in _NO_NUMBERS}
+    return {field: np.array([_number(row.get(field)) for row in rows]) for field in fields}
 
 
 def _number(value: Any) -> float:
@@ -287,10 +379,13 @@ def _last(values: np.ndarray) -> float | None:
 
 def _check_ratios(folder: Path) -> None:
     """UserError for ratios that were cut off or are no Parquet at all; reads no more than their end."""
-    file = folder / "ratios.parquet"
-    try:
-        pq.read_metadata(file)
-    except FileNotFoundError:
-        return
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{file}: damaged ({str(error).splitlines()[0]})") from error
+    path = folder / "ratios.parquet"
+    with suppress(FileNotFoundError), opened(path) as file:
+        try:
+            check_parquet(file)
+        except Exception as error:
+            raise Damaged(f"{path}: damaged ({first_line(error)})") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

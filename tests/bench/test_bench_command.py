@@ -60,8 +60,8 @@ def test_help_names_every_benchmark(gnmr):
         (["decision", "repeats=many"], "repeats=many"),
         (["decision", "clock=sun"], "clock=sun"),
         (["decision", "out="], "out="),
-        (["decision", "out=missing/figures.json"], "the folder missing does not exist"),
-        (["decision", "out=."], "is a folder"),
+        (["decision", "out=missing/figures.json"], "must be a file in a folder that exists"),
+        (["decision", "out=."], "and is a folder"),
         (["hf", "model=gpt"], "model.name=gpt"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(gnm
     def refused(dir):
         raise PermissionError(13, "Permission denied", dir)
 
-    monkeypatch.setattr("gnmr.bench.figures.TemporaryFile", refused)
+    monkeypatch.setattr("gnmr.output.TemporaryFile", refused)
     out = tmp_path / "figures.json"
     assert f"out={out}: cannot be written (Permission denied)" in gnmr("bench", "decision", f"out={out}").mistake
 

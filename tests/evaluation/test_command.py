@@ -107,7 +107,7 @@ def test_a_run_on_its_low_path(gnmr, train, task_data, tmp_path) -> None:
         "CHECKPOINT tasks=[gsm8k] block=9": "block=9: has no effect without the task wikitext2",
         "CHECKPOINT tasks=[wikitext2] data=DATA block=1025": "block=1025: CHECKPOINT reads 1024 tokens at most",
         "CHECKPOINT data=nowhere": "data=nowhere: there is no folder nowhere/gsm8k for the task gsm8k",
-        "CHECKPOINT out=nowhere/scores.json": "out=nowhere/scores.json: cannot be written; name a file in a folder",
+        "CHECKPOINT out=nowhere/scores.json": "out=nowhere/scores.json: must be a file in a folder that exists",
         "CHECKPOINT tasks=[hellaswag]": "Rowan/hellaswag cannot be read from the hub (ConnectionError: ",
         "CHECKPOINT tasks=[gsm8k] data=DATA shots=13": "gsm8k: 12 rows of train are too few for shots=13",
     }.items(),

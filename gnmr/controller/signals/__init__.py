@@ -96,12 +96,12 @@ _PARTS = ("observe", "columns", "needs", "thresholds", "state_dict", "load_state
 
 def _third_party(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        raise ValueError(f"signal {name!r}: must read package.module:Class")
     try:
         module = import_module(module_name)
     except ImportError as error:
         raise ValueError(f"signal {name!r}: {error} (is its folder on PYTHONPATH?)") from error
-    except ValueError as error:  # an empty name
-        raise ValueError(f"signal {name!r}: must read package.module:Class") from error
     if not callable(cls := getattr(module, class_name, None)):
         raise ValueError(f"signal {name!r}: {module_name} has no class {class_name!r}")
     return cls

@@ -1,0 +1,115 @@
+"""Writing where the user said: a file is replaced as a whole, a device or pipe is written to and stays what it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+from gnmr.errors import UserError, writing
+from gnmr.records.files import encode
+
+_OTHERS = {stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a block device"}
+
+
+@contextmanager
+def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to; `path` has the new content when the block has ended, the old one where it was left early.
+
+    A symbolic link is followed to what it leads to, whose kind decides; without `follow` it is refused, as it is where
+    others made the folder. A character device, a pipe and what this process's own output goes to are opened and written
+    to. UserError for a folder, a socket, a block device, and for what cannot be written. `what` names the place.
+    """
+    what = path if what is None else what
+    with writing(what):
+        if _through(path, what, follow):
+            with open(_as_it_is(path), "wb") as file:
+                yield file
+            return
+        target = Path(os.path.realpath(path)) if follow else path
+        beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.writing")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(beside, flags, 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                with suppress(OSError):  # who may read it stays as it was
+                    os.fchmod(descriptor, stat.S_IMODE(os.lstat(target).st_mode))
+                yield file
+            os.replace(beside, target)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
+
+
+def check(path: Path, what: object = None, follow: bool = True) -> None:
+    """UserError for a place that `replacing` would refuse, before there is anything to write."""
+    what = path if what is None else what
+    with writing(what):
+        through = _through(path, what, follow)
+    parent = path.parent if not follow else Path(os.path.realpath(path)).parent
+    if through:
+        return
+    if not parent.is_dir():
+        raise UserError(f"{what}: must be a file in a folder that exists")
+    with writing(what), TemporaryFile(dir=parent):
+        pass
+
+
+def _through(path: Path, what: object, follow: bool) -> bool:
+    """Whether what stands there is written to instead of being replaced. UserError where it is neither."""
+    try:
+        found = os.stat(path, follow_symlinks=follow)
+    except FileNotFoundError:
+        return False
+    kind = stat.S_IFMT(found.st_mode)
+    if kind in _OTHERS:
+        raise UserError(f"{what}: must be a file in a folder that exists, and is {_OTHERS[kind]}")
+    if not follow and kind != stat.S_IFREG:
+        raise UserError(f"{what}: is {'a symbolic link' if kind == stat.S_IFLNK else 'no file'}, and is left as it is")
+    return kind != stat.S_IFREG or _own_output(found) is not None
+
+
+def _own_output(found: os.stat_result) -> int | None:
+    """The descriptor, 1 or 2, by which this process writes to that file already."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _as_it_is(path: Path) -> int:
+    """What is there, open for writing: not made, not cut; where our own output goes there, behind that."""
+    if (own := _own_output(os.stat(path))) is None:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    (sys.stdout if own == 1 else sys.stderr).flush()
+    return os.dup(own)
+
+
+def write_text(path: Path, text: str, what: object = None, follow: bool = True) -> None:
+    """UTF-8; see `replacing`."""
+    with replacing(path, what, follow) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: Path, tree: dict[str, Any], what: object = None, follow: bool = True) -> None:
+    """An object, indented; numbers that are not finite become words, as in records."""
+    write_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n", what, follow)
+
+
+@contextmanager
+def json_lines(path: Path, what: object = None) -> Iterator[io.TextIOWrapper]:
+    """A text file for lines; see `replacing`."""
+    with replacing(path, what) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8")
+        yield text
+        text.flush()
+        text.detach()
