@@ -134,16 +134,16 @@ def _record(subject: Any, asked: Asked, found: dict[str, Any], command: str) -> 
 
     import gnmr
     from gnmr.evaluation.scoring import version
-    from gnmr.training.provenance import commit, machine
+    from gnmr.training.provenance import commit, machine, place, told_command
 
     return {
-        "subject": {"name": subject.name, **subject.facts},
+        "subject": {"name": place(subject.name), **subject.facts},
         "path": subject.named_path,
         "tasks": found,
         "limit": asked.limit,
-        "data": asked.data or "hub",
+        "data": place(asked.data) if asked.data else "hub",
         "batch_size": asked.batch_size,
-        "command": command,
+        "command": told_command(command),
         "commit": commit(),
         "machine": machine(subject.device),
         "gnmr": gnmr.__version__,

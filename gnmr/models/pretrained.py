@@ -5,6 +5,9 @@ be fine-tuned is the LLaMA family: a causal decoder whose blocks (`model.layers`
 of their own (llama, mistral, qwen2, ...). Models keep their own classes and names, so that a unit is called as in the
 checkpoint: `model.layers.3`.
 
+A checkpoint may be anybody's: nothing that it brings is run. Its Python code (auto_map) is not, its weights are
+safetensors alone and no pickle, its tokenizer is data.
+
 Needs transformers, and peft for adapters: `pip install gnmr[finetune]`. Both are imported here only, when needed.
 """
 
@@ -32,6 +35,7 @@ from gnmr.config import AdapterConfig
 from gnmr.errors import UserError
 from gnmr.models.llama import Llama
 from gnmr.names import select
+from gnmr.untrusted import MAX_OBJECT, bounded
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads
@@ -59,7 +63,7 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     with quiet(), _one_line(where, folder.is_dir()):
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(_place(checkpoint))
+        return AutoConfig.from_pretrained(_place(checkpoint), trust_remote_code=False)
 
 
 def check_files(folder: Path) -> None:
@@ -92,8 +96,12 @@ def check_safetensors(file: Path) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError for anything else."""
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with file.open("rb") as stream:  # a link of the hub's cache too
+            text = stream.read(MAX_OBJECT + 1)
+        if len(text) > MAX_OBJECT:
+            raise ValueError(f"more than {MAX_OBJECT:,} bytes")
+        tree = bounded(json.loads(text))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{file}: is no JSON object")
@@ -137,6 +145,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
 
         found = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            trust_remote_code=False,
             dtype=dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
@@ -159,7 +168,9 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
     with quiet(), _one_line(where), torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     check_family(model, where)
     model.config.use_cache = False
     shapes: nn.Module = model.train()
@@ -291,7 +302,7 @@ def open_tokenizer(checkpoint: str) -> Any:
     with quiet(), _one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(_place(checkpoint))
+        return AutoTokenizer.from_pretrained(_place(checkpoint), trust_remote_code=False)
 
 
 def _tokenizer(tokenizer: Path | str) -> Any:
@@ -325,6 +336,11 @@ def _one_line(where: str, local: bool = True) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # they have no common type: OSError, ValueError, SafetensorError, ...
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{where}: brings Python code of its own (auto_map), which is never run; use a checkpoint of a model "
+                "that transformers has"
+            ) from error
         what = "cannot be loaded" if local else "cannot be read from the hub"
         remedy = "" if local else "; give a local folder, or check the network, HF_ENDPOINT and the token"
         raise UserError(f"{where}: {what} ({first_line(error)}){remedy}") from error

@@ -43,7 +43,8 @@ MAX_UNITS = 2**16 - 1
 MAX_RATIO_ROWS = 1 << 27
 """Of units by steps: 6 GB once they are read."""
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MANY_A_STEP = ("events.jsonl", "faults.jsonl")
+_LEAST_APART = {"events.jsonl": 0, "faults.jsonl": -MAX_STEP}
+"""Steps from a row to the next one at least; in the other files a step stands once."""
 
 
 def decode(value: Any, room: int = MAX_DEPTH) -> Any:
@@ -71,13 +72,13 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each row of a .jsonl file, as `stored`, and the offset of the byte after it (uncompressed); none without a file.
 
     Stops at the first line that is not whole: the last one, if a kill cut it short. `Damaged` for what no run writes:
-    a damaged copy, one that expands without end, a row that is too long or too deep, has no step, or one that is
-    smaller than the row's before; but for events and faults also one that stands there twice.
+    a damaged copy, one that expands without end, a row that is too long or too deep, or has no step that may follow on
+    the row's before.
     """
     found = stored(path)
     if found is None:
         return
-    packed, many = found != path, path.name in _MANY_A_STEP
+    packed, apart = found != path, _LEAST_APART.get(path.name, 1)
     end, number, step = 0, 0, -1
     with opened(found) as raw:
         most = SMALL + MAX_EXPANSION * os.fstat(raw.fileno()).st_size if packed else MAX_FILE
@@ -90,7 +91,7 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 row = _object(line)
                 if row is None or not line.endswith(b"\n"):
                     return
-                step = _next_step(row, step, many)
+                step = _next_step(row, step, apart)
                 yield row, end
         except (EOFError, OSError, ValueError, zlib.error) as error:
             if isinstance(error, Damaged):
@@ -110,11 +111,11 @@ def _object(text: bytes) -> dict[str, Any] | None:
     return decode(found) if isinstance(found, dict) else None
 
 
-def _next_step(row: dict[str, Any], before: int, many: bool) -> int:
+def _next_step(row: dict[str, Any], before: int, apart: int) -> int:
     step = row.get("step")
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise ValueError(f"its step is {step!r:.40}, no whole number from 0 to {MAX_STEP}")
-    if step < before or (step == before and not many):
+    if step < before + apart:
         raise ValueError(f"step {step} stands behind step {before}")
     return step
 
@@ -127,7 +128,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def read_ratios(folder: Path) -> pa.Table:
     """The ratio rows of a run: ratios.parquet, or while it runs (or after a kill) what ratios.rows holds.
 
-    `Damaged` for other columns than `ratio_schema`'s, steps below 1, and for more rows or units than a run has.
+    `Damaged` for columns of other types than `ratio_schema`'s, steps below 1, and for more rows or units than a run
+    has. Which columns are there is for the caller to see.
     """
     parquet, stream = folder / "ratios.parquet", folder / "ratios.rows"
     table = ratio_schema(()).empty_table()
@@ -173,21 +175,18 @@ def _checked(path: Path, table: pa.Table) -> pa.Table:
     if table.num_rows == 0:
         return table
     names, fixed = table.column_names, ratio_schema(())
-    if missing := [name for name in fixed.names if names.count(name) != 1]:
-        raise Damaged(f"{path}: column {missing[0]!r} is missing, or stands there twice; needed are {fixed.names}")
     if wrong := [name for name in names if names.count(name) > 1 or not name.isprintable() or len(name) > MAX_NAME]:
         raise Damaged(f"{path}: cannot be read (column {wrong[0]!r:.60})")
     with reading(path):
         types = {name: fixed.field(name).type if name in fixed.names else pa.float64() for name in names}
-        columns = {name: table[name] if table[name].type == kind else table[name].cast(kind) for name, kind in types.items()}
-        table = pa.table(columns)
+        table = pa.table({name: table[name].cast(kind) for name, kind in types.items()})
         table.validate(full=True)
         if broken := [name for name in names if table[name].null_count]:
             raise ValueError(f"column {broken[0]!r} has gaps")
-        if (first := pc.min(table["step"]).as_py()) < 1:
+        if "step" in names and (first := pc.min(table["step"]).as_py()) < 1:
             raise ValueError(f"step {first}: steps count from 1")
-        units = {unit for chunk in table["unit"].chunks for unit in chunk.dictionary.to_pylist()}
-        check_units(list(units))
+        if "unit" in names:
+            check_units(list({unit for chunk in table["unit"].chunks for unit in chunk.dictionary.to_pylist()}))
     return table
 
 

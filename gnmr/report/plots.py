@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from gnmr import output
 from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import (
     Curves,
@@ -36,9 +39,12 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
     def save(name: str, figure: Figure, runs: list[Run]) -> None:
         foot(figure, _origin(runs))
         images.append(out / f"{name}.png")
-        figure.savefig(images[-1])
+        with output.replacing(images[-1], follow=False) as file:
+            figure.savefig(file, format="png")
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        for what in ("Glyph", "constrained_layout not applied", "Tight layout not applied"):
+            warnings.filterwarnings("ignore", message=what)  # names may have any characters, and any length
         for place, comparison in enumerate(comparisons):
             stem = stems[place]
             if stems.count(stem) > 1:
@@ -84,4 +90,6 @@ def _origin(runs: list[Run]) -> str:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.=]+", "-", text).strip("-")
+    """As part of a file's name, whose length is limited."""
+    slug = re.sub(r"[^A-Za-z0-9_.=]+", "-", text).strip("-")
+    return slug if len(slug) <= 100 else f"{slug[:90]}-{sha256(text.encode()).hexdigest()[:8]}"

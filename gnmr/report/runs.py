@@ -27,6 +27,7 @@ from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_
 from gnmr.untrusted import Damaged, content, exists, first_line, opened, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
+_SHOWN = ("step", "unit", "norm", "risk", "active")
 _NO_NUMBERS = ("nonfinite_unit", "over", "statistics")
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
@@ -95,12 +96,12 @@ class Run:
         as_arrays = [{name: np.array(column) for name, column in of.items()} for of in (steps, statistics)]
         return as_arrays[0], as_arrays[1], over
 
-    @property
+    @cached_property
     def steps(self) -> Columns:
         """`STEP_FIELDS` as columns, one row a recorded step."""
         return self._step_rows[0]
 
-    @property
+    @cached_property
     def statistics(self) -> Columns:
         """What the model told of each step's forward passes, by name; empty for a model that tells nothing."""
         return self._step_rows[1]
@@ -193,6 +194,8 @@ class Run:
         if table.num_rows == 0:
             empty = np.zeros((0, 0), np.float32)
             return Ratios(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
+        if missing := [name for name in _SHOWN if name not in table.column_names]:
+            raise Damaged(f"{self.folder}: its ratios have no column {missing[0]!r}")
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
         there = set(names)
@@ -342,11 +345,11 @@ def _status(folder: Path) -> tuple[str, str | None]:
     if exists(folder / "DONE"):
         return "done", None
     if summary.get("status") in ("failed", "interrupted"):
-        return summary["status"], summary.get("reason") and text(summary["reason"], _MOST_WORDS)
+        return str(summary["status"]), summary.get("reason") and text(summary["reason"], _MOST_WORDS)
     return "running", None
 
 
-_NO_FIGURES = ("status", "reason", "over_frac", "saturation_total", "monitored")
+_WORDS, _MAPPINGS = ("status", "reason"), ("over_frac", "saturation_total", "monitored")
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -354,8 +357,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     summary = read_json(path) or {}
     for key, value in summary.items():
-        fits = isinstance(value, str | dict | None) if key in _NO_FIGURES else isinstance(value, int | float | None)
-        if key in SUMMARY_FIELDS and not fits:
+        kind = str | float if key in _WORDS else dict if key in _MAPPINGS else int | float  # "nan" is read as a number
+        if key in SUMMARY_FIELDS and not isinstance(value, kind | None):
             raise Damaged(f"{path}: {key}={value!r:.40} is no figure")
     return summary
 

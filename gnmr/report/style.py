@@ -29,6 +29,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
     "savefig.dpi": 130,
+    "text.parse_math": False,  # a name with a $ is no formula
 }
 
 Looks = dict[str, dict[str, Any]]

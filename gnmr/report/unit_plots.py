@@ -17,6 +17,8 @@ from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, new_figure, of_st
 
 _LEAST, _MOST = 1 / 3, 3.0
 """Ends of the risk map's colours; 1 is the middle."""
+_TALLEST = 90.0
+"""Inches: a picture of more than 65,535 pixels cannot be drawn."""
 
 
 def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
@@ -61,7 +63,8 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
 def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     """Risk of every unit by step, in units of its `limit`; black strips: the unit was on the recovery path."""
     number = len(ratios.units)
-    figure = Figure(figsize=(11, 1.9 + number * float(np.clip(9.0 / number, 0.085, 0.19))), layout="constrained")
+    height = min(number * float(np.clip(9.0 / number, 0.085, 0.19)), _TALLEST)
+    figure = Figure(figsize=(11, 1.9 + height), layout="constrained")
     axes, side = figure.subplots(1, 2, width_ratios=(12, 1), sharey=True)
     width = bin_width(int(ratios.steps[-1]), 600)
     cut, cut_name = limit(arm, run, ratios)

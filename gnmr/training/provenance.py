@@ -1,9 +1,15 @@
-"""Where a number comes from: commit and machine."""
+"""Where a number comes from: commit, machine, command and config, with no more of its maker than making it again needs.
+
+Neither host nor user is told. A path below the working folder is told as seen from there, one below the home folder
+with ~; of any other one a command keeps its last part.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -12,6 +18,10 @@ from typing import Any
 import torch
 
 import gnmr
+from gnmr.config import Config, to_dict
+
+_ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
+"""A path from the root, where a word or a value in it begins."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -46,3 +56,40 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def place(path: str) -> str:
+    """A path as seen from the working folder or the home folder where it lies below one of them; else as it is."""
+    for folder, start in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if folder != folder.parent and Path(path).is_relative_to(folder):
+            below = str(Path(path).relative_to(folder))
+            return below if not start else "~" if below == "." else start + below
+    return path
+
+
+def told_command(command: str) -> str:
+    """The command without what its absolute paths tell of the machine."""
+
+    def shorter(found: re.Match[str]) -> str:
+        path = place(found[0])
+        return path if path != found[0] else Path(path).name or path
+
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation mark that is not closed
+        words = command.split()
+    return shlex.join(_ABSOLUTE.sub(shorter, word) for word in words)
+
+
+def told_config(config: Config) -> dict[str, Any]:
+    """The config as a tree for config.yaml, without where this run was kept.
+
+    `data.path` and `model.checkpoint` stay as they were given: they are part of what the run is (its hash), and a run
+    goes on only where they are the same. `data.cache_dir` is what `gnmr eval` looks for the tokenizer in.
+    """
+    tree = to_dict(config)
+    tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
+    tree["data"]["cache_dir"] = place(tree["data"]["cache_dir"])
+    if tree["scores"]["data"] is not None:
+        tree["scores"]["data"] = Path(place(tree["scores"]["data"])).name
+    return tree

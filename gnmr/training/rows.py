@@ -17,7 +17,7 @@ from gnmr.paths.plan import described
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.parts import Parts, tokens_of
-from gnmr.training.provenance import commit, machine
+from gnmr.training.provenance import commit, machine, told_command
 from gnmr.training.step import StepResult
 
 
@@ -108,7 +108,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit(),
-        "command": command,
+        "command": told_command(command),
         "machine": machine(parts.device),
         "data": {
             "name": config.data.name,

@@ -21,7 +21,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from gnmr.config import Config, config_hash, to_dict
+from gnmr.config import Config, config_hash
 from gnmr.data import Batch, PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
@@ -34,6 +34,7 @@ from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, locked, run_folder, unexported
 from gnmr.training.optim import learning_rate
 from gnmr.training.parts import Blocks, Parts, assemble, device_of, train_step, training_blocks, validation
+from gnmr.training.provenance import told_config
 from gnmr.training.rows import Counters, fault_rows, header, ratio_rows, run_info, step_row
 from gnmr.training.scores import check_scores, score_now
 from gnmr.training.step import evaluate
@@ -134,7 +135,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
         try:
             if newest is None:
                 recorder.say(str(parts.plan))
-            tree = to_dict(config)
+            tree = told_config(config)
             recorder.start(
                 OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
             )

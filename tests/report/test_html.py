@@ -269,7 +269,7 @@ def test_maps_that_do_not_fit_are_named(
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write the page") as error:
+    with pytest.raises(UserError, match="cannot be written") as error:
         write_html([], [], tmp_path / "file" / "report.html")
     assert "\n" not in str(error.value)
 

@@ -68,8 +68,10 @@ def test_a_run_whose_config_is_broken_is_left_out_and_named(write_run: Write, tm
     write_run(arm="bf16")
     broken = write_run(arm="int4")
     (broken / "config.yaml").write_text("- not a mapping")
-    assert "Left out:" in printed([tmp_path / "runs"])
-    with pytest.raises(UserError, match="not a config") as error:
+    with pytest.warns(UserWarning, match=rf"{broken.name} left out: config\.yaml: cannot be read \(not a config"):
+        printed([tmp_path / "runs"], tmp_path / "out")
+    assert "\nLeft out: " in (tmp_path / "out" / "report.md").read_text()
+    with pytest.warns(UserWarning), pytest.raises(UserError, match="not a config") as error:
         printed([broken])
     assert "\n" not in str(error.value)
 
@@ -77,8 +79,8 @@ def test_a_run_whose_config_is_broken_is_left_out_and_named(write_run: Write, tm
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
-        ("ratios.parquet", b"PAR1 cut off", "ratios.parquet: damaged"),
-        ("ratios.parquet", b"", "ratios.parquet: damaged"),
+        ("ratios.parquet", b"PAR1 cut off", "left out: ratios.parquet: damaged"),
+        ("ratios.parquet", b"", "left out: ratios.parquet: damaged"),
         ("header.json", b"\xff\xfe", ""),
         ("header.json", b"[]", ""),
         ("steps.jsonl", b"[]\n", ""),
@@ -92,7 +94,9 @@ def test_a_damaged_file_costs_no_more_than_its_run(
     broken = write_run(arm="int4", seed=0, steps=12, units=2, val_loss={12: 3.0})
     (broken / "ratios.rows").unlink(missing_ok=True)
     (broken / file).write_bytes(content)
-    assert told in printed([tmp_path / "runs"], tmp_path / "out", plots=True, width=300)
+    with warnings.catch_warnings(record=True) as caught:
+        printed([tmp_path / "runs"], tmp_path / "out", plots=True, width=300)
+    assert [told in str(one.message) for one in caught] == ([True] if told else [])
     assert (tmp_path / "out" / "report.md").exists()
 
 

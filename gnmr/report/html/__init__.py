@@ -12,8 +12,8 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from gnmr.errors import UserError
-from gnmr.records.files import replace_text
+from gnmr.errors import writing
+from gnmr.output import write_text
 from gnmr.report import faults
 from gnmr.report.binning import binned
 from gnmr.report.comparisons import Comparison
@@ -44,12 +44,12 @@ def write_html(
     regimes: Mapping[str, Sequence[Cell]] | None = None,
     title: str = "gnmr report",
 ) -> None:
-    """Writes the page, folders above it included.
+    """Writes the page (`gnmr.output`), folders above it included.
 
     Args:
         comparisons: `compare(runs)`; the page shows one at a time.
         runs: all runs, for the table of provenance.
-        path: the file, replaced if it is there.
+        path: the file.
         tables_of: the tables above a comparison's figures; their first column is the arm.
         tables: further tables over all comparisons, such as the paper's.
         regimes: by experiment, cells as of `regimes.regime_maps`; None: those of the comparisons. An experiment
@@ -84,11 +84,9 @@ def write_html(
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(title))
     before, rest = page.split("<!-- plotly -->")
     between, after = rest.split("<!-- data -->")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, "".join([before, get_plotlyjs(), between, script_json(data), after]))
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page ({error.strerror or error})") from error
+    write_text(path, "".join([before, get_plotlyjs(), between, script_json(data), after]))
 
 
 def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tuple[Tree, int]:
