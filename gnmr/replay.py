@@ -56,7 +56,7 @@ usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl] [--trust]
              conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
   signal     another signal (docs/signals.md), its options as signal.options.KEY=VALUE; what it needs besides norms must
              have been recorded (records.evidence)
-  --trust    also imports the signal that a run folder's config names as package.module:Class: code of its maker's choice
+  --trust    imports the signal too that a run folder's config names as package.module:Class: code of its maker's choice
   out        one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step
              t (in force in step t + 1), largest risk first
   calibrate  finds the controller.trigger (for random and fixed sets the option share) at which the mean share of

@@ -102,7 +102,7 @@ def reading(what: object) -> Iterator[None]:
     """`Damaged`, in one line, for whatever goes wrong with files of others: no defect of ours, and no traceback."""
     try:
         yield
-    except UserError:
+    except (UserError, BrokenPipeError):
         raise
     except Exception as error:  # of a dozen libraries, which a file can make stumble anywhere
         raise Damaged(f"{what}: cannot be read ({first_line(error)})") from error

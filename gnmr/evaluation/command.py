@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from gnmr import output
 from gnmr.errors import UserError, writing
+from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
     from gnmr.evaluation.progress import Progress
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
     asked = parse([word for word in argv if "=" in word])
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
         raise UserError(f"eval: {', '.join(missing)} not installed: pip install 'gnmr[finetune]'")
-    is_run = (Path(places[0]).expanduser() / "config.yaml").is_file()
+    is_run = exists(Path(places[0]).expanduser() / "config.yaml")
     name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
     out = Path(asked.out or (Path(places[0]) / name if is_run else name)).expanduser()
     output.check(out, f"out={out}", follow=asked.out is not None)  # the run's folder may be anybody's

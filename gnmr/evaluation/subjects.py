@@ -27,8 +27,10 @@ from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import described
+from gnmr.records.reader import read_json
 from gnmr.training.checkpoint import load_model
 from gnmr.training.parts import pretrained_model
+from gnmr.untrusted import check_folder, exists, reading
 from gnmr.wiring import build_plan
 
 PATHS = ("16bit", "low")
@@ -117,8 +119,8 @@ def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None,
         adapter: a folder of peft's, for a Hugging Face checkpoint.
         device: auto, cpu or cuda.
 
-    UserError in one line for everything that cannot be scored. PyTorch reads parts of a run's checkpoint with pickle:
-    load only your own; of Hugging Face's checkpoints nothing but safetensors is read.
+    UserError in one line for everything that cannot be scored. A folder may be anybody's (`gnmr.untrusted`): no link
+    below it is followed, and of Hugging Face's checkpoints nothing but safetensors and data is read.
     """
     if in_force not in PATHS:
         raise UserError(f"path={in_force}: must be one of {', '.join(PATHS)}")
@@ -128,10 +130,12 @@ def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None,
         raise UserError("device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     folder = Path(path).expanduser()
-    if (folder / "config.yaml").is_file():
+    if exists(folder / "config.yaml"):
         if adapter is not None:
             raise UserError(f"adapter={adapter}: belongs to a Hugging Face checkpoint, and {path} is a run")
-        return _run(folder, in_force, where)
+        check_folder(folder / "checkpoints")
+        with reading(folder):
+            return _run(folder, in_force, where)
     if in_force == "low":
         raise UserError(f"path=low: {path} is no run and has no low path; use path=16bit")
     if folder.is_dir():
@@ -192,7 +196,7 @@ def _facts(config: Config, model: nn.Module, plan: Plan | None) -> dict[str, Any
 
 
 def _header(folder: Path) -> dict[str, Any]:
-    return pretrained.read_object(folder / "header.json")
+    return read_json(folder / "header.json") or {}
 
 
 def of_run(

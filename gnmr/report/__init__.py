@@ -138,9 +138,7 @@ def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:
     return runs
 
 
-def _shown(
-    runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path, str]
-) -> tuple[list[Run], _T]:
+def _shown(runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path, str]) -> tuple[list[Run], _T]:
     """What `show` makes of the runs, and the runs without those that it fails for: files that nobody thought of."""
     while True:
         try:

@@ -77,15 +77,13 @@ class Run:
         fields = [name for name in STEP_FIELDS if name not in _NO_NUMBERS]
         steps, statistics = {name: array("d") for name in fields}, dict[str, "array[float]"]()
         over: Counter[str] = Counter()
-        number = 0
-        for row, _ in iter_jsonl(self.folder / "steps.jsonl"):
+        for number, (row, _) in enumerate(iter_jsonl(self.folder / "steps.jsonl"), 1):
             for name, column in steps.items():
                 column.append(_number(row.get(name)))
             for name, value in _mapping(row.get("statistics")).items():
                 if name not in statistics:
-                    statistics[name] = array("d", [math.nan]) * number
+                    statistics[name] = array("d", [math.nan]) * (number - 1)
                 statistics[name].append(_number(value))
-            number += 1
             if len(statistics) * number > _MOST_STATISTICS:
                 raise Damaged(f"{self.folder / 'steps.jsonl'}: {len(statistics):,} statistics in {number:,} steps")
             for column in statistics.values():
