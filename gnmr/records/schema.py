@@ -2,9 +2,9 @@
 
 A run folder holds
 
-    config.yaml     the resolved config
-    header.json     versions, commit, machine, command, data fingerprint, units, paths (and what runs a recipe), run_id
-                    (W&B's name of the run)
+    config.yaml     the resolved config, but for run_dir and runs_dir
+    header.json     versions, commit, machine (no host, no user), command (no absolute path), data fingerprint, units,
+                    paths (and what runs a recipe), run_id (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where conf/scores asks for tasks

@@ -161,3 +161,23 @@ def test_missing_weights_are_named(checkpoint: Path) -> None:
 def test_adapter_targets_that_match_nothing_are_refused(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"targets=\['qkv_proj'\]: no linear has such a name; there are down_proj"):
         add_adapter(load_frozen(checkpoint), AdapterConfig(rank=2, targets=["qkv_proj"]), 0)
+
+
+def test_no_code_of_a_checkpoints_is_run_or_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (checkpoint / "own.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    tree = json.loads((checkpoint / "config.json").read_text())
+    tree |= {"auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}, "model_type": "own"}
+    (checkpoint / "config.json").write_text(json.dumps(tree))
+    for use in (lambda: load(str(checkpoint), torch.float32, CPU), lambda: empty(str(checkpoint), torch.float32)):
+        with pytest.raises(UserError, match=r"brings Python code of its own \(auto_map\), which is never run"):
+            use()
+    assert not ran.exists()
+
+
+def test_a_deep_index_is_one_line(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UserError, match="cannot be"):
+        load(str(checkpoint), torch.float32, CPU)

@@ -1,0 +1,61 @@
+"""What a run's files tell of the machine and its user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gnmr.config import config_hash, read
+from gnmr.records.reader import read_json
+from gnmr.training.provenance import place, told_command
+from gnmr.training.run import run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder; the home folder is beside it."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("HOME", str(tmp_path / "alice"))
+    return tmp_path / "project"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("gnmr train data.path={here}/data/x.txt", "gnmr train data.path=data/x.txt"),
+        ("gnmr train data.path={home}/x.txt", "gnmr train 'data.path=~/x.txt'"),
+        ("gnmr train run_dir=/scratch/alice/run", "gnmr train run_dir=run"),
+        ("gnmr train 'a=[/scratch/x,/b/c d]'", "gnmr train 'a=[x,c d]'"),
+        ("/usr/local/bin/gnmr train hierarchy=6/8", "gnmr train hierarchy=6/8"),
+        ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
+        ("gnmr train data=gsm8k 'unclosed", "gnmr train data=gsm8k ''"'"'unclosed'"),
+    ],
+)
+def test_a_command(command: str, told: str, here: Path) -> None:
+    assert told_command(command.format(here=here, home=Path.home())) == told
+
+
+def test_places(here: Path) -> None:
+    told = [place(str(path)) for path in (here / "x", Path.home() / "x", Path.home(), "/scratch/x", "x/y")]
+    assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
+
+
+def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:
+    """And goes on as before: what it is has not changed."""
+    (here / "babble.txt").write_text(text_file.read_text())
+    words = ("training.steps=2", "data.path=babble.txt", f"data.cache_dir={tmp_path}/alice/cache")
+    made = tiny(f"run_dir={here}/runs/one", f"runs_dir={tmp_path}/runs", *words)
+    folder = run(made, lambda _: None, f"gnmr train run_dir={here}/runs/one data.path={here}/babble.txt")
+    header = read_json(folder / "header.json")
+    assert header is not None and header["command"] == "gnmr train run_dir=runs/one data.path=babble.txt"
+    written = (folder / "config.yaml").read_text() + (folder / "header.json").read_text()
+    assert str(tmp_path) not in written
+    assert header["machine"].keys() == {"cpu", "cores", "threads", "device"}
+    saved = read(folder / "config.yaml")
+    assert saved.data.cache_dir == "~/cache" and (saved.run_dir, saved.runs_dir) == (None, "runs")
+    assert config_hash(saved) == config_hash(made)
+    said = list[str]()
+    run(made, said.append)
+    assert said == [f"{folder} is done: skipped"]
