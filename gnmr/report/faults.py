@@ -9,13 +9,13 @@ from statistics import median
 
 import numpy as np
 
-from gnmr.errors import UserError
-from gnmr.records.reader import read_jsonl, stored
+from gnmr.records.reader import MAX_STEP, read_jsonl, stored
 from gnmr.report.arms import Arm, stat
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, measure, percent
 from gnmr.report.risk import trigger
 from gnmr.report.runs import Ratios, Run
+from gnmr.untrusted import Damaged, text
 
 GRACE = 1
 """Steps after a window in which a flag still counts as its detection."""
@@ -134,12 +134,12 @@ def read_windows(folder: Path) -> list[Window]:
     for number, row in enumerate(read_jsonl(path), 1):
         try:
             unit, start, end = str(row["unit"]), int(row["step"]), int(row["end"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
-        magnitude = row.get("magnitude")
-        found.append(
-            Window(unit, start, end, str(row.get("kind") or ""), None if magnitude is None else float(magnitude))
-        )
+            magnitude = None if row.get("magnitude") is None else float(row["magnitude"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Damaged(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
+        if not start <= end <= MAX_STEP:
+            raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
+        found.append(Window(unit, start, end, text(row.get("kind") or ""), magnitude))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
 import sys
@@ -145,7 +146,7 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../x:Y", ".x:Y", "a b:Y", ":Y", "x:", "x:Y.z"])
+@pytest.mark.parametrize("name", ["../x:Y", ".x:Y", "a b:Y", ":Y", "x:Y.z"])
 def test_a_signal_that_is_no_module(name: str, odd: Path, gnmr) -> None:
     assert "must read package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
 
@@ -218,8 +219,7 @@ def test_sizes_of_another_version_that_are_none(changes: dict, odd: Path, capsys
 
 def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last net: the run with which a table stumbles is found among the others."""
-    from gnmr.report import tables
-
+    tables = importlib.import_module("gnmr.report.tables")
     control = tables.control
 
     def stumbles(comparison, *rest):
@@ -261,7 +261,7 @@ def test_a_file_with_holes(tmp_path: Path) -> None:
 
 def test_a_compressed_file_that_expands_without_end(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "events.jsonl.gz", "wb", 9) as file:
-        for _ in range(25):
+        for _ in range(80):
             file.write(b'{"step": 1, "unit": "a", "event": "promote"}\n' * 20_000)
     with pytest.raises(Damaged, match="expands without end"):
         read_jsonl(tmp_path / "events.jsonl")

@@ -30,7 +30,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gnmr train 'a=[/scratch/x,/b/c d]'", "gnmr train 'a=[x,c d]'"),
         ("/usr/local/bin/gnmr train hierarchy=6/8", "gnmr train hierarchy=6/8"),
         ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
-        ("gnmr train data=gsm8k 'unclosed", "gnmr train data=gsm8k ''"'"'unclosed'"),
     ],
 )
 def test_a_command(command: str, told: str, here: Path) -> None:
