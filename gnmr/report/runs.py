@@ -302,7 +302,7 @@ def _settings(flat: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_HEADER: dict[str, type | tuple[type, ...]] = {
+_HEADER: dict[str, type] = {
     "data": dict,
     "machine": dict,
     "units": list,
@@ -317,7 +317,7 @@ def _header(path: Path) -> dict[str, Any]:
     header = read_json(path) or {}
     with reading(path):
         for key, kind in _HEADER.items():
-            if not isinstance(header.get(key), kind | None):
+            if header.get(key) is not None and not isinstance(header[key], kind):
                 raise ValueError(f"{key}: must be a {kind.__name__}")
         check_units(header.get("units") or [])
         header = {key: _told(value) for key, value in header.items()}
