@@ -94,7 +94,9 @@ def _guarded(command: str, words: list[str]) -> int:
         print("gnmr: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from gnmr.terminal import unread
+
+        unread()
         return 141
     except Exception as error:
         from gnmr.composition import mistake

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr import config as schema
 from gnmr.errors import RunFailed, UserError
+from gnmr.terminal import say
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf, RuntimeConf
@@ -43,8 +44,6 @@ def train(argv: list[str]) -> None:
         argv = overrides_first([in_full(word) for word in argv])
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
-    if sweeping and any(word.replace(" ", "").lower() == "plan=true" for word in argv):
-        raise UserError("plan=true: plans one run; leave out -m")
     if not completing:
         refuse_flags(argv)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
@@ -83,23 +82,16 @@ def _hydra(argv: list[str], conf: Path, program: str) -> None:
     from hydra.core.plugins import Plugins
     from hydra.types import RunMode
 
-    from gnmr.sweep import Sweep, in_worker
+    from gnmr.sweep import Sweep
 
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     # Hydra takes plugins from its own namespaces only, so ours stands under the name of the one that it replaces.
     Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"] = Sweep
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     failures: list[UserError | RunFailed] = []
-    here = os.getpid()
 
     def cell(composed: DictConfig) -> UserError | RunFailed | None:
         """`run_cell`; a failure is handed back, because Hydra would print all overrides with an exception."""
-        settings = HydraConfig.get()
-        if os.getpid() != here and _by_joblib(settings):
-            return in_worker(lambda: attempt(composed), here)
-        return attempt(composed)
-
-    def attempt(composed: DictConfig) -> UserError | RunFailed | None:
         try:
             run_cell(composed)
         except (UserError, RunFailed) as error:
@@ -207,10 +199,6 @@ def warn_of_unread(controller: schema.ControllerConfig, words: Sequence[str]) ->
 
 def _by_joblib(settings: HydraConf) -> bool:
     return "Joblib" in settings.launcher._target_
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 @contextmanager

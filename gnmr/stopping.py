@@ -1,4 +1,4 @@
-"""Stopping a process on Ctrl-C or SIGTERM when it is ready, not at once."""
+"""Stopping a process on a signal when it is ready, not at once."""
 
 from __future__ import annotations
 
@@ -6,24 +6,50 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_insist = True
+"""Whether a second signal ends this process at once."""
+
+
+def ending() -> list[signal.Signals]:
+    """The signals besides Ctrl-C that end a run well: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and
+    SIGHUP (the terminal is closed). What was ignored when the process began (nohup) stays so."""
+    others = [one for one in (signal.SIGUSR1, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    return [signal.SIGTERM, *others]
+
 
 @contextmanager
-def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Collects Ctrl-C or SIGTERM and calls `then`; a second one of either kind acts as usual."""
-    received: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        restore()
-        if then is not None:
-            then()
+def handled(numbers: list[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[Callable[[], None]]:
+    """Has `handler` called at these signals; yields what sets the handlers back that were there before."""
 
     def restore() -> None:
         for number, old in before.items():
             signal.signal(number, old)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield received
+        yield restore
     finally:
         restore()
+
+
+@contextmanager
+def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[int]]:
+    """Collects Ctrl-C or one of `ending` and calls `then`; a second one of any kind acts as usual."""
+    received: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        if _insist:
+            restore()
+        if then is not None:
+            then()
+
+    with handled([signal.SIGINT, *ending()], note) as restore:
+        yield received
+
+
+def never_at_once() -> None:
+    """From now on a second signal changes nothing: for a worker, to which both its sweep and whoever sends signals to
+    all processes of a job may send one."""
+    global _insist
+    _insist = False

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from gnmr.errors import UserError
 from gnmr.records.reader import read_json
 from gnmr.sweep import progress
 from gnmr.sweep.progress import Cell, Progress, last_step, makespan
-from gnmr.sweep.workers import stop_file
 from gnmr.training import parts
 
 pytestmark = pytest.mark.xdist_group("sweep")  # one pool of workers
@@ -175,15 +175,6 @@ def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, c
 # ---- workers ----
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """Those of joblib, kept for all tests of this file."""
-    from joblib.externals.loky import get_reusable_executor
-
-    yield
-    get_reusable_executor().shutdown(wait=True)
-
-
 SIDE_BY_SIDE = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 
 
@@ -197,7 +188,7 @@ def done(tmp_path: Path) -> list[int]:
     return [seed for seed, folder in folders(tmp_path).items() if (folder / "DONE").exists()]
 
 
-def test_cells_side_by_side(gnmr, tiny_words, tmp_path, workers):
+def test_cells_side_by_side(gnmr, tiny_words, tmp_path):
     """In processes of their own; skipping and exit codes as with the basic launcher."""
     words = [*tiny_words, *SIDE_BY_SIDE]
     first = gnmr("train", *words, "training.seed=0,1")
@@ -215,7 +206,7 @@ def test_cells_side_by_side(gnmr, tiny_words, tmp_path, workers):
     assert losses[0] != losses[1]
 
 
-def test_data_is_made_once_before_cells_run_side_by_side(gnmr, tiny_words, tmp_path, workers, monkeypatch):
+def test_data_is_made_once_before_cells_run_side_by_side(gnmr, tiny_words, tmp_path, monkeypatch):
     """With a cold cache each of two workers would tokenize the corpus."""
     made = []
     monkeypatch.setattr(parts, "prepare", lambda data, tokens, say: made.append((data.vocab_size, tokens)))
@@ -265,7 +256,16 @@ def test_workers_stop_when_their_parent_is_killed(gnmr, tiny_words, tmp_path):
     assert "sweep: 1 of 1 cell done, 0 failed, in" in again.out
 
 
-def test_ctrl_c_stops_a_sweep_with_checkpoints(gnmr, tiny_words, tmp_path, workers):
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_ctrl_c_stops_a_sweep_with_checkpoints(gnmr, tiny_words, tmp_path, scratch):
     def interrupt() -> None:
         wait_for_steps(tmp_path, lambda: True)
         os.kill(os.getpid(), signal.SIGINT)
@@ -280,10 +280,10 @@ def test_ctrl_c_stops_a_sweep_with_checkpoints(gnmr, tiny_words, tmp_path, worke
     assert "sweep: stopping, each cell that runs saves a checkpoint first" in lines
     assert lines[-1].startswith("sweep: 0 of 3 cells done, 0 failed, 3 not finished (the same command continues), in ")
     assert_stopped_with_checkpoints(tmp_path)
-    assert signal.getsignal(signal.SIGINT) is handler and not stop_file(os.getpid()).exists()
+    assert signal.getsignal(signal.SIGINT) is handler and not list(scratch.iterdir())
 
 
-def test_cells_side_by_side_share_the_cores(gnmr, tiny_words, tmp_path, workers):
+def test_cells_side_by_side_share_the_cores(gnmr, tiny_words, tmp_path):
     """One that chooses its threads itself keeps them; a cell that is asked for twice is one."""
     from joblib import cpu_count
 

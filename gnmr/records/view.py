@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,12 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from gnmr.records.schema import RatioRows
-from gnmr.terminal import Terminal
+from gnmr.terminal import Picture, line, shared, unread
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
@@ -51,13 +52,13 @@ class View:
         """mode: auto (a picture on a terminal, else plain lines), plain, or off (only what `say` is given).
         plain_every: steps between plain lines. console: where to; standard output by default.
         """
-        self._console = console or Terminal()
+        self._console = console or shared()
         if mode == "auto":
             mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self._mode = mode
         self._plain_every = plain_every
         self._info: RunInfo | None = None
-        self._live: Live | None = None
+        self._live: Picture | None = None
         self._row: dict[str, Any] = {}
         self._ratios: RatioRows | None = None
         self._eval: dict[str, Any] = {}
@@ -69,7 +70,7 @@ class View:
         if self._mode == "plain":
             self.say(_opening(info))
         if self._mode == "picture":
-            self._live = Live(
+            self._live = Picture(
                 get_renderable=self._picture,
                 console=self._console,
                 refresh_per_second=_REFRESHES_PER_SECOND,
@@ -102,18 +103,27 @@ class View:
 
     def say(self, text: str) -> None:
         """One line, above the picture; shown in every mode."""
+        with self._reader_may_leave():
+            line(self._console, text)
+
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        """Nobody reads any more (gnmr train | head, a terminal that is closed): the files are the truth."""
         try:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except BrokenPipeError:  # nobody reads any more (gnmr train | head); the files are the truth
+            yield
+        except BrokenPipeError:
+            if self._console is shared():
+                unread()
             self._mode, self._console = "off", Console(quiet=True)
 
     def stop(self, summary: dict[str, Any] | None = None, where: list[str] | None = None) -> None:
         """Ends the picture and shows the summary (`SUMMARY_FIELDS`) and where to look next; may be called twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        if summary is not None and self._mode != "off":
-            self._console.print(_summary_table(summary))
+        live, self._live = self._live, None
+        with self._reader_may_leave():
+            if live is not None:
+                live.stop()
+            if summary is not None and self._mode != "off":
+                self._console.print(_summary_table(summary))
         for line in (where or []) if self._mode != "off" else []:
             self.say(line)
 

@@ -12,8 +12,11 @@ the cores and on hydra.launcher.n_jobs alone, not on the cells, so adding seeds 
 
 from __future__ import annotations
 
-import os
+import logging
+import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,18 +28,23 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import configure_log
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config
 from gnmr.errors import UserError, writing
-from gnmr.launch import load_composed, say
+from gnmr.launch import load_composed
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
-from gnmr.sweep.workers import in_worker, stoppable
+from gnmr.sweep.workers import Workers, how_it_ended
+from gnmr.terminal import say
 from gnmr.training.folder import run_folder
 
-__all__ = ["Sweep", "in_worker", "step_seconds"]
+__all__ = ["Sweep", "step_seconds"]
+
+_log = logging.getLogger(__name__)
 
 
 class Sweep(Sweeper):
@@ -51,20 +59,44 @@ class Sweep(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """Raises the first cell's failure, when all cells have ended, or SystemExit where it was stopped."""
+        """Raises the first cell's failure, when all cells have ended, or SystemExit where one is not finished."""
         assert self.hydra_context is not None and self.config is not None and self.launcher is not None
         parser = OverridesParser.create(self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*(f"{key}={values}" for key, values in self._params.items()), *arguments])
-        sweep_dir = Path(self.config.hydra.sweep.dir)
-        with writing(sweep_dir):
-            sweep_dir.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
-
         options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
         jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
+        cells = self._cells(overrides, threads)
+        jobs = min(jobs, len(cells))
+        if options is not None:
+            options["n_jobs"] = jobs
+        if jobs > 1:
+            _prepare_data(cells)
+        with Workers(jobs) if jobs > 1 else nullcontext() as workers:
+            progress = Progress(cells, jobs)
+            say(progress.opening(step_seconds if workers is None else partial(_step_seconds_side_by_side, workers, jobs)))
+            try:
+                with progress:
+                    errors = self._run(cells, workers)
+            finally:
+                say("\n".join(progress.closing()))
+        if workers is not None and workers.received:
+            raise SystemExit(128 + workers.received[0])
+        if errors:
+            raise errors[0]
+        if unfinished := len(progress.unfinished()):
+            print(f"gnmr: sweep: {unfinished} of {len(cells)} not finished; the same command continues", file=sys.stderr)
+            raise SystemExit(1)
+
+    def _cells(self, overrides: list[Override], threads: int | None) -> list[Cell]:
+        """The sweep's runs, each once. UserError for what is no sweep of runs; nothing is written before."""
+        assert self.config is not None
+        if self._max_batch_size is not None and self._max_batch_size < 1:
+            raise UserError(f"hydra.sweeper.max_batch_size={self._max_batch_size}: must be 1 or more, or null")
         cells: list[Cell] = []
         for words in _combinations(overrides):
             cell = self._cell(words, len(cells), threads)
+            if cell.config is not None and cell.config.plan:
+                raise UserError("plan=true: plans one run; leave out -m")
             twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
             if twin is None:
                 cells.append(cell)
@@ -72,34 +104,44 @@ class Sweep(Sweeper):
                 both = {*cell.words} & {*twin.words}
                 mine, its = (" ".join(word for word in one.words if word not in both) for one in (cell, twin))
                 say(f"sweep: {mine} makes the run of {its} again: left out")
-        jobs = min(jobs, len(cells))
-        measure = step_seconds
-        if options is not None:
-            # No worker without a cell, and no cells in one parcel, which joblib makes of those that end at once.
-            options |= {"n_jobs": jobs, "batch_size": 1, "backend": "loky"}
-            if jobs > 1:
-                measure = lambda config: _step_seconds_side_by_side(config, options)
-                _prepare_data(cells)
+        folder = self.config.hydra.sweep.dir
+        with writing(f"hydra.sweep.dir={folder}"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        return cells
 
-        errors, received = [], list[int]()
-        with stoppable() if jobs > 1 else nullcontext(received) as received:
-            progress = Progress(cells, jobs)
-            say(progress.opening(measure))
-            try:
-                with progress:
-                    size = self._max_batch_size or len(cells)
-                    for batch in (cells[i : i + size] for i in range(0, len(cells), size)):
-                        returns = self.launcher.launch([cell.words for cell in batch], batch[0].number)
-                        for cell, returned in zip(batch, returns, strict=True):
-                            if isinstance(returned._return_value, Exception):
-                                cell.failure = " ".join(str(returned._return_value).split())
-                                errors.append(returned._return_value)
-            finally:
-                say("\n".join(progress.closing()))
-        if received:
-            raise SystemExit(128 + received[0])
-        if errors:
-            raise errors[0]
+    def _run(self, cells: list[Cell], workers: Workers | None) -> list[Exception]:
+        """Runs the cells; why some failed."""
+        errors = []
+        size = self._max_batch_size or len(cells)
+        for batch in (cells[i : i + size] for i in range(0, len(cells), size)):
+            for cell, returned in self._launched(batch, workers):
+                if isinstance(returned, BrokenProcessPool):
+                    cell.lost = how_it_ended(returned)
+                    say(f"#{cell.number} not finished: {cell.lost}")
+                elif isinstance(returned, Exception):
+                    cell.failure = " ".join(str(returned).split())
+                    errors.append(returned)
+        return errors
+
+    def _launched(self, cells: list[Cell], workers: Workers | None) -> Iterator[tuple[Cell, Any]]:
+        """Each cell with what it returned or raised: by Hydra's launcher, or side by side as they end."""
+        assert self.launcher is not None and self.config is not None
+        if workers is None:
+            returns = self.launcher.launch([cell.words for cell in cells], cells[0].number)
+            yield from zip(cells, (returned._return_value for returned in returns), strict=True)
+            return
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        for number, returned in workers.each([self._task(cell) for cell in cells]):
+            yield cells[number], getattr(returned, "_return_value", returned)
+
+    def _task(self, cell: Cell) -> Callable[[], Any]:
+        """What a worker is to do for this cell."""
+        from hydra_plugins.hydra_joblib_launcher._core import execute_job
+
+        assert self.launcher is not None and self.hydra_context is not None and self.config is not None
+        _log.info("#%d : %s", cell.number, " ".join(cell.words))
+        task, state = self.launcher.task_function, Singleton.get_state()
+        return partial(execute_job, cell.number, cell.words, self.hydra_context, self.config, task, state)
 
     def _cell(self, words: list[str], number: int, threads: int | None) -> Cell:
         """What a launcher will make of these overrides; threads: for a cell that does not choose."""
@@ -145,16 +187,15 @@ def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:
     """Cells side by side under joblib, and the threads of each; None where there is but one at a time."""
     from joblib import cpu_count, effective_n_jobs
 
+    if n_jobs == 0:
+        raise UserError("hydra.launcher.n_jobs=0: must be 1 or more, or -1 for all cores")
     jobs = effective_n_jobs(n_jobs)
     return jobs, max(1, cpu_count() // jobs) if jobs > 1 else None
 
 
-def _step_seconds_side_by_side(config: Config, options: dict[str, Any]) -> float:
+def _step_seconds_side_by_side(workers: Workers, jobs: int, config: Config) -> float:
     """`step_seconds` as it is while all jobs are busy; the same workers then take the cells."""
-    from joblib import Parallel, delayed
-
-    measure = delayed(in_worker)(partial(step_seconds, config), os.getpid())
-    return mean(Parallel(**options)([measure] * options["n_jobs"]))
+    return mean([seconds for _, seconds in workers.each([partial(step_seconds, config)] * jobs)])
 
 
 def _prepare_data(cells: list[Cell]) -> None:

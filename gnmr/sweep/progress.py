@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from gnmr.config import Config, config_hash, identity
-from gnmr.launch import say
+from gnmr.terminal import say
 from gnmr.training.folder import run_folder
 
 MEASURED_STEPS = 3
@@ -36,13 +36,20 @@ class Cell:
         self.done = False
         self.failure: str | None = None
         """Why it failed in this sweep; an earlier FAILED does not count, the cell runs again."""
+        self.lost: str | None = None
+        """What became of its worker, which ended in the middle of it."""
         self._earlier = self._failed_at()
         self.look()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to run of it."""
-        return self.done or self.failure is not None
+        """Whether nothing is left to run of it in this sweep."""
+        return self.done or self.failure is not None or self.lost is not None
+
+    @property
+    def unfinished(self) -> bool:
+        """Neither done nor failed, by its records."""
+        return not self.done and self.failure is None
 
     def is_run_of(self, other: Cell) -> bool:
         """Whether both are one run, which may be kept or watched in two ways. Two in one folder may be different."""
@@ -53,10 +60,10 @@ class Cell:
 
     def look(self) -> int:
         """Reads the folder again; returns the steps made since the last look."""
-        if self.folder is None or self.ended:
+        if self.folder is None or self.failure is not None:
             return 0
         before = self.made
-        self.done = (self.folder / "DONE").exists()
+        self.done = os.path.exists(self.folder / "DONE")  # also of a folder that cannot be read: the run will say so
         self.made = self.steps if self.done else last_step(self.folder)
         if self._failed_at() not in (None, self._earlier):
             self.failure = (self.folder / "FAILED").read_text().strip()
@@ -153,13 +160,21 @@ class Progress:
         return f"{line}, about {_hms(makespan(left, self.jobs) * self._busy_s / self._made)} left"
 
     def closing(self) -> list[str]:
-        """How it ended, and a line for each cell that failed."""
-        unfinished = len(self._todo())
-        rest = f", {unfinished} not finished (the same command continues)" if unfinished else ""
+        """How it ended, and a line for each cell that failed or was begun and not finished."""
+        unfinished = self.unfinished()
+        rest = f", {len(unfinished)} not finished (the same command continues)" if unfinished else ""
+        told = [(cell, cell.failure) for cell in self.cells if cell.failure is not None]
+        for cell in unfinished:
+            if cell.lost or cell.made:
+                told.append((cell, f"not finished: {cell.lost or f'stopped after step {cell.made}'}"))
         return [
             f"sweep: {self._count()}{rest}, in {_hms(time.monotonic() - self.began)}",
-            *(f"  {c.folder or f'#{c.number}'}: {c.failure}" for c in self.cells if c.failure is not None),
+            *(f"  {cell.folder or f'#{cell.number}'}: {why}" for cell, why in told),
         ]
+
+    def unfinished(self) -> list[Cell]:
+        """The cells that the same command would go on with."""
+        return [cell for cell in self.cells if cell.unfinished]
 
     def __enter__(self) -> Progress:
         self._thread.start()
@@ -178,8 +193,7 @@ class Progress:
             before, ended = ended, len(self.cells) - len(self._todo())
             if ended != before or now - said >= _SAY_S:
                 said = now
-                with suppress(BrokenPipeError):  # nobody reads any more
-                    say(self.line())
+                say(self.line())
 
     def _todo(self) -> list[Cell]:
         return [cell for cell in self.cells if not cell.ended]

@@ -11,8 +11,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
 from gnmr.records.reader import read_json, read_jsonl, stored
 from gnmr.records.recorder import Recorder
-from gnmr.stopping import signals_collected
+from gnmr.stopping import ending, handled, signals_collected
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, locked, run_folder, unexported
 from gnmr.training.optim import learning_rate
@@ -46,7 +46,8 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
     `command` is what would give this run again, for its header; None: this process's own words.
 
     Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
-    training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or SIGTERM once a checkpoint is saved.
+    training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
+    checkpoint is saved.
     """
     folder = run_folder(config)
     check_folder(folder, config)
@@ -130,7 +131,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     resume_step = counters.step if newest is not None or started_before else None
-    with _sigterm_raised(), Recorder(info, config.records, resume_step, counted) as recorder:
+    with handled(ending(), _raise), Recorder(info, config.records, resume_step, counted) as recorder:
         looping = False
         try:
             if newest is None:
@@ -152,7 +153,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
         except (KeyboardInterrupt, SystemExit):
             outside = f"outside the step loop, after step {counters.step}"
-            how = "by a second Ctrl-C or SIGTERM, without a checkpoint" if looping else outside
+            how = "by a second Ctrl-C or signal, without a checkpoint" if looping else outside
             recorder.finish("interrupted", f"stopped {how}")
             raise
         except BaseException as error:
@@ -311,15 +312,6 @@ def _out_of_memory(error: BaseException) -> bool:
     )
 
 
-@contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C does KeyboardInterrupt: records are closed on the way out."""
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _raise(number: int, _frame: object) -> None:
+    """Handler of a signal: SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
+    raise SystemExit(128 + number)
