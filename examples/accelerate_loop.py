@@ -2,7 +2,7 @@
 
     python examples/accelerate_loop.py [--steps 20]
 
-A tiny LLaMA with random weights stands for a real checkpoint; needs gnmr[finetune], no network. The three lines of
+A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network. The three lines of
 ours are numbered.
 """
 

@@ -2,7 +2,7 @@
 
     python examples/hf_trainer.py [--steps 20] [--folder FOLDER]
 
-A tiny LLaMA with random weights stands for a real checkpoint; needs gnmr[finetune], no network.
+A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network.
 """
 
 import argparse

@@ -46,7 +46,7 @@ class Picture(Live):
 
     def start(self, refresh: bool = False) -> None:
         super().start(refresh)
-        self._kept += [sys.stdout, sys.stderr]
+        self._kept.extend((sys.stdout, sys.stderr))
 
 
 @cache
@@ -59,12 +59,12 @@ def shared() -> Terminal:
 def say(text: str) -> None:
     """Lines above the picture. That nobody reads them any more is no failure: the files are the truth."""
     try:
-        line(shared(), text)
+        print_plain(shared(), text)
     except BrokenPipeError:
         unread()
 
 
-def line(console: Console, text: str) -> None:
+def print_plain(console: Console, text: str) -> None:
     """The text as it is: no markup, no emoji, no line break of the console's own."""
     console.print(Text(text), soft_wrap=True)
 

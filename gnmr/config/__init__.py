@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.config.checks import require
+from gnmr.config.checks import LONGEST_NAME, folder_name, place, require, storable
 from gnmr.config.controller import THRESHOLDS, ControllerConfig, SignalConfig
 from gnmr.config.data import DataConfig
 from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
@@ -121,18 +121,37 @@ class Config:
                 "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
                 "recomputed forward pass would differ from the first; use paths.rounding=nearest"
             )
-        for key, name in (
-            ("experiment_name", self.experiment_name),
-            ("scale_name", self.scale_name),
-            ("arm", self.arm),
-            ("paths.name", self.paths.name),
-        ):
-            sound = name is None or (name != "" and not name.startswith(".") and not set(name) & {"/", "\\"})
-            require(sound, key, name, "is part of a folder's name: not empty, no leading dot, no slash")
+        storable("", to_dict(self))
+        self._check_places()
+        tokens = self.training.steps * self.training.tokens_per_step
+        require(tokens < 2**63, "training.steps", self.training.steps, "makes more tokens than 2^63 with this batch")
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(
                 f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
             )
+
+    def _check_places(self) -> None:
+        for key, value in (
+            ("experiment_name", self.experiment_name),
+            ("scale_name", self.scale_name),
+            ("arm", self.arm),
+            ("paths.name", self.paths.name),
+            ("controller.name", self.controller.name),
+        ):
+            folder_name(key, value)
+        for key, value in (
+            ("run_dir", self.run_dir),
+            ("runs_dir", self.runs_dir),
+            ("model.checkpoint", self.model.checkpoint),
+            ("data.path", self.data.path),
+            ("data.tokenizer", self.data.tokenizer),
+            ("data.cache_dir", self.data.cache_dir),
+            ("scores.data", self.scores.data),
+        ):
+            place(key, value)
+        longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
+        length = len(self.arm_name.encode())
+        require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")
 
     @property
     def arm_name(self) -> str:

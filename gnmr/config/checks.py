@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
+from typing import Any
+from unicodedata import category
 
 from gnmr.errors import UserError
+
+LONGEST_NAME = 255
+"""Bytes of a file's name, on the file systems of today."""
 
 
 def require(condition: bool, key: str, value: object, right: str) -> None:
@@ -38,3 +45,59 @@ def within(key: str, value: float, least: float, most: float, or_else: str = "")
 def share(key: str, value: float) -> None:
     """From 0 to 1, both included."""
     require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")
+
+
+def folder_name(key: str, value: str | None) -> None:
+    """Can be part of a folder's name, or is None."""
+    if value is None:
+        return
+    _plain(key, value)
+    sound = value != "" and not value.startswith(".") and not set(value) & {"/", "\\"}
+    require(sound, key, value, "is part of a folder's name: not empty, no leading dot, no slash")
+    _short(key, value)
+
+
+def place(key: str, value: str | None) -> None:
+    """Can be the path of a file or folder, or is None."""
+    if value is None:
+        return
+    _plain(key, value)
+    require(value.strip() != "", key, repr(value), "must be a path")
+    for part in value.split("/"):
+        _short(key, part)
+    try:
+        Path(value).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{key}={value}: there is no such user") from error
+
+
+def _plain(key: str, value: str) -> None:
+    control = any(category(letter) == "Cc" for letter in value)
+    require(not control, key, ascii(value[:40]), "must have no line breaks or other control characters")
+
+
+def _short(key: str, part: str) -> None:
+    require(
+        len(os.fsencode(part)) <= LONGEST_NAME,
+        key,
+        f"{part[:20]}...",
+        f"is longer than the {LONGEST_NAME} bytes of a file's name",
+    )
+
+
+def storable(key: str, value: Any) -> None:
+    """Can be written as UTF-8 and as integers of 64 bits; of a container, all that it holds."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            storable(key, name)
+            storable(f"{key}.{name}" if key else str(name), one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            storable(key, one)
+    elif isinstance(value, str):
+        sound = "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+        require(sound, key, ascii(value[:40]), "must be text (UTF-8) without NUL")
+    elif isinstance(value, int):
+        require(
+            -(2**63) <= value < 2**63, key, f"{value:.3g}" if abs(value) < 10**300 else "...", "must be less than 2^63"
+        )

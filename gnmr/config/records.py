@@ -14,7 +14,7 @@ class ScoresConfig:
     """Language tasks that the model is scored on in training (gnmr/evaluation); changes no number of the run itself."""
 
     tasks: list[str] = field(default_factory=list)
-    """Some of gsm8k, mmlu, hellaswag, wikitext2, at the run's end; empty: none. Needs gnmr[finetune]."""
+    """Some of gsm8k, mmlu, hellaswag, wikitext2, at the run's end; empty: none. Needs the extra finetune."""
     every: int | None = None
     """Steps between scorings before that; null: at the end only."""
     limit: int | None = None

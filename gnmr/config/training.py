@@ -44,7 +44,7 @@ class TrainingConfig:
     """torch.compile for each block; converted linears are in its graphs under recipes with unit=block, else between."""
     export_hf: bool = False
     """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
-    gnmr[finetune])."""
+    needs the extra finetune)."""
 
     def __post_init__(self) -> None:
         for key in (

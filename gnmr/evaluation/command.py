@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from gnmr import output
 from gnmr.errors import UserError, writing
+from gnmr.extras import install
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ usage: gnmr eval CHECKPOINT_OR_RUN [key=value ...]
   device      auto (default), cpu or cuda
   out         default: RUN/scores.json (path=low: scores-low.json), for a checkpoint ./scores.json
 
-Prompts, filters and metrics are lm-eval's (pip install 'gnmr[finetune]'), the same from the hub and from local files.
+Prompts, filters and metrics are lm-eval's (the extra finetune), the same from the hub and from local files.
 
   gnmr eval runs/act_quant_stress/RUN tasks=[wikitext2,hellaswag] data=my_tasks limit=100
   gnmr eval meta-llama/Llama-2-13b-hf tasks=[gsm8k] adapter=my_adapter
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
         raise UserError("eval: name one checkpoint or run folder (gnmr eval --help)")
     asked = parse([word for word in argv if "=" in word])
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
-        raise UserError(f"eval: {', '.join(missing)} not installed: pip install 'gnmr[finetune]'")
+        raise UserError(f"eval: {', '.join(missing)} not installed: {install('finetune')}")
     is_run = exists(Path(places[0]).expanduser() / "config.yaml")
     name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
     out = Path(asked.out or (Path(places[0]) / name if is_run else name)).expanduser()

@@ -30,12 +30,13 @@ import torch
 from gnmr.attachment import AttachedController, attach
 from gnmr.controller import Decision
 from gnmr.errors import UserError
+from gnmr.extras import install
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 except ImportError as error:
-    raise ImportError("gnmr.integrations.trainer needs transformers and accelerate: install gnmr[finetune]") from error
+    raise ImportError(f"gnmr.integrations.trainer needs transformers and accelerate: {install('finetune')}") from error
 
 STATE_FILE = "gnmr.pt"
 """The controller's state in a checkpoint of the Trainer."""

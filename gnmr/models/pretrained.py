@@ -8,7 +8,7 @@ checkpoint: `model.layers.3`.
 A checkpoint may be anybody's: nothing that it brings is run. Its Python code (auto_map) is not, its weights are
 safetensors alone and no pickle, its tokenizer is data.
 
-Needs transformers, and peft for adapters: `pip install gnmr[finetune]`. Both are imported here only, when needed.
+Needs transformers, and peft for adapters: the extra finetune. Both are imported here only, when needed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from gnmr.config import AdapterConfig
 from gnmr.errors import UserError
+from gnmr.extras import install
 from gnmr.models.llama import Llama
 from gnmr.names import select
 from gnmr.untrusted import MAX_OBJECT, bounded
@@ -44,7 +45,7 @@ _ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads
 def need(package: str, what: str) -> None:
     """UserError if `package` is not installed; `what` needs it."""
     if find_spec(package) is None:
-        raise UserError(f"{what}: needs {package}, which is missing here; pip install 'gnmr[finetune]'")
+        raise UserError(f"{what}: needs {package}, which is missing here; {install('finetune')}")
 
 
 def open_config(checkpoint: str, where: str | None = None) -> Any:

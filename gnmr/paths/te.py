@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gnmr.extras import install
 from gnmr.paths.fp8 import capability_missing, width_missing
 from gnmr.paths.recipes import Gemm, Recipe
 
@@ -61,7 +62,7 @@ def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device)
             "mxfp8 (and their like, E4M3 or hybrid, in all three GEMMs)"
         )
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed (pip install 'gnmr[te]', on a machine with CUDA)"
+        return f"Transformer Engine is not installed ({install('te')}, on a machine with CUDA)"
     name, least = found
     lacking = capability_missing(device, least) or width_missing(linears)
     if lacking is not None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.records.schema import RatioRows
-from gnmr.terminal import Picture, line, shared, unread
+from gnmr.terminal import Picture, print_plain, shared, unread
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
@@ -104,7 +104,7 @@ class View:
     def say(self, text: str) -> None:
         """One line, above the picture; shown in every mode."""
         with self._reader_may_leave():
-            line(self._console, text)
+            print_plain(self._console, text)
 
     @contextmanager
     def _reader_may_leave(self) -> Iterator[None]:

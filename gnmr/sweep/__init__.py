@@ -55,7 +55,7 @@ class Sweep(Sweeper):
         self._max_batch_size, self._params = max_batch_size, params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
+        self.hydra_context, self.config, self._task_function = hydra_context, config, task_function
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
@@ -73,7 +73,11 @@ class Sweep(Sweeper):
             _prepare_data(cells)
         with Workers(jobs) if jobs > 1 else nullcontext() as workers:
             progress = Progress(cells, jobs)
-            say(progress.opening(step_seconds if workers is None else partial(_step_seconds_side_by_side, workers, jobs)))
+            say(
+                progress.opening(
+                    step_seconds if workers is None else partial(_step_seconds_side_by_side, workers, jobs)
+                )
+            )
             try:
                 with progress:
                     errors = self._run(cells, workers)
@@ -84,7 +88,9 @@ class Sweep(Sweeper):
         if errors:
             raise errors[0]
         if unfinished := len(progress.unfinished()):
-            print(f"gnmr: sweep: {unfinished} of {len(cells)} not finished; the same command continues", file=sys.stderr)
+            print(
+                f"gnmr: sweep: {unfinished} of {len(cells)} not finished; the same command continues", file=sys.stderr
+            )
             raise SystemExit(1)
 
     def _cells(self, overrides: list[Override], threads: int | None) -> list[Cell]:
@@ -138,10 +144,12 @@ class Sweep(Sweeper):
         """What a worker is to do for this cell."""
         from hydra_plugins.hydra_joblib_launcher._core import execute_job
 
-        assert self.launcher is not None and self.hydra_context is not None and self.config is not None
+        assert self.hydra_context is not None and self.config is not None
         _log.info("#%d : %s", cell.number, " ".join(cell.words))
-        task, state = self.launcher.task_function, Singleton.get_state()
-        return partial(execute_job, cell.number, cell.words, self.hydra_context, self.config, task, state)
+        state = Singleton.get_state()
+        return partial(
+            execute_job, cell.number, cell.words, self.hydra_context, self.config, self._task_function, state
+        )
 
     def _cell(self, words: list[str], number: int, threads: int | None) -> Cell:
         """What a launcher will make of these overrides; threads: for a cell that does not choose."""
@@ -195,12 +203,14 @@ def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:
 
 def _step_seconds_side_by_side(workers: Workers, jobs: int, config: Config) -> float:
     """`step_seconds` as it is while all jobs are busy; the same workers then take the cells."""
-    return mean([seconds for _, seconds in workers.each([partial(step_seconds, config)] * jobs)])
+    times = [seconds for _, seconds in workers.each([partial(step_seconds, config)] * jobs)]
+    return mean(seconds for seconds in times if isinstance(seconds, float))
 
 
 def _prepare_data(cells: list[Cell]) -> None:
     """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
-    from gnmr.training.parts import open_data
+    from gnmr.training.least import refuse_run
+    from gnmr.training.parts import device_of, open_data
 
     asked = {}
     for cell in cells:
@@ -209,4 +219,5 @@ def _prepare_data(cells: list[Cell]) -> None:
             asked[repr((cell.config.data, cell.config.model.checkpoint, tokens))] = cell.config
     for config in asked.values():
         with suppress(UserError):  # which the cells themselves will say
+            refuse_run(config, device_of(config.training.device))
             open_data(config, say)

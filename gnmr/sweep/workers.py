@@ -97,7 +97,9 @@ class Workers:
 def how_it_ended(error: BrokenProcessPool) -> str:
     """Of a worker, by what loky says of it."""
     by = re.search(r"(SIG[A-Z0-9]+)\(-\d+\)", str(error))
-    return f"its worker process was ended by {by[1]}" if by else f"its worker process broke ({str(error).splitlines()[0]})"
+    return (
+        f"its worker process was ended by {by[1]}" if by else f"its worker process broke ({str(error).splitlines()[0]})"
+    )
 
 
 def in_worker(work: Callable[[], T], parent: int, stop: Path) -> T | None:

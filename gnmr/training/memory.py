@@ -26,9 +26,9 @@ from gnmr.config import Config
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.int8 import Int8Linear
 from gnmr.paths.plan import described
+from gnmr.training.least import GB, refuse_plan
 from gnmr.training.parts import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
 
-GB = 10**9
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
 
 
@@ -61,6 +61,7 @@ class MemoryPlan:
 def plan_run(config: Config) -> MemoryPlan:
     """The plan of a step of this run. UserError as the run itself would raise it; no weights are read."""
     training = config.training
+    refuse_plan(config)
     model, vocab_size = empty_model(config)
     device = torch.device("cuda") if training.device == "cuda" else device_of(training.device)
     plan = with_paths(model, config, device)

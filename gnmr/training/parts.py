@@ -35,6 +35,7 @@ from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
 from gnmr.paths.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
+from gnmr.training.least import refuse_run
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
@@ -85,8 +86,10 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
     device = device_of(training.device)
+    refuse_run(config, device)
     _check_shapes(config, device)
     corpus = open_data(config, say)
+    refuse_run(config, device, corpus.vocab_size)
     training_blocks(config, corpus, None)  # refuses a corpus shorter than a block
     validation(config, corpus, 1)
     stress = list[Stress]()

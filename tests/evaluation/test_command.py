@@ -122,7 +122,10 @@ def test_mistakes_in_one_line(words, line, gnmr, checkpoint, task_data, tmp_path
 
 def test_without_its_packages(gnmr, monkeypatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "lm_eval" else object())
-    assert gnmr("eval", "nowhere").mistake == "eval: lm_eval not installed: pip install 'gnmr[finetune]'"
+    assert (
+        gnmr("eval", "nowhere").mistake
+        == "eval: lm_eval not installed: pip install -e '.[finetune]' in gnmr's checkout"
+    )
 
 
 def test_progress_where_there_is_no_terminal(capsys, monkeypatch) -> None:

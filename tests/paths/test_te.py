@@ -88,7 +88,7 @@ def test_what_it_cannot_run_is_named(stub: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te, "find_spec", lambda _name: None)
-    with pytest.raises(ValueError, match=r"Transformer Engine is not installed \(pip install 'gnmr\[te\]', on a mach"):
+    with pytest.raises(ValueError, match=r"Transformer Engine is not installed \(pip install -e '.\[te\]'"):
         plan_of(net())
     monkeypatch.setattr(te, "find_spec", lambda name: name)
     with pytest.raises(
