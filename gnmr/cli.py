@@ -1,7 +1,6 @@
 """The command line: words in, exit code out. Nothing heavy is imported before a command needs it.
 
-Exit codes: 0 done; 1 a run FAILED or a defect of ours (with its traceback); 2 a mistake in what was asked for (one
-line); 130 and 143 after Ctrl-C and SIGTERM.
+Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), and 141 that the reader left.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr bench controller
 
   --help, --version
+
+exit codes: 0 done; 1 a run FAILED, or a sweep has cells that are not finished; 2 a mistake in what was asked for;
+            128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a
+            checkpoint and the same command continues it
 """
 
 _COMMANDS = ("train", "report", "replay", "eval", "bench")

@@ -16,11 +16,15 @@ from gnmr.launch import conf_dir
 
 def mistake(error: Exception, words: Sequence[str]) -> str | None:
     """One line for an error in composing these words of the command line; None for any other error."""
+    if isinstance(error, OSError):
+        return _unwritable(error)
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
     if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
         return None
     line = one_line(error)
+    if unread := re.match(r"LexerNoViableAltException: ([^=]+)=(.*)", line):
+        return f"{unread[1]}={unread[2]}: has letters that Hydra takes in quotes only: \"{unread[1]}='{unread[2]}'\""
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
@@ -43,6 +47,15 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     lost = re.search(r"Could not find '([^/]+)/", line)
     files = choices[1].split() if choices else _files(lost[1]) if lost else []
     return f"{line}: use one of {', '.join(files)}" if files else line
+
+
+def _unwritable(error: OSError) -> str | None:
+    """Of a folder that Hydra itself makes for a job; None for any other error."""
+    calls = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [name for name in calls if name not in ("pathlib", "os")]
+    if not own or not own[-1].startswith("hydra."):
+        return None
+    return f"hydra.run.dir, hydra.sweep.dir: {error.filename}: cannot be written ({error.strerror})"
 
 
 def _files(group: str) -> list[str]:

@@ -12,6 +12,8 @@ from gnmr.errors import UserError
 
 LONGEST_NAME = 255
 """Bytes of a file's name, on the file systems of today."""
+_LONGEST_PATH = 3072
+"""Bytes of a folder's path: Linux takes 4096, and our own files are to lie below it."""
 
 
 def require(condition: bool, key: str, value: object, right: str) -> None:
@@ -65,6 +67,8 @@ def place(key: str, value: str | None) -> None:
     require(value.strip() != "", key, repr(value), "must be a path")
     for part in value.split("/"):
         _short(key, part)
+    right = f"is a path longer than {_LONGEST_PATH} bytes"
+    require(len(os.fsencode(value)) <= _LONGEST_PATH, key, f"{value[:20]}...", right)
     try:
         Path(value).expanduser()
     except RuntimeError as error:

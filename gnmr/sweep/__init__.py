@@ -142,14 +142,10 @@ class Sweep(Sweeper):
 
     def _task(self, cell: Cell) -> Callable[[], Any]:
         """What a worker is to do for this cell."""
-        from hydra_plugins.hydra_joblib_launcher._core import execute_job
-
         assert self.hydra_context is not None and self.config is not None
         _log.info("#%d : %s", cell.number, " ".join(cell.words))
         state = Singleton.get_state()
-        return partial(
-            execute_job, cell.number, cell.words, self.hydra_context, self.config, self._task_function, state
-        )
+        return partial(_job, cell.number, cell.words, self.hydra_context, self.config, self._task_function, state)
 
     def _cell(self, words: list[str], number: int, threads: int | None) -> Cell:
         """What a launcher will make of these overrides; threads: for a cell that does not choose."""
@@ -165,6 +161,21 @@ class Sweep(Sweeper):
             return Cell(words, config, number)
         config = replace(config, training=replace(config.training, threads=threads))
         return Cell([*words, f"training.threads={threads}"], config, number)
+
+
+def _job(number: int, words: list[str], *of_hydra: Any) -> Any:
+    """A cell in a worker, as Hydra's joblib launcher runs it. UserError for a folder that Hydra cannot make."""
+    from hydra_plugins.hydra_joblib_launcher._core import execute_job
+
+    from gnmr.composition import mistake
+
+    try:
+        return execute_job(number, words, *of_hydra)
+    except Exception as error:
+        line = mistake(error, words)
+        if line is None:
+            raise
+        raise UserError(line) from None
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:

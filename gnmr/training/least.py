@@ -1,10 +1,10 @@
 """What a run needs of memory at the very least, by arithmetic alone: what cannot fit is refused before it is built.
 
-    weights + optimizer state + the larger of gradients and loss + the step's tokens
+    weights + optimizer state + the step's tokens + the largest of gradients, loss and one activation
 
-These are there together at the end of a backward pass. What is kept for backward, which is most of it in a large batch,
-is not counted: how much there is only `memory` knows, which builds the model. So what passes here may still not fit,
-and what may fit is never refused.
+The first three are always there, each of the others at some time in a step. What is kept for backward, which is most of
+it in a large batch, is not counted: how much there is only `memory` knows, which builds the model. So what passes here
+may still not fit, and what may fit is never refused.
 
 The loss of a micro-batch holds its logits in FP32 twice, before and after the softmax. On the CPU a model of ours is
 drawn in FP32, and each of its linears is a Python object with tables of its own, whatever the device.
@@ -31,6 +31,8 @@ _ENTRY = 32
 """Bytes that training a tokenizer sets aside for each entry of the vocabulary that it may reach."""
 _BYTES = 257
 """Vocabulary of a byte-level BPE that merged nothing."""
+_WINDOW = 60
+"""Bytes of a window of faults in the schedule: half of them, for windows are drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,18 @@ def on_device(config: Config, vocab_size: int) -> list[Need]:
         weights = parameters(model, vocab_size, training.seq_len) * (2 if training.dtype == "bfloat16" else 4)
         gradients = 0 if model.name == "moe" else weights  # an expert without a token has none
         state = 2 * weights if config.optim.name == "adamw" else 0
-    loss = 8 * tokens * vocab_size
+    activation = 0 if model.checkpoint is not None else 2 * tokens * model.hidden_size
+    if model.name in ("llama", "gpt"):  # a mixture's experts see some of the tokens each
+        activation = max(activation, 2 * tokens * model.intermediate_size)
+    of_a_time = [
+        Need("gradients", sizes, gradients),
+        Need("logits", batch, 8 * tokens * vocab_size),
+        Need("an activation", f"{batch}, {sizes}", activation),
+    ]
     return [
         Need("weights", sizes, weights),
         Need("optimizer state", sizes, state),
-        Need("gradients", sizes, gradients) if gradients > loss else Need("logits", batch, loss),
+        max(of_a_time, key=lambda need: need.size),
         Need(
             "a step's tokens",
             f"{batch}, training.accumulation={training.accumulation}",
@@ -100,12 +109,20 @@ def on_host(config: Config, vocab_size: int) -> list[Need]:
 
 def to_build(config: Config) -> list[Need]:
     """In the memory of the machine, even for a plan."""
-    model = config.model
+    model, stress, training = config.model, config.stress, config.training
+    needs = []
+    if stress.kind != "none" and not stress.windows:
+        keys = f"stress.rate={stress.rate}, training.steps={training.steps}"
+        needs.append(Need("windows of faults", keys, int(_WINDOW * training.steps * stress.rate / 1000)))
     if model.checkpoint is not None:
-        return []
+        return needs
     keys = f"model.num_layers={model.num_layers}"
     keys += f", model.experts.number={model.experts.number}" if model.name == "moe" else ""
-    return [Need("modules", keys, _LINEAR * linears(model))]
+    needs.append(Need("modules", keys, _LINEAR * linears(model)))
+    if model.name == "llama":  # angles, cosines and sines of half a head's channels, FP32
+        size = 6 * training.seq_len * (model.hidden_size // model.num_heads)
+        needs.append(Need("rotary tables", f"training.seq_len={training.seq_len}", size))
+    return needs
 
 
 def to_tokenize(config: Config) -> list[Need]:
@@ -151,10 +168,10 @@ def _refuse(needs: list[Need], there: int, has: str) -> None:
     if total > there:
         most = max(needs, key=lambda need: need.size)
         raise UserError(
-            f"{most.keys}: cannot fit into memory: the run needs at least {_gb(total)} GB, of it {_gb(most.size)} for "
+            f"{most.keys}: cannot fit into memory: the run needs at least {_gb(total)}, of it {_gb(most.size)} for "
             f"{most.what}, and {has} {_gb(there)}; use smaller ones"
         )
 
 
 def _gb(size: int) -> str:
-    return f"{size / GB:,.1f}" if size < 10**6 * GB else f"{size / GB:.1e}"
+    return f"{size / GB:,.0f} GB" if size < 10**6 * GB else f"{size / GB:.1e} GB"
