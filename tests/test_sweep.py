@@ -127,7 +127,22 @@ def test_two_runs_of_one_folder_are_refused(gnmr, tiny_words, tmp_path):
 def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
     assert "Key 'unknown' not in 'Config'" in gnmr("train", *tiny_words, SEEDS, "unknown=1", "-m").mistake
     assert "nowhere: there is no such folder" in gnmr("train", *tiny_words, "-m", "--config-dir=nowhere").mistake
+    assert "controller.alpha=-1.0: must be" in gnmr("train", *tiny_words, "controller.alpha=-1,-2", "-m").mistake
+    for words in (["plan=true"], ["++plan=true,false"], ["hydra.sweeper.max_batch_size=0"]):
+        assert gnmr("train", *tiny_words, SEEDS, *words, "-m").mistake
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_cell_without_done_is_not_finished(gnmr, tiny_words, tmp_path, monkeypatch):
+    """Whatever the launcher says of it."""
+    plain = run_module.run
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "run", lambda config, *args: config.training.seed and plain(config, *args))
+        ended = gnmr("train", *tiny_words, SEEDS, "-m")
+    assert ended.code == 1
+    assert ended.err == "gnmr: sweep: 1 of 2 not finished; the same command continues\n"
+    assert "sweep: 1 of 2 cells done, 0 failed, 1 not finished (the same command continues), in" in ended.out
+    assert gnmr("train", *tiny_words, SEEDS, "-m").code == 0 and done(tmp_path) == [0, 1]
 
 
 @pytest.fixture

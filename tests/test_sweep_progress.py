@@ -7,12 +7,14 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from gnmr.errors import UserError
 from gnmr.records.reader import read_json
 from gnmr.sweep import progress
 from gnmr.sweep.progress import Cell, Progress, last_step, makespan
+from gnmr.sweep.workers import Workers
 from gnmr.training import parts
 
 pytestmark = pytest.mark.xdist_group("sweep")  # one pool of workers
@@ -188,7 +191,24 @@ def done(tmp_path: Path) -> list[int]:
     return [seed for seed, folder in folders(tmp_path).items() if (folder / "DONE").exists()]
 
 
-def test_cells_side_by_side(gnmr, tiny_words, tmp_path):
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files. Somebody else has taken the name that the stop file once had."""
+    folder = tmp_path / "scratch"
+    (folder / f"gnmr-stop-{os.getuid()}-{os.getpid()}").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_the_stop_file_is_out_of_reach(scratch):
+    with Workers(1):
+        (own,) = scratch.glob("gnmr-stop-*[!0-9]*")
+        assert stat.S_IMODE(own.stat().st_mode) == 0o700 and not list(own.iterdir())
+        assert re.fullmatch(r"gnmr-stop-\w{8}", own.name)
+    assert len(list(scratch.iterdir())) == 1
+
+
+def test_cells_side_by_side(gnmr, tiny_words, tmp_path, scratch):
     """In processes of their own; skipping and exit codes as with the basic launcher."""
     words = [*tiny_words, *SIDE_BY_SIDE]
     first = gnmr("train", *words, "training.seed=0,1")
@@ -221,7 +241,7 @@ LONG = ["training.steps=300", "training.checkpoint_every=1000", "training.eval_e
 
 def wait_for_steps(tmp_path: Path, alive: Callable[[], bool]) -> None:
     """Until both first cells are in training."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while sum(last_step(folder) > 0 for folder in folders(tmp_path).values()) < 2 and time.monotonic() < until:
         assert alive()
         time.sleep(0.01)
@@ -256,31 +276,55 @@ def test_workers_stop_when_their_parent_is_killed(gnmr, tiny_words, tmp_path):
     assert "sweep: 1 of 1 cell done, 0 failed, in" in again.out
 
 
-@pytest.fixture
-def scratch(tmp_path, monkeypatch) -> Path:
-    """The folder for temporary files."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def test_ctrl_c_stops_a_sweep_with_checkpoints(gnmr, tiny_words, tmp_path, scratch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_signal_stops_a_sweep_with_checkpoints(number, code, gnmr, tiny_words, tmp_path, scratch):
     def interrupt() -> None:
         wait_for_steps(tmp_path, lambda: True)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
     thread = threading.Thread(target=interrupt)
     thread.start()
     ended = gnmr("train", *tiny_words, *LONG, "training.seed=0,1,2", *SIDE_BY_SIDE)
     thread.join()
-    assert ended.code == 130, ended.err
+    assert ended.code == code, ended.err
     lines = [line for line in ended.out.splitlines() if line.startswith("sweep: ")]
     assert "sweep: stopping, each cell that runs saves a checkpoint first" in lines
     assert lines[-1].startswith("sweep: 0 of 3 cells done, 0 failed, 3 not finished (the same command continues), in ")
+    for folder in folders(tmp_path).values():
+        assert f"  {folder}: not finished: stopped after step {last_step(folder)}\n" in ended.out
     assert_stopped_with_checkpoints(tmp_path)
-    assert signal.getsignal(signal.SIGINT) is handler and not list(scratch.iterdir())
+    assert signal.getsignal(number) is handler and len(list(scratch.iterdir())) == 1
+
+
+def worker_of(folder: Path) -> int:
+    """Process that writes this run."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if link.readlink() == folder / "steps.jsonl":
+                return int(link.parts[2])
+    raise AssertionError(f"nobody writes {folder}")
+
+
+def test_a_killed_worker_takes_no_other_along(gnmr, tiny_words, tmp_path):
+    """Its cell is not finished, its sibling and the cells that are left end well, and the same command continues."""
+    words = [*tiny_words, "training.steps=60", "training.eval_every=1000", "training.seed=0,1,2", *SIDE_BY_SIDE]
+
+    def kill() -> None:
+        wait_for_steps(tmp_path, lambda: True)
+        os.kill(worker_of(folders(tmp_path)[0]), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    ended = gnmr("train", *words)
+    thread.join()
+    assert ended.code == 1 and done(tmp_path) == [1, 2], ended.out
+    assert ended.err == "gnmr: sweep: 1 of 3 not finished; the same command continues\n"
+    why = "not finished: its worker process was ended by SIGKILL\n"
+    assert f"#0 {why}" in ended.out and f"  {folders(tmp_path)[0]}: {why}" in ended.out
+    assert "sweep: 2 of 3 cells done, 0 failed, 1 not finished (the same command continues), in" in ended.out
+    again = gnmr("train", *words)
+    assert again.code == 0 and done(tmp_path) == [0, 1, 2]
 
 
 def test_cells_side_by_side_share_the_cores(gnmr, tiny_words, tmp_path):

@@ -174,7 +174,10 @@ def test_killed_in_the_second_epoch(train, tmp_path, text_file):
     assert differences(everything(whole), everything(folder)) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted):
     folder, note = tmp_path / "run", tmp_path / "said"
 
@@ -200,6 +203,25 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
     got, want = everything(folder), uninterrupted()
     # The checkpoint of step 4 stands where that of step 3 would.
     assert differences({**want, "checkpoints": None}, {**got, "checkpoints": None}) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_was_ignored_at_the_start_stays_so(number, train, tmp_path):
+    """As under nohup."""
+
+    def ignoring() -> None:
+        signal.signal(number, signal.SIG_IGN)
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        train(tmp_path / "run")
+
+    assert in_child(ignoring) == 0
+    assert (tmp_path / "run" / "DONE").exists()
 
 
 def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
