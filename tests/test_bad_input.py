@@ -95,6 +95,12 @@ CASES = {
     "data.path=short.txt": "the corpus has 5 training tokens, a block needs 17",
     "data.path=photo.jpg": "data.path=photo.jpg: cannot read this kind of file",
     "run_dir=photos": "run_dir=photos: holds something that is no run",
+    "run_dir=''": "run_dir='': must be a path",
+    "runs_dir=''": "runs_dir='': must be a path",
+    "arm='\udcff'": "arm='\\udcff': must be text (UTF-8) without NUL",
+    "hydra.run.dir=/proc/x": "hydra.run.dir, hydra.sweep.dir: /proc/x: cannot be written (No such file or directory)",
+    "arm=é": "arm=é: has letters that Hydra takes in quotes only: \"arm='é'\"",
+    "controller.signal.name=../x:Y": "controller.signal.name=../x:Y: give the name, package.module:Class",
     "run_dir=empty.txt": "run_dir=empty.txt: holds something that is no run",
     "run_dir=empty.txt/run": "empty.txt/run: cannot be written",
     "--config-dir=nowhere": "Additional config directory",
@@ -180,6 +186,14 @@ VALUES = {
     "stress.kind=noise stress.rate=1 stress.share=0": f"stress.share=0.0: {POSITIVE}",
     "stress.kind=noise stress.rate=1 stress.magnitude=-1": f"stress.magnitude=-1.0: {POSITIVE}",
     "model.outlier_channels.window=[2,1]": "model.outlier_channels.window=[2, 1]: must be empty, or [first step",
+    "controller.signal.name=:It": "controller.signal.name=:It: give the name, package.module:Class",
+    "controller.signal.name=os.:It": "controller.signal.name=os.:It: give the name, package.module:Class",
+    "controller.name=a/b": "controller.name=a/b: is part of a folder's name",
+    "data.cache_dir=''": "data.cache_dir='': must be a path",
+    "run_dir=~nobody-of-this-name/x": "run_dir=~nobody-of-this-name/x: there is no such user",
+    "training.steps=99999999999999999999": "training.steps=1e+20: must be less than 2^63",
+    "training.steps=9223372036854775807": "training.steps=9223372036854775807: makes more tokens than 2^63",
+    "optim.transform.options.every=99999999999999999999": "every=1e+20: must be less than 2^63",
     "optim.name=scale optim.transform.name=stable_spam": "optim.transform.name=stable_spam: resets Adam's moments; it",
     "optim.options.momentum=1": "optim.options={'momentum': 1}: adamw has none",
 }
@@ -220,6 +234,52 @@ def test_values_without_sense(words):
     with pytest.raises(UserError) as caught:
         config.load(OmegaConf.from_dotlist(words.split(" ")))
     assert VALUES[words] in str(caught.value) and "\n" not in str(caught.value)
+
+
+LONG = "a" * 256
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal.name"),
+        *("run_dir", "runs_dir", "data.path", "data.cache_dir", "data.tokenizer", "scores.data"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (LONG, "255 bytes of a file's name"),
+        ("é" * 128, "255 bytes of a file's name"),
+        ("a\0b", "must be text (UTF-8) without NUL"),
+        ("a\ud800b", "must be text (UTF-8) without NUL"),
+        ("a\nb", "must have no line breaks or other control characters"),
+        ("a\x1b[2Jb", "must have no line breaks or other control characters"),
+    ],
+)
+def test_names_that_no_file_can_have(key, value, told, gnmr):
+    tree: dict = {}
+    node = tree
+    *parents, last = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    with pytest.raises(UserError) as caught:
+        config.load(tree)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 200 and line.isprintable()
+    if key == "controller.signal.name":  # a part of the arm's name
+        assert told in line or "bytes, 243 at the most" in line or "controller.signal.name" in line
+    else:
+        assert line.startswith(f"{key}=") and told in line, line
+
+
+def test_an_arm_that_leaves_no_room_for_its_hash():
+    config.load({"arm": "a" * 243})
+    with pytest.raises(UserError, match=r"^arm=a{20}\.\.\.: has 244 bytes, 243 at the most"):
+        config.load({"arm": "a" * 244})
+    with pytest.raises(UserError, match=r"run_dir=x{20}.*is a path longer than 3072 bytes"):
+        config.load({"run_dir": "/".join(["x" * 200] * 20)})
 
 
 @pytest.mark.parametrize(("words", "told"), CASES.items())

@@ -70,10 +70,12 @@ class Cell:
         return max(0, self.made - before)  # a cell that continues drops the rows after its checkpoint first
 
     def step_seconds(self) -> float | None:
-        """Mean time of its recorded steps; None before its first end."""
+        """Mean time of its recorded steps; None before its first end, and where its summary cannot be read."""
         from gnmr.records.reader import read_json  # with pyarrow, which only this needs
 
-        summary = None if self.folder is None else read_json(self.folder / "summary.json")
+        summary = None
+        with suppress(OSError, ValueError):
+            summary = None if self.folder is None else read_json(self.folder / "summary.json")
         return summary["wall_time_s"] / summary["steps"] if summary and summary["steps"] else None
 
     def _failed_at(self) -> int | None:
