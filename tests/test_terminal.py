@@ -70,7 +70,7 @@ def talk():
 thread = threading.Thread(target=talk)
 thread.start()
 try:
-    for number in range(150):
+    for number in range(50):
         view = View("auto")
         view.start(RunInfo(f"run {number}", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1000, 2048))
         view.stop()

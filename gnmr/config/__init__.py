@@ -137,6 +137,7 @@ class Config:
             ("arm", self.arm),
             ("paths.name", self.paths.name),
             ("controller.name", self.controller.name),
+            ("controller.signal.name", self.controller.signal.name.rpartition(":")[2]),
         ):
             folder_name(key, value)
         for key, value in (

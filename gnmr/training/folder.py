@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from gnmr.config import Config, config_hash, identity, read
 from gnmr.disk import check_tree
@@ -64,10 +64,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # .lock may be there already, in a folder that takes no new file
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            os.close(lock)
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
     with os.fdopen(lock, "r+b", buffering=0) as file:
