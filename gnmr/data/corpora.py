@@ -21,32 +21,24 @@ import hashlib
 import os
 import re
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from glob import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from gnmr.config import DataConfig
+from gnmr.data.rows import LARGEST_WHOLE, Row, named, read_rows
 from gnmr.errors import UserError
 
 TRAIN, VALIDATION = "train", "validation"
 HUB_TIMEOUT = 10.0  # seconds until an unreachable hub is given up
 ONE_IN = 20  # documents of which one is for validation
+COLUMN_WITHIN = 1000  # rows among which the column of the text must appear
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".jsonl.gz": "json",
-    ".json.gz": "json",
-    ".parquet": "parquet",
-}
-_SUPPORTED = (".txt", *_BUILDERS)
+_SUPPORTED = (".txt", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _SCORED_BY_TEST = ("gsm8k", "wikitext2")
-Rows = Iterable[dict[str, Any]]
 _IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
 _IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _IS_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
@@ -167,24 +159,34 @@ def _hub(config: DataConfig) -> Corpus:
     )
 
 
-def hub_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+def hub_rows(name: str, split: str) -> Iterator[Row]:
     """The rows of a split of the data set that data=`name` reads from the hub; `UserError` if that fails."""
     hub = HUBS[name]
-
-    def stream() -> Rows:
+    try:
         # One request without retries: the library itself tries for half a minute, a line of noise each time.
         from huggingface_hub import HfApi
 
         HfApi().dataset_info(hub.name, timeout=HUB_TIMEOUT, expand=["sha"])
-        return _datasets().load_dataset(hub.name, hub.config, split=split, streaming=True)
+        rows = _datasets().load_dataset(hub.name, hub.config, split=split, streaming=True)
+        for number, cells in enumerate(rows, start=1):
+            yield Row(f"{hub.name} on the hub: row {number}", cells)
+    except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"data={name}: {hub.name} cannot be read from the hub ({type(error).__name__}: {reason}); check the "
+            f"network, HF_ENDPOINT and the proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
+        ) from error
+    finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
+        gc.collect()
 
-    def failure(reason: str) -> str:
-        return (
-            f"data={name}: {hub.name} cannot be read from the hub ({reason}); check the network, HF_ENDPOINT and the "
-            f"proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
-        )
 
-    return _guarded(stream, failure)
+def _datasets() -> Any:
+    """The library, imported late (1.5 s) and quiet: our own lines say what goes on and what went wrong."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    return datasets
 
 
 # ---- local files ----
@@ -242,7 +244,7 @@ def _local(config: DataConfig) -> Corpus:
             return read(local.splits[split])
         return (text for place, text in every_twentieth(read(local.splits[TRAIN])) if place == split)
 
-    identity = hashlib.sha256(f"{config.text_column}{local.identity}".encode()).hexdigest()
+    identity = hashlib.sha256(os.fsencode(f"{config.text_column}{local.identity}")).hexdigest()
     return Corpus(local.where, local.summary, identity, documents)
 
 
@@ -297,64 +299,31 @@ def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _file_texts(file: Path, column: str) -> Iterator[str]:
-    extension = _extension(file)
-    if extension == ".txt":
+    if _extension(file) == ".txt":
         return iter([_read_text(file)])
-    assert extension is not None
-    return _column(_rows(file, _BUILDERS[extension]), column, str(file))
-
-
-def _rows(file: Path, builder: str) -> Iterator[dict[str, Any]]:
-    """One stream a file, so that a failure can name the file."""
-
-    def failure(reason: str) -> str:
-        return f"{file}: cannot be read as {_extension(file)} ({reason})"
-
-    # The library leaves a lock file in its cache for every file it opens, even a streamed one.
-    with tempfile.TemporaryDirectory() as scratch:
-        options = {"data_files": [escape(str(file))], "split": TRAIN, "streaming": True, "cache_dir": scratch}
-        yield from _guarded(lambda: _datasets().load_dataset(builder, **options), failure)
+    return _column(read_rows(file, least=0), column, str(file))
 
 
 # ---- rows and text ----
 
 
-def _datasets() -> Any:
-    """The library, imported late (1.5 s) and quiet: our own lines say what goes on and what went wrong."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    return datasets
-
-
-def _guarded(open_rows: Callable[[], Rows], failure: Callable[[str], str]) -> Iterator[dict[str, Any]]:
-    """The rows; any error of the library becomes one `UserError` line by `failure`."""
-    try:
-        yield from open_rows()
-    except StopIteration:  # the library's answer to a file without rows
-        return
-    except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(failure(f"{type(error).__name__}: {reason}")) from error
-    finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
-        gc.collect()
-
-
-def _column(rows: Rows, column: str, where: str) -> Iterator[str]:
-    """The text of one column, nulls left out."""
-    for row in rows:
-        if column not in row:
-            raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {', '.join(row)}")
-        text = row[column]
-        if text is not None and not isinstance(text, str):
-            raise UserError(f"{where}: column {column!r} holds {type(text).__name__}; data.text_column needs text")
-        if text is not None:
-            yield text
+def _column(rows: Iterable[Row], column: str, where: str) -> Iterator[str]:
+    """The text of one column, nulls left out; a row without it counts as null where others have it."""
+    row, seen = None, False
+    for number, row in enumerate(rows, start=1):
+        seen = seen or column in row.cells
+        if not seen and number == COLUMN_WITHIN:
+            break
+        if row.cells.get(column) is not None:
+            yield row.text(column)
+    if row is not None and not seen:
+        raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {named(row.cells)}")
 
 
 def _read_text(file: Path) -> str:
     try:
+        if (size := file.stat().st_size) > LARGEST_WHOLE:
+            raise UserError(f"{file}: a document of {size} bytes; split it into files of at most {LARGEST_WHOLE}")
         return file.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error

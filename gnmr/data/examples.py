@@ -10,18 +10,16 @@ Rows with a blank answer are passed over.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
 from gnmr.config import DataConfig
 from gnmr.data import corpora
 from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION
+from gnmr.data.rows import Row, read_rows
 from gnmr.errors import UserError
 
 
@@ -68,8 +66,8 @@ def open_examples(config: DataConfig) -> Examples:
         where, summary, source = f"data={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
 
         def read(split: str) -> Iterator[Example]:
-            rows = enumerate(corpora.hub_rows(config.name, TRAIN), start=1)  # its only other split is the test split
-            return _of_split((make(Row(f"{hub.name} on the hub: row {n}", row), config) for n, row in rows), split)
+            rows = corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split
+            return _of_split((make(row, config) for row in rows), split)
     else:
         local = corpora.local_files(config)
         where, summary, source = local.where, local.summary, local.identity
@@ -97,28 +95,6 @@ def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:
 # ---- rows to examples ----
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of a file, by the names of its columns."""
-
-    where: str
-    """File and number, as messages name them."""
-    cells: dict[str, Any]
-
-    def text(self, column: str, key: str | None = None, optional: bool = False) -> str:
-        """The text in `column`, which `key` names; raises `UserError` if there is none."""
-        if column not in self.cells:
-            known = f"{key} must be one of" if key is not None else "it has"
-            raise UserError(f"{self.where}: no column {column!r}; {known} {', '.join(self.cells)}")
-        value = self.cells[column]
-        if optional and value is None:
-            return ""
-        if not isinstance(value, str):
-            kind = "nothing" if value is None else type(value).__name__
-            raise UserError(f"{self.where}: column {column!r} holds {kind}; it needs text")
-        return value
-
-
 def _gsm8k(row: Row, config: DataConfig) -> Example:
     return Example(f"Question: {row.text('question')}\nAnswer:", f" {row.text('answer')}")
 
@@ -135,56 +111,3 @@ def _spaced(before: str, text: str) -> str:
     if not before or not text.strip() or before[-1].isspace() or text[0].isspace():
         return text
     return f"\n\n{text}"
-
-
-# ---- files to rows ----
-
-
-def read_rows(file: Path) -> Iterator[Row]:
-    """The rows of a .jsonl, .json or .parquet file or of a .gz of the former; a .json may be one list.
-
-    A row's number is its line's where a row is a line. Unlike the `datasets` library, which reads corpora, this can
-    tell which row is malformed (`UserError`).
-    """
-    row = None
-    try:
-        for number, cells in _parquet(file) if file.name.lower().endswith(".parquet") else _json(file):
-            row = Row(f"{file}: row {number}", cells)
-            if not isinstance(cells, dict):
-                raise UserError(f"{row.where} is no object with columns")
-            yield row
-    except UserError:
-        raise
-    except Exception as error:  # gzip, UTF-8, Arrow: many libraries, no common base
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {reason})") from error
-    if row is None:
-        raise UserError(f"{file}: holds no rows")
-
-
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet as pq
-
-    batches = pq.ParquetFile(file).iter_batches()
-    return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
-
-
-def _json(file: Path) -> Iterator[tuple[int, Any]]:
-    name = file.name.lower()
-    if name.endswith(".txt"):
-        raise UserError(f"{file}: plain text has no columns; give .jsonl, .json or .parquet")
-    with (
-        gzip.open(file, "rt", encoding="utf-8-sig")
-        if name.endswith(".gz")
-        else file.open(encoding="utf-8-sig") as stream
-    ):
-        lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
-        for place, (number, line) in enumerate(lines):
-            if place == 0 and line.lstrip().startswith("["):
-                yield from enumerate(json.loads("".join([line, *(rest for _, rest in lines)])), start=1)
-                return
-            try:
-                cells = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{file}: row {number} is not JSON ({error})") from error
-            yield number, cells

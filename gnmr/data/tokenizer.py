@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 ACCEPTED_ENDS = (END, "<|end_of_text|>", "</s>")
 FILE = "tokenizer.json"
+LONGEST_WORD = 1000  # bytes between two blanks (or of blanks) that the tokenizer learns from as one
 
 
 def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -26,7 +27,9 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Training takes the square of a word's length: it sees longer ones in parts. Encoding takes them whole.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -36,6 +39,7 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 

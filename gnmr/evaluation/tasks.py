@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from gnmr.data.examples import read_rows
+from gnmr.data.rows import read_rows
 from gnmr.errors import UserError
 
 Row = dict[str, Any]
