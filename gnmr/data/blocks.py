@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gnmr.data.token_file import TokenFile
 from gnmr.disk import no_link, replacing
 from gnmr.errors import UserError
 
@@ -106,11 +107,11 @@ class BlockOrder:
 class TrainBlocks(BlockOrder):
     """Training blocks in random order, each once an epoch.
 
-    tokens: (n,) unsigned integers, in memory or memory-mapped. `folder` as in `BlockOrder`. Raises `UserError` if there
-    is not one block.
+    tokens: (n,) unsigned integers, in memory or in a file. `folder` as in `BlockOrder`. Raises `UserError` if there is
+    not one block.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, folder: Path | None) -> None:
+    def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, folder: Path | None) -> None:
         super().__init__(_num_blocks(tokens, seq_len, "training"), seed, folder)
         self._tokens = tokens
         self._seq_len = seq_len
@@ -123,7 +124,7 @@ class TrainBlocks(BlockOrder):
         return _gather(self._tokens, self.take(n), self._seq_len)
 
 
-def validation_blocks(tokens: np.ndarray, seq_len: int, n: int) -> torch.Tensor:
+def validation_blocks(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
     """(min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
 
     Raises `UserError` if there is not one block.
@@ -133,7 +134,7 @@ def validation_blocks(tokens: np.ndarray, seq_len: int, n: int) -> torch.Tensor:
     return _gather(tokens, (number * available // count for number in range(count)), seq_len)
 
 
-def _num_blocks(tokens: np.ndarray, seq_len: int, split: str) -> int:
+def _num_blocks(tokens: np.ndarray | TokenFile, seq_len: int, split: str) -> int:
     available = (len(tokens) - 1) // seq_len
     if available < 1:
         raise UserError(
@@ -143,6 +144,6 @@ def _num_blocks(tokens: np.ndarray, seq_len: int, split: str) -> int:
     return available
 
 
-def _gather(tokens: np.ndarray, blocks: Iterable[int], seq_len: int) -> torch.Tensor:
+def _gather(tokens: np.ndarray | TokenFile, blocks: Iterable[int], seq_len: int) -> torch.Tensor:
     rows = [tokens[block * seq_len : (block + 1) * seq_len + 1] for block in blocks]
     return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(rows), seq_len + 1))

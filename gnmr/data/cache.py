@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,21 +28,22 @@ from typing import Any
 import numpy as np
 
 from gnmr.data.progress import Progress
+from gnmr.data.token_file import Corrupt, TokenFile, digest, opened, read_file, verify
 from gnmr.errors import UserError
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
-HASHED_WHOLE = 2**30  # bytes; of larger files the size and both ends are compared, so that a warm start stays fast
-HASHED_ENDS = 16 * 2**20  # bytes
+DTYPES = ("<u2", "<u4")
+LARGEST_META = 2**20  # bytes
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """A tokenized corpus, memory-mapped."""
+    """A tokenized corpus."""
 
-    train: np.ndarray
-    """Token ids (n,), uint16 or uint32, read-only; documents in order, the end token after each."""
-    val: np.ndarray
+    train: TokenFile
+    """Token ids (n,), uint16 or uint32; documents in order, the end token after each."""
+    val: TokenFile
     """As `train`, from documents that are not in it."""
     vocab_size: int
     end_token: int
@@ -51,32 +53,39 @@ class TokenCorpus:
     folder: Path
 
 
-class Corrupt(Exception):
-    """Why a folder cannot be used."""
-
-
 def open_folder(folder: Path) -> TokenCorpus:
-    """The verified corpus in `folder`; raises `FileNotFoundError` if there is no folder, `Corrupt` if it is damaged."""
-    if not folder.is_dir():
-        raise FileNotFoundError(folder)
+    """The verified corpus in `folder`; raises `FileNotFoundError` if there is no folder, `Corrupt` if it is damaged.
+
+    No symbolic link is followed: others may write into a shared cache.
+    """
     try:
-        meta = json.loads((folder / META).read_text())
-        for name in sorted({TOKENIZER, TRAIN, VAL, *meta["files"]}):
-            _verify(folder / name, meta["files"][name])
+        kind = folder.lstat().st_mode
+    except OSError as error:  # whatever is in the way: writing there will tell
+        raise FileNotFoundError(folder) from error
+    if not stat.S_ISDIR(kind):
+        raise Corrupt("it is no folder")
+    try:
+        meta = json.loads(read_file(folder / META, LARGEST_META))
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
+        vocab_size, end_token = meta["vocab_size"], meta["end_token"]
+        if meta["dtype"] not in DTYPES or not 0 <= end_token < vocab_size <= 2**32:
+            raise Corrupt(f"{META} describes no tokens")
+        for name in sorted({TOKENIZER, *meta["files"]} - {TRAIN, VAL}):
+            with opened(folder / Path(name).name) as fd:
+                verify(fd, name, meta["files"][name])
         return TokenCorpus(
-            train=np.memmap(folder / TRAIN, dtype=meta["dtype"], mode="r"),
-            val=np.memmap(folder / VAL, dtype=meta["dtype"], mode="r"),
-            vocab_size=meta["vocab_size"],
-            end_token=meta["end_token"],
+            train=TokenFile(folder / TRAIN, meta["files"][TRAIN], meta["dtype"], vocab_size),
+            val=TokenFile(folder / VAL, meta["files"][VAL], meta["dtype"], vocab_size),
+            vocab_size=vocab_size,
+            end_token=end_token,
             fingerprint=meta["fingerprint"],
             tokenizer_path=folder / TOKENIZER,
             folder=folder,
         )
     except FileNotFoundError as error:
         raise Corrupt(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(f"{META} cannot be used: {error}") from error
 
 
@@ -93,7 +102,10 @@ def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Ca
         say(f"token cache is corrupt ({reason}); rebuilding {folder}")
     with building(folder) as new, Progress(say) as progress:
         build(new, progress)
-    return open_folder(folder)
+    try:
+        return open_folder(folder)
+    except (FileNotFoundError, Corrupt) as reason:
+        raise UserError(f"{folder}: made and at once changed by another program ({reason})") from reason
 
 
 @contextmanager
@@ -127,10 +139,11 @@ def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None
         "vocab_size": vocab_size,
         "end_token": end_token,
         "dtype": dtype.str,
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(folder.iterdir())
-        },
+        "files": {},
     }
+    for file in sorted(folder.iterdir()):
+        with opened(file) as fd:
+            meta["files"][file.name] = {"bytes": os.fstat(fd).st_size, "sha256": digest(fd)}
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")
 
 
@@ -151,25 +164,6 @@ def _publish(new: Path, folder: Path) -> None:
             raise
 
 
-def _verify(file: Path, expected: dict[str, Any]) -> None:
-    size = file.stat().st_size
-    if size != expected["bytes"]:
-        raise Corrupt(f"{file.name} has {size} bytes instead of {expected['bytes']}")
-    if _digest(file) != expected["sha256"]:
-        raise Corrupt(f"{file.name} does not match its checksum")
-
-
-def _digest(file: Path) -> str:
-    """sha256 of the file, or of its two ends above `HASHED_WHOLE`."""
-    with file.open("rb") as stream:
-        if file.stat().st_size <= HASHED_WHOLE:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-        ends = hashlib.sha256(stream.read(HASHED_ENDS))
-        stream.seek(-HASHED_ENDS, os.SEEK_END)
-        ends.update(stream.read())
-        return ends.hexdigest()
-
-
 def _fingerprint(meta: dict[str, Any]) -> str:
     content = {key: value for key, value in meta.items() if key != "fingerprint"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -179,6 +173,6 @@ def _sweep(folder: Path) -> None:
     """Removes what killed builds of this corpus left behind."""
     for left in folder.parent.glob(f".{folder.name}-*"):
         with suppress(OSError):  # another process may finish or sweep at the same time
-            newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+            newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
             if time.time() - newest > ABANDONED_AFTER:
                 shutil.rmtree(left, ignore_errors=True)

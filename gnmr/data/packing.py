@@ -47,6 +47,7 @@ from gnmr.data.batch import IGNORED, Batch
 from gnmr.data.blocks import BlockOrder
 from gnmr.data.examples import Example, Examples, open_examples
 from gnmr.data.progress import Progress
+from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ _DOCUMENTS = {cache.TRAIN: "train.documents.bin", cache.VAL: "val.documents.bin"
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized documents of a split, memory-mapped."""
+    """Tokenized documents of a split."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokenFile
     """Token ids (n,), uint16 or uint32, the documents one after the other."""
     borders: np.ndarray
     """(documents, 2) int64: where a document ends in `tokens`, and how many of its tokens come before its first
@@ -117,9 +118,12 @@ def prepare_packed(
 
     corpus = cache.open_or_build(Path(config.cache_dir).expanduser() / name, build, say)
 
-    def documents(ids: np.ndarray, file: str) -> Documents:
-        borders = np.memmap(corpus.folder / _DOCUMENTS[file], dtype="<i8", mode="r").reshape(-1, 2)
-        return Documents(ids, borders, corpus.end_token)
+    def documents(ids: TokenFile, file: str) -> Documents:
+        borders = np.fromfile(corpus.folder / _DOCUMENTS[file], dtype="<i8")
+        ends = borders[::2]
+        if len(borders) % 2 or (np.diff(ends, prepend=0) <= 0).any() or ends[-1:].tolist() != [len(ids)]:
+            raise UserError(f"{corpus.folder}: {_DOCUMENTS[file]} does not fit to {file}; remove the folder")
+        return Documents(ids, borders.reshape(-1, 2), corpus.end_token)
 
     return PackedCorpus(
         train=documents(corpus.train, cache.TRAIN),

@@ -1,4 +1,4 @@
-"""A corpus as token files: prepared once, memory-mapped ever after.
+"""A corpus as token files: prepared once, read from the cache ever after.
 
 The key of the cache folder covers everything that decides its content: the documents, the tokenizer and the limit.
 """

@@ -30,6 +30,7 @@ from gnmr.data import (
 )
 from gnmr.data.batch import Batch
 from gnmr.data.packing import Documents
+from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
@@ -190,9 +191,9 @@ def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | Packe
     return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
 
 
-def tokens_of(split: np.ndarray | Documents) -> np.ndarray:
+def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     """The token ids of a split."""
-    return split if isinstance(split, np.ndarray) else split.tokens
+    return split.tokens if isinstance(split, Documents) else split
 
 
 def training_blocks(config: Config, corpus: TokenCorpus | PackedCorpus, folder: Path | None) -> Blocks:

@@ -15,7 +15,7 @@ import pytest
 from small_corpora import DOCUMENTS, build, texts
 
 from gnmr.config import DataConfig
-from gnmr.data import TokenCorpus, cache, prepare
+from gnmr.data import TokenCorpus, cache, prepare, token_file
 from gnmr.errors import UserError
 
 Make = Callable[..., DataConfig]
@@ -66,8 +66,8 @@ def test_a_damaged_cache_is_rebuilt_and_said(
 def test_large_files_are_verified_at_their_ends(
     config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "HASHED_WHOLE", 100)
-    monkeypatch.setattr(cache, "HASHED_ENDS", 16)
+    monkeypatch.setattr(token_file, "HASHED_WHOLE", 100)
+    monkeypatch.setattr(token_file, "HASHED_ENDS", 16)
     corpus, _ = build(config(path=str(corpus_file)))
     for offset, noticed in ((3, True), (-3, True), (60, False)):
         content = (corpus.folder / "train.bin").read_bytes()

@@ -61,7 +61,7 @@ def test_five_documents(five: Make, checkpoint: Path) -> None:
     are 2 (block 0), none (1), 3 (2, where the third document goes) and 3 (3, where the fifth goes).
     """
     corpus, _said = build(five(), checkpoint)
-    assert corpus.train.tokens.tolist() == [
+    assert corpus.train.tokens[:].tolist() == [
         *[0, 10, 11, 12, 1],
         *[0, 13, 14, 15, 16, 17, 18, 19, 14, 1],
         *[0, 10, 11, 1],
@@ -220,7 +220,7 @@ def test_a_token_on_the_border_belongs_to_the_answer(config: Make, tmp_path: Pat
     Tokenizer(models.BPE(words, [(" ", "b")])).save(str(folder / "tokenizer.json"))
     file = write_examples(tmp_path / "a.jsonl", [("a ", "b")] * 2)
     corpus, _said = build(config(name="instructions", path=str(file)), folder)
-    assert corpus.train.tokens.tolist() == [1, 4, 0] and corpus.train.borders.tolist() == [[3, 1]]
+    assert corpus.train.tokens[:].tolist() == [1, 4, 0] and corpus.train.borders.tolist() == [[3, 1]]
 
 
 @pytest.mark.parametrize("piece", [3, 10**6])
@@ -233,7 +233,7 @@ def test_plain_text_is_encoded_in_pieces_and_all_of_it_learned(
         (tmp_path / "texts" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "texts" / name).write_text(text)
     corpus, _said = build(config(path=str(tmp_path / "texts")), checkpoint)
-    assert corpus.train.tokens.tolist() == [0, 10, 11, 12, 13, 1, 0, 14, 1]
+    assert corpus.train.tokens[:].tolist() == [0, 10, 11, 12, 13, 1, 0, 14, 1]
     assert corpus.train.borders.tolist() == [[6, 0], [9, 0]]
     both = build(config(path=str(tmp_path / "texts"), answers_only=False), checkpoint)[0]
     assert both.fingerprint == corpus.fingerprint
@@ -288,7 +288,7 @@ def test_a_cache_is_used_and_rebuilt_when_damaged(five: Make, checkpoint: Path, 
     first, said = build(five(), checkpoint)
     assert said[-1] == "5 train examples with 33 tokens, 1 validation examples with 5 tokens"
     assert first.folder.name.startswith("instructions-examples-")
-    assert isinstance(first.train.tokens, np.memmap) and first.tokenizer_path.is_file()
+    assert first.tokenizer_path.is_file()
     assert (first.vocab_size, first.end_token, len(first.val)) == (20, 1, 1)
     second, said = build(five(), checkpoint)
     assert said == [] and second.fingerprint == first.fingerprint
