@@ -46,6 +46,7 @@ class DataConfig:
             self.path,
             f"data={self.name} needs a file or folder{'' if local else ', or null'}",
         )
-        require(257 <= self.vocab_size <= 2**31, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more")
+        fits = 257 <= self.vocab_size <= 2**24  # its trainer reserves room for each entry, and aborts without it
+        require(fits, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
         positive("data.tokenizer_bytes", self.tokenizer_bytes)
         positive("data.max_tokens", self.max_tokens, optional=True)

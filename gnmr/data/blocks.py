@@ -17,6 +17,8 @@ from gnmr.data.token_file import TokenFile
 from gnmr.disk import no_link, replacing
 from gnmr.errors import UserError
 
+MOST_EPOCHS = 10_000  # in one batch: each draws an order and saves it
+
 
 class BlockOrder:
     """The numbers of `num_blocks` blocks in random order, each once an epoch.
@@ -32,8 +34,21 @@ class BlockOrder:
         self._position = 0
         self._order: np.ndarray | None = None
 
-    def take(self, n: int) -> list[int]:
-        """The numbers of the next n blocks; crosses epoch borders."""
+    def take(self, n: int, seq_len: int) -> list[int]:
+        """The numbers of the next n blocks of `seq_len` tokens; crosses epoch borders.
+
+        Raises `UserError` for more than can be held, before an order is drawn or saved.
+        """
+        size, room = n * seq_len * 8, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size > room:
+            raise UserError(
+                f"training.batch_size={n}: its tokens take {size / 2**30:.0f} GiB, this machine has {room / 2**30:.0f}"
+            )
+        if n > MOST_EPOCHS * self.num_blocks:
+            raise UserError(
+                f"training.batch_size={n}: a batch reads the corpus {n // self.num_blocks} times, its {self.num_blocks} "
+                f"blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a smaller batch"
+            )
         chosen: list[int] = []
         while len(chosen) < n:
             if self._order is None:
@@ -121,7 +136,7 @@ class TrainBlocks(BlockOrder):
 
         Inputs are [:, :-1], targets [:, 1:].
         """
-        return _gather(self._tokens, self.take(n), self._seq_len)
+        return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
 def validation_blocks(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:

@@ -209,10 +209,14 @@ class LocalFiles:
 def local_files(config: DataConfig) -> LocalFiles:
     """The files below data.path and what they are for; raises `UserError` if there are none to train on."""
     assert config.path is not None
-    where, path = f"data.path={config.path}", Path(config.path).expanduser()
+    where, path = f"data.path={config.path}", user_path("data.path", config.path)
     if config.name in HUBS and (path / HUBS[config.name].config).is_dir():
         path = path / HUBS[config.name].config  # a clone of the hub's repository holds other configurations beside it
-    files = _local_files(path, where)
+    try:
+        files = _local_files(path, where)
+        states = {name: file.stat() for name, file in files.items()}
+    except OSError as error:
+        raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
     usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
     if not usable:
         raise UserError(f"{where}: holds the test split alone, which data={config.name} keeps for scores; add train*")
@@ -220,15 +224,25 @@ def local_files(config: DataConfig) -> LocalFiles:
     train, validation = splits[TRAIN], splits[VALIDATION]
     left_out = sorted(name for name in files if name not in train and name not in validation)
 
-    identity = "".join(
-        f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}" for name, file in files.items() for state in [file.stat()]
-    )
+    identity = "".join(f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}" for name, state in states.items())
     summary = f"training files: {len(train)}, " + (
         f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
     )
     if left_out:
-        summary += f"; left out beside files named train: {', '.join(left_out[:5])}{' ...' * (len(left_out) > 5)}"
+        summary += f"; left out beside files named train: {named(left_out)}"
     return LocalFiles(where, files, splits, summary, identity)
+
+
+def user_path(key: str, text: str) -> Path:
+    """The path that the user gave as `key`; raises `UserError` for one that no file or folder can have."""
+    try:
+        if "\0" in text:
+            raise OSError("a path has no NUL")
+        path = Path(text).expanduser()
+        path.exists()
+        return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+        raise UserError(f"{key}={text}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _local(config: DataConfig) -> Corpus:

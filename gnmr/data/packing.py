@@ -99,7 +99,7 @@ def prepare_packed(
     """
     examples = open_examples(config)
     if config.tokenizer is not None:
-        path, where = Path(config.tokenizer).expanduser(), f"data.tokenizer={config.tokenizer}"
+        path, where = corpora.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
     elif checkpoint is not None:
         path, where = checkpoint, str(checkpoint)
     else:
@@ -114,9 +114,9 @@ def prepare_packed(
     def build(folder: Path, progress: Progress) -> None:
         tokenizer = bpe.load(content, where, end)
         (folder / cache.TOKENIZER).write_bytes(content)
-        _build(folder, examples, tokenizer, bpe.end_token(tokenizer, end), limit, config.answers_only, progress)
+        _build(folder, examples, tokenizer, where, bpe.end_token(tokenizer, end), limit, config.answers_only, progress)
 
-    corpus = cache.open_or_build(Path(config.cache_dir).expanduser() / name, build, say)
+    corpus = cache.open_or_build(corpora.user_path("data.cache_dir", config.cache_dir) / name, build, say)
 
     def documents(ids: TokenFile, file: str) -> Documents:
         borders = np.fromfile(corpus.folder / _DOCUMENTS[file], dtype="<i8")
@@ -143,6 +143,7 @@ def _build(
     folder: Path,
     examples: Examples,
     tokenizer: Tokenizer,
+    where: str,
     end: int,
     limit: int | None,
     answers_only: bool,
@@ -151,7 +152,8 @@ def _build(
     # Rust threads and a later fork (data loaders, W&B) would otherwise print a warning a process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     progress.begin(f"preparing {examples.where}: {examples.summary}")
-    vocab_size, begin = bpe.vocab_size(tokenizer), bpe.begin_token(tokenizer)
+    begin = bpe.begin_token(tokenizer)
+    vocab_size = max(bpe.vocab_size(tokenizer), -1 if begin is None else begin + 1)  # it need not be in the vocabulary
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     said = []
     for split, file, most in (
@@ -161,7 +163,7 @@ def _build(
         progress.begin(f"tokenizing {split} examples")
         number = written = 0
         with (folder / file).open("wb") as ids_file, (folder / _DOCUMENTS[file]).open("wb") as borders_file:
-            for ids, before in _encode(examples.read(split), tokenizer, begin, end):
+            for ids, before in _encode(examples.read(split), tokenizer, where, begin, end):
                 ids_file.write(np.asarray(ids, dtype=dtype).tobytes())
                 number, written = number + 1, written + len(ids)
                 borders_file.write(np.array([written, before if answers_only else 0], dtype="<i8").tobytes())
@@ -176,12 +178,12 @@ def _build(
 
 
 def _encode(
-    examples: Iterator[Example], tokenizer: Tokenizer, begin: int | None, end: int
+    examples: Iterator[Example], tokenizer: Tokenizer, where: str, begin: int | None, end: int
 ) -> Iterator[tuple[list[int], int]]:
     """(token ids, how many of them come before the answer's first) of each example."""
     ids: list[int] = []
     before = 0
-    for piece, prompt, is_last in _encoded(examples, tokenizer):
+    for piece, prompt, is_last in _encoded(examples, tokenizer, where):
         if not ids:
             ids = [] if begin is None else [begin]
             before = len(ids) + prompt if prompt else 0
@@ -191,7 +193,7 @@ def _encode(
             ids = []
 
 
-def _encoded(examples: Iterator[Example], tokenizer: Tokenizer) -> Iterator[tuple[list[int], int, bool]]:
+def _encoded(examples: Iterator[Example], tokenizer: Tokenizer, where: str) -> Iterator[tuple[list[int], int, bool]]:
     """(token ids, tokens of the prompt, ends its example), encoded some examples at a time.
 
     A long text without a prompt comes in pieces, as in gnmr/data/tokens.py.
@@ -200,7 +202,7 @@ def _encoded(examples: Iterator[Example], tokenizer: Tokenizer) -> Iterator[tupl
     size = 0
 
     def encode() -> Iterator[tuple[list[int], int, bool]]:
-        encodings = tokenizer.encode_batch([text for text, _, _ in batch], add_special_tokens=False)
+        encodings = bpe.encode(tokenizer, [text for text, _, _ in batch], where)
         for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
             inside = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)
             yield encoding.ids, next(inside, len(encoding)) if prompt else 0, is_last
@@ -312,10 +314,11 @@ class PackedBlocks(BlockOrder):
     def __init__(self, documents: Documents, seq_len: int, seed: int, folder: Path | None) -> None:
         self.packing = _packing(documents, seq_len, "training", seq_len)
         super().__init__(self.packing.num_blocks, seed, folder)
+        self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:
         """The next n blocks, on the CPU; crosses epoch borders."""
-        return self.packing.batch(self.take(n))
+        return self.packing.batch(self.take(n, self._seq_len))
 
 
 def packed_validation(documents: Documents, seq_len: int, n: int) -> Batch:

@@ -6,7 +6,9 @@ it in tokenizer_config.json or special_tokens_map.json. transformers reads the s
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 from gnmr.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 END = "<|endoftext|>"
 ACCEPTED_ENDS = (END, "<|end_of_text|>", "</s>")
@@ -50,7 +52,7 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
     """
     file = path / FILE if path.is_dir() else path
     try:
-        content = file.read_bytes()
+        content = regular_content(file)
     except FileNotFoundError as error:
         if file == path:
             raise UserError(f"{where}: no such file or folder") from error
@@ -67,14 +69,24 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
     return content, None
 
 
+def regular_content(file: Path) -> bytes:
+    """What the file holds; `OSError` for what is no regular file: a pipe would be waited for."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file")
+    return file.read_bytes()
+
+
 def _named_end(file: Path) -> str | None:
     if not file.exists():
         return None
     try:
-        end = json.loads(file.read_bytes()).get("eos_token")
-        return end["content"] if isinstance(end, dict) else end
-    except (OSError, ValueError, AttributeError, KeyError) as error:
+        end = json.loads(regular_content(file)).get("eos_token")
+        end = end["content"] if isinstance(end, dict) else end
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as a tokenizer's settings ({error})") from error
+    if end is not None and not isinstance(end, str):
+        raise UserError(f"{file}: eos_token must be text, and is {type(end).__name__}")
+    return end
 
 
 def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
@@ -87,7 +99,8 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({error})") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({reason})") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     ends = ACCEPTED_ENDS if end is None else (end,)
@@ -111,6 +124,14 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
     """
     encoding = tokenizer.encode("a")
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], where: str, offsets: bool = True) -> list[Encoding]:
+    """The encodings of `texts`, without special tokens; `UserError` for a tokenizer that cannot encode one of them."""
+    try:
+        return (tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast)(texts, add_special_tokens=False)
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{where}: cannot encode the text ({' '.join(str(error).split())})") from error
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

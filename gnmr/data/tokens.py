@@ -44,8 +44,10 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     limit = config.max_tokens
     if limit is None and corpus.streamed:
         limit = needed_tokens + needed_tokens // 100 + 1  # + 1: the last block's last target
-    cache_dir = Path(config.cache_dir).expanduser()
-    folder = cache_dir / f"{config.name}-{_key(config, corpus, tokenizer_file, limit)}"
+    folder = (
+        corpora.user_path("data.cache_dir", config.cache_dir)
+        / f"{config.name}-{_key(config, corpus, tokenizer_file, limit)}"
+    )
     return cache.open_or_build(
         folder, lambda new, progress: _build(new, config, corpus, tokenizer_file, limit, progress), say
     )
@@ -65,7 +67,7 @@ def _read_tokenizer(config: DataConfig) -> bytes | None:
     if config.tokenizer is None:
         return None
     try:
-        return Path(config.tokenizer).expanduser().read_bytes()
+        return bpe.regular_content(corpora.user_path("data.tokenizer", config.tokenizer))
     except OSError as error:
         raise UserError(
             f"data.tokenizer={config.tokenizer}: cannot be read ({error.strerror}); give a tokenizer.json or null"
@@ -83,12 +85,13 @@ def _build(
     # Rust threads and a later fork (data loaders, W&B) would otherwise print a warning a process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     progress.begin(f"preparing {corpus.where}: {corpus.summary}")
+    where = corpus.where if tokenizer_file is None else f"data.tokenizer={config.tokenizer}"
     if tokenizer_file is None:
         progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at the most")
         tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
-        tokenizer.save(str(folder / cache.TOKENIZER))
+        (folder / cache.TOKENIZER).write_text(tokenizer.to_str(pretty=True))  # its own `save` has no errno
     else:
-        tokenizer = bpe.load(tokenizer_file, f"data.tokenizer={config.tokenizer}")
+        tokenizer = bpe.load(tokenizer_file, where)
         (folder / cache.TOKENIZER).write_bytes(tokenizer_file)
     vocab_size, end = bpe.vocab_size(tokenizer), bpe.end_token(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
@@ -101,7 +104,7 @@ def _build(
         progress.begin(f"tokenizing {split} documents")
         counts[split] = 0
         with (folder / name).open("wb") as file:
-            for ids in _encode(corpus.documents(split), tokenizer, end):
+            for ids in _encode(corpus.documents(split), tokenizer, end, where):
                 tokens = np.asarray(ids if most is None else ids[: most - counts[split]], dtype=dtype)
                 file.write(tokens.tobytes())
                 counts[split] += len(tokens)
@@ -129,7 +132,7 @@ def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[st
         progress(f"training the tokenizer: {(most - left) / 1e6:.1f} MB read")
 
 
-def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int) -> Iterator[list[int]]:
+def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int, where: str) -> Iterator[list[int]]:
     """Token ids, some documents at a time, the end token after each document."""
     batch: list[tuple[str, bool]] = []
     size = 0
@@ -137,13 +140,13 @@ def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int) -> Iterato
         batch.append((piece, is_last))
         size += len(piece)
         if size >= BATCH:
-            yield _encode_batch(batch, tokenizer, end)
+            yield _encode_batch(batch, tokenizer, end, where)
             batch, size = [], 0
-    yield _encode_batch(batch, tokenizer, end)
+    yield _encode_batch(batch, tokenizer, end, where)
 
 
-def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int) -> list[int]:
-    encodings = tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
+def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int, where: str) -> list[int]:
+    encodings = bpe.encode(tokenizer, [piece for piece, _ in batch], where, offsets=False)
     ids: list[int] = []
     for encoding, (_, is_last) in zip(encodings, batch, strict=True):
         ids += encoding.ids
