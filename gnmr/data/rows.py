@@ -44,8 +44,9 @@ class Row:
 
 
 def named(columns: Iterable[str]) -> str:
-    """The names of columns for a message: ten at the most, an odd one quoted."""
-    names = [str(name) if str(name).isprintable() else repr(name) for name in columns]
+    """The names of columns or files for a message: ten at the most, cut where they are long, quoted where they are
+    odd."""
+    names = [name if name.isprintable() else repr(name) for name in (f"{name:.60}" for name in columns)]
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 

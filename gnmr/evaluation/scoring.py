@@ -56,7 +56,7 @@ def score(
 
     Returns {task: {"metrics": {name: {"value", "stderr"}}, "items", "items_there", "shots", "tokens_scored",
     "tokens_read", "tokens_generated", "truncated", "seconds", "convention", ...}}; stderr is None where there is none
-    (MMLU also has "subjects", WikiText-2 "block"). The model is afterwards as it was, and so are the generators of
+    (MMLU also has "subjects", WikiText-2 "block"; see `pooled_stderr`). The model is afterwards as it was, and so are the generators of
     random numbers. Waits for the device. UserError for what cannot be scored, in one line.
     """
     check(tasks, limit, shots, block, batch_size, subject)
@@ -193,7 +193,26 @@ def _found(task: Task, results: Any) -> dict[str, Any]:
             }
             for leaf in sizes
         }
+        for name, metric in found["metrics"].items():
+            metric["stderr"] = pooled_stderr([(row["items"], row[name]) for row in found["subjects"].values()])
     return found
+
+
+def pooled_stderr(parts: Sequence[tuple[int, dict[str, float | None]]]) -> float | None:
+    """The standard error of a mean over the items of several subjects, from (items, value and standard error) of each.
+
+    lm-eval's formula: the variance within subjects, pooled. A subject of one item tells nothing of it, and lm-eval then
+    gives no number; here the others are pooled, and where no subject has two items, the spread over all items counts,
+    which holds what subjects differ by as well. None for fewer than two items.
+    """
+    total = sum(items for items, _ in parts)
+    freedom = total - len(parts)
+    inside = math.fsum(items * (items - 1) * (row["stderr"] or 0.0) ** 2 for items, row in parts)
+    if freedom == 0 and total > 1:
+        values = [row["value"] or 0.0 for _, row in parts]
+        mean, freedom = math.fsum(values) / total, total - 1
+        inside = math.fsum((value - mean) ** 2 for value in values)
+    return math.sqrt(inside / freedom / total) if freedom > 0 else None
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
