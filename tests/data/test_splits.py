@@ -1,0 +1,76 @@
+"""What is validated on is not trained on: from the files to the blocks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small_corpora import word_checkpoint, write_examples, write_rows
+from torch import Tensor
+
+from gnmr.config import Config, DataConfig, ModelConfig, TrainingConfig
+from gnmr.data import Batch
+from gnmr.training.parts import open_data, training_blocks, validation
+
+Make = Callable[..., DataConfig]
+
+
+def rows_of(blocks: Tensor | Batch) -> list[tuple[int, ...]]:
+    """The inputs of each block and its last target."""
+    if isinstance(blocks, Tensor):
+        return [tuple(row) for row in blocks.tolist()]
+    return [(*row, last) for row, last in zip(blocks.tokens.tolist(), blocks.targets[:, -1].tolist(), strict=True)]
+
+
+def overlap(data: DataConfig, model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
+    """Blocks of an epoch, validation blocks, and how many of these hold ten tokens in a row of training."""
+    training = TrainingConfig(seq_len=seq_len, batch_size=1, steps=1)
+    config = Config(data=data, model=model, training=training)
+    corpus = open_data(config, len)
+    blocks = training_blocks(config, corpus, None)
+    trained = rows_of(blocks.next(blocks.num_blocks))
+    held_out = rows_of(validation(config, corpus, 1000))
+    seen = {part for row in trained for part in tens(row)}
+    return len(trained), len(held_out), sum(any(part in seen for part in tens(row)) for row in held_out)
+
+
+def tens(row: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [row[i : i + 10] for i in range(len(row) - 9)]
+
+
+def letters(number: int) -> str:
+    """Forty of the letters a to j at random: no two numbers share ten in a row."""
+    draw = torch.Generator().manual_seed(number)
+    return " ".join("abcdefghij"[i] for i in torch.randint(10, (40,), generator=draw).tolist())
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_no_validation_block_holds_training_tokens(by_name: bool, config: Make, tmp_path: Path) -> None:
+    documents = [letters(i) for i in range(200)]
+    if by_name:
+        write_rows(tmp_path / "data" / "train.jsonl", documents[:150])
+        write_rows(tmp_path / "data" / "valid.jsonl", documents[150:])
+    else:
+        write_rows(tmp_path / "data" / "a.jsonl", documents)
+    trained, held_out, shared = overlap(config(path=str(tmp_path / "data")), ModelConfig(), 12)
+    assert trained > 100 and held_out > 10 and shared == 0
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_no_packed_validation_block_holds_training_tokens(
+    by_name: bool, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [(letters(i), letters(1000 + i)) for i in range(60)]
+    if by_name:
+        write_examples(tmp_path / "data" / "train.jsonl", pairs[:40])
+        write_examples(tmp_path / "data" / "valid.jsonl", pairs[40:])
+    else:
+        write_examples(tmp_path / "data" / "a.jsonl", pairs)
+    data = config(name="instructions", path=str(tmp_path / "data"))
+    checkpoint = word_checkpoint(tmp_path / "checkpoint")
+    monkeypatch.setattr("gnmr.models.pretrained.local", lambda name: checkpoint)  # its tokenizer is all that is read
+    model = ModelConfig(name="pretrained", checkpoint=str(checkpoint))
+    trained, held_out, shared = overlap(data, model, 82)
+    assert trained >= 40 and held_out >= 3 and shared == 0
