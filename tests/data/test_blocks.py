@@ -149,3 +149,15 @@ def test_validation_blocks_are_spread_evenly() -> None:
     assert (chosen[:, 1:] - chosen[:, :-1] == 1).all()
     assert (validation_blocks(tokens, SEQ_LEN, 99)[:, 0] // SEQ_LEN).tolist() == list(range(10))
     assert torch.equal(validation_blocks(tokens.copy(), SEQ_LEN, 4), chosen)
+
+
+def test_a_batch_that_cannot_be_held_writes_nothing(tmp_path: Path) -> None:
+    blocks = TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path)
+    for n, message in (
+        (9_999_999_999_999, r"training\.batch_size=9999999999999: its tokens take \d+ GiB, this machine has \d+"),
+        (8 * 10_000 + 1, "a batch reads the corpus 10000 times, its 8 blocks of 4 tokens; 10000 times at most"),
+    ):
+        with pytest.raises(UserError, match=message):
+            blocks.next(n)
+    assert not list(tmp_path.iterdir()) and blocks.state_dict() == {"epoch": 0, "position": 0}
+    assert len(TrainBlocks(numbered(8), SEQ_LEN, 0, None).next(100)) == 100

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_corpora import DOCUMENTS, build, texts, write_rows
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gnmr.config import DataConfig
 from gnmr.data import progress, tokens
+from gnmr.data import tokenizer as bpe
 from gnmr.errors import UserError
 
 Make = Callable[..., DataConfig]
@@ -106,6 +109,59 @@ def test_a_path_without_effect_is_said(config: Make, corpus_file: Path, monkeypa
     monkeypatch.setattr(corpora, "open_corpus", lambda config: local)
     _, said = build(config(name="stdlib", path="somewhere"))
     assert "data.path=somewhere has no effect" in said[0]
+
+
+# ---- long words ----
+
+
+def unbounded(documents: list[str], vocab_size: int) -> Tokenizer:
+    """The tokenizer as it is defined, every word learned from as one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def test_ordinary_text_has_the_tokenizer_that_it_had(tmp_path: Path) -> None:
+    """Words up to the bound among it, in this very file's text."""
+    documents = [Path(__file__).read_text(), *DOCUMENTS, "ab" * 499 + " " * 1000 + "é" * 499]
+    assert bpe.train(iter(documents), 600).to_str() == unbounded(documents, 600).to_str()
+
+
+@pytest.mark.parametrize("word", ["a" * 300_000, " " * 300_000, "一二三四五六七八九十百千" * 9000, "+-" * 150_000])
+def test_a_word_without_end_takes_no_time(word: str, config: Make, tmp_path: Path) -> None:
+    """Learning takes the square of a word's length: 100,000 characters took 44 s."""
+    (tmp_path / "a.txt").write_text(f"x{word}y")
+    begun = time.monotonic()
+    corpus, _ = build(config(path=str(tmp_path / "a.txt")))
+    assert time.monotonic() - begun < 10
+    assert "".join(texts(corpus, "train") + texts(corpus, "val")) == f"x{word}y"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(), min_size=1, max_size=8), st.integers(1, 30))
+def test_any_text_comes_back(documents: list[str], piece: int) -> None:
+    """Pieces join to the documents, and each document decodes to itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "PIECE", piece)
+        parts = list(tokens.pieces(iter(documents)))
+    assert max(len(text) for text, _ in parts) <= piece
+    assert "".join(text for text, _ in parts) == "".join(documents)
+    assert sum(last for _, last in parts) == len(documents)
+    tokenizer = bpe.train(iter(documents), 300)
+    for text in documents:
+        (encoding,) = bpe.encode(tokenizer, [text], "", offsets=False)
+        if "<|endoftext|>" not in text:
+            assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
 
 
 # ---- a user's tokenizer ----
