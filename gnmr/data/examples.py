@@ -20,7 +20,6 @@ from gnmr.config import DataConfig
 from gnmr.data import corpora
 from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION
 from gnmr.data.rows import Row, read_rows
-from gnmr.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def score(
 
     Returns {task: {"metrics": {name: {"value", "stderr"}}, "items", "items_there", "shots", "tokens_scored",
     "tokens_read", "tokens_generated", "truncated", "seconds", "convention", ...}}; stderr is None where there is none
-    (MMLU also has "subjects", WikiText-2 "block"; see `pooled_stderr`). The model is afterwards as it was, and so are the generators of
-    random numbers. Waits for the device. UserError for what cannot be scored, in one line.
+    (MMLU also has "subjects", see `pooled_stderr`; WikiText-2 "block"). The model is afterwards as it was, and so are
+    the generators of random numbers. Waits for the device. UserError for what cannot be scored, in one line.
     """
     check(tasks, limit, shots, block, batch_size, subject)
     found = {}

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_corpora import shared_data, word_checkpoint, write_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -135,10 +137,18 @@ def numbered(draw: np.random.Generator, number: int) -> Documents:
     return Documents(np.arange(lengths.sum(), dtype=np.uint16), np.stack([lengths.cumsum(), before], axis=1), 9999)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("seq_len", [1, 4, 9, 40])
-def test_blocks_against_a_slow_search(seed: int, seq_len: int) -> None:
-    documents = numbered(np.random.default_rng(seed), 60)
+@st.composite
+def any_documents(draw: st.DrawFn) -> Documents:
+    """Documents of any lengths, with the first target anywhere, whose tokens are their own positions."""
+    lengths = draw(st.lists(st.integers(1, 25), min_size=1, max_size=60))
+    before = [draw(st.integers(0, length)) for length in lengths]
+    borders = np.stack([np.cumsum(lengths), before], axis=1)
+    return Documents(np.arange(sum(lengths), dtype=np.uint16), borders, 9999)
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_documents(), st.sampled_from([1, 2, 4, 9, 40]))
+def test_blocks_against_a_slow_search(documents: Documents, seq_len: int) -> None:
     blocks: list[list[tuple[int, int | None, int]]] = []  # input, target, position
     reached: list[int] = []  # the step at which a block came to have its room
     begin = 0
@@ -160,7 +170,8 @@ def test_blocks_against_a_slow_search(seed: int, seq_len: int) -> None:
             blocks[chosen] += piece
             reached[chosen] = max(reached) + 1
         begin = end
-    batch, packed = in_order(documents, seq_len)
+    packed = packing.Packing(documents, seq_len)
+    batch = packed.batch(range(packed.num_blocks))
     assert packed.num_blocks == len(blocks) and batch.positions is not None
     for row, block in enumerate(blocks):
         padding = [(9999, None, place) for place in range(seq_len - len(block))]
