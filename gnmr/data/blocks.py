@@ -47,7 +47,8 @@ class BlockOrder:
         if n > MOST_EPOCHS * self.num_blocks:
             raise UserError(
                 f"training.batch_size={n}: a batch reads the corpus {n // self.num_blocks} times, its "
-                f"{self.num_blocks} blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a smaller batch"
+                f"{self.num_blocks} blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
+                "smaller batch"
             )
         chosen: list[int] = []
         while len(chosen) < n:
