@@ -137,7 +137,7 @@ def test_files_that_cannot_be_read(task_data, tmp_path) -> None:
     assert line("gsm8k", "test.jsonl", b"\n") == "DATA/gsm8k/test.jsonl: holds no rows"
     assert line("gsm8k", "test.jsonl", b'\n{"question": "a').startswith("DATA/gsm8k/test.jsonl: row 2 is not JSON (")
     assert line("gsm8k", "test.jsonl", b"[1]") == "DATA/gsm8k/test.jsonl: row 1 is no object with columns"
-    assert line("gsm8k", "test.jsonl", b"\xff").startswith("DATA/gsm8k/test.jsonl: cannot be read (")
+    assert line("gsm8k", "test.jsonl", b"\xff").startswith("DATA/gsm8k/test.jsonl: row 1 is not UTF-8 (")
     assert line("wikitext2", "test.txt", b" \n \n") == "DATA/wikitext2/test.txt: holds no rows"
     assert line("hellaswag", "validation.jsonl", json.dumps({"ind": 1}).encode()).endswith(
         "row 1: 'ctx' must be a text, and is None"
