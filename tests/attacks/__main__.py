@@ -1,0 +1,73 @@
+"""The whole suite: python -m tests.attacks [KIND ...] [--cases N] [--seed S] [--out FILE.json]."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from .harness import HELD, Arena, Kind, Tally, attack, provenance
+
+_MODULES = ("kills", "damaged", "hostile", "inputs")
+
+
+def kinds() -> dict[str, Kind]:
+    """All kinds by name."""
+    modules = [importlib.import_module(f".{name}", __package__) for name in _MODULES]
+    return {kind.name: kind for module in modules for kind in module.KINDS}
+
+
+def main(argv: list[str]) -> int:
+    """Plays the kinds; exit code 1 if anything did not hold."""
+    known = kinds()
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks", description=__doc__)
+    parser.add_argument("kinds", metavar="KIND", nargs="*", help=f"{', '.join(known)} (default: all)")
+    parser.add_argument("--cases", type=int, help="of each kind so many, evenly spread (default: all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file of the counts")
+    asked = parser.parse_args(argv)
+    if unknown := set(asked.kinds) - known.keys():
+        parser.error(f"no such kind: {', '.join(sorted(unknown))}")
+    scratch = Path(tempfile.mkdtemp(prefix="attacks-"))
+    tallies: list[Tally] = []
+    try:
+        with Arena(scratch) as arena:
+            print(f"attacking {arena.checkout}", flush=True)
+            for name in asked.kinds or known:
+                tallies.append(attack(known[name], arena, asked.seed, asked.cases, _Line(name)))
+                print(f"\r{_row(tallies[-1])}", flush=True)
+            found = provenance(arena.checkout, asked.seed)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if asked.out is not None:
+        tree = {**found, "kinds": {tally.kind: tally.tree() for tally in tallies}}
+        asked.out.write_text(json.dumps(tree, indent=1) + "\n")
+    return int(any(tally.broken for tally in tallies))
+
+
+class _Line:
+    """What is said of each case: a line if it did not hold, else how many there were."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._number = kind, 0
+
+    def __call__(self, name: str, verdict: str) -> None:
+        self._number += 1
+        if verdict != HELD:
+            print(f"\r  {self._kind}: {name}: {verdict}", flush=True)
+        elif sys.stdout.isatty():
+            print(f"\r  {self._kind}: {self._number}", end="", flush=True)
+
+
+def _row(tally: Tally) -> str:
+    broken = ", ".join(f"{len(names)} {verdict}" for verdict, names in sorted(tally.broken.items()))
+    total, held = tally.verdicts.total(), tally.verdicts[HELD]
+    return f"{tally.kind:24} {held:5} of {total:5} held  {tally.seconds:6.0f} s  {broken}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
