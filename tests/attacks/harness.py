@@ -8,8 +8,8 @@ own session, folder and output files, and is killed with all its descendants whe
     outcome = arena.run("report", "runs")                          # waits for its end
     running = arena.start("train", "...", hook=Hook(function, 3))  # running.pid, running.kill(), running.wait()
 
-This file runs twice: as a module of the tests, and as the server (`python harness.py ADDRESS`), where it must not import
-anything of the tests.
+This file runs twice: as a module of the tests, and as the server (`python harness.py ADDRESS`), which knows the modules
+beside it as the package `attacks`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import inspect
+import importlib.util
 import json
 import os
 import platform
 import random
 import resource
-import runpy
 import secrets
 import select
 import signal
@@ -41,14 +40,29 @@ from typing import Any
 
 LIMIT_S = 60.0
 MEMORY_BYTES = 12 << 30
-_PRELOADED = (
-    *("torch", "torch.distributed.checkpoint", "hydra", "pyarrow.parquet", "matplotlib.pyplot", "scipy.stats"),
-    *("rich.live", "wandb", "gnmr.cli", "gnmr.launch", "gnmr.sweep", "gnmr.training.run", "gnmr.bench.steps"),
-    *("gnmr.report", "gnmr.report.plots", "gnmr.replay", "gnmr.evaluation.command", "gnmr.calibration"),
-    *("gnmr.detection", "hydra_plugins.hydra_joblib_launcher.joblib_launcher", "plotly.graph_objects"),
+TINY = [
+    *("data=text", "data.path={text}", "data.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48"),
+    *("model.num_layers=1", "model.num_heads=2", "training.seq_len=16", "training.batch_size=2", "training.threads=1"),
+    *("training.steps=12", "training.eval_every=4", "training.eval_blocks=2", "training.checkpoint_every=3"),
+    *("training.keep_checkpoints=2", "controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2"),
+    *("records.live=off", "records.wandb=off", "experiment_name=tiny"),
+]
+"""Words of a run of twelve steps and seven units, with thresholds so low that the controller is busy."""
+_SCOUTS = (
+    ["train", *TINY, "run_dir=scout"],
+    ["train", "-m", *TINY, "training.steps=1", "training.seed=0,1", "hydra/launcher=joblib", "plan=true"],
+    ["report", "scout"],
+    ["replay", "scout", "alpha=1.2"],
+    ["eval", "scout", "tasks=[perplexity]"],
 )
-_MEASURED = ("time", "tokens_per_s", "memory", "machine", "crc", "sha", "checksum", "hash")
-"""Parts of the names of numbers that may differ between two runs that are the same."""
+"""Commands that the server lets a child run once: what they import, it imports too."""
+_MEASURED = ("time", "crc", "sha", "sum", "hash")
+"""Parts of the names of what may differ between the rows of two runs that are the same."""
+_FIGURES = (
+    *("steps", "tokens", "final_val_loss", "final_val_ppl", "promotion_frac", "hit_max_o_frac", "over_frac"),
+    *("saved_bytes_mean", "nonfinite_total"),
+)
+"""What counts of a summary."""
 
 HELD = "held"
 
@@ -62,7 +76,7 @@ def under_attack() -> Path:
 class Hook:
     """A function that the child calls before the command: `Hook(die_in_step, 3)`.
 
-    It is loaded from its file alone, so that file must import nothing of the tests when it is loaded.
+    A function of a module of this folder, and plain values.
     """
 
     function: Callable[..., None]
@@ -73,8 +87,8 @@ class Hook:
         object.__setattr__(self, "args", args)
 
     def request(self) -> list[Any]:
-        """What the server is told: file, name, arguments (plain values)."""
-        return [inspect.getsourcefile(self.function), self.function.__name__, list(self.args)]
+        """What the server is told: module, name, arguments."""
+        return [self.function.__module__.rpartition(".")[2], self.function.__name__, list(self.args)]
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,11 @@ class Running:
             os.kill(self.pid, number)
 
     @property
+    def family(self) -> list[int]:
+        """The living processes that it has started, itself left out."""
+        return [pid for pid in _session(self.pid) if pid != self.pid]
+
+    @property
     def ended(self) -> bool:
         """Whether `wait` returns at once."""
         return bool(select.select([self._connection], [], [], 0)[0])
@@ -158,11 +177,23 @@ class Arena:
             (self.scratch / name).mkdir(parents=True, exist_ok=True)
         self.environment = {
             **{key: os.environ[key] for key in ("PATH", "LANG", "LD_LIBRARY_PATH") if key in os.environ},
-            **{"PYTHONPATH": str(self.checkout), "HOME": str(self.scratch / "home"), "TERM": "xterm"},
-            **{"GNMR_CACHE": str(self.scratch / "cache"), "XDG_CACHE_HOME": str(self.scratch / "cache")},
-            **{"TMPDIR": str(self.scratch / "tmp"), "MPLCONFIGDIR": str(self.scratch / "home"), "MPLBACKEND": "Agg"},
-            **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"},
+            "PYTHONPATH": str(self.checkout),
+            "PYTHONUNBUFFERED": "1",
+            "HOME": str(self.scratch / "home"),
+            "TMPDIR": str(self.scratch / "tmp"),
+            "GNMR_CACHE": str(self.scratch / "cache"),
+            "XDG_CACHE_HOME": str(self.scratch / "cache"),
+            "MPLCONFIGDIR": str(self.scratch / "home"),
+            "MPLBACKEND": "Agg",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "disabled",
+            "TERM": "xterm",
         }
+        draw = random.Random(0)
+        words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
+        self.text = self.scratch / "babble.txt"
+        self.text.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
         self._address = f"attack-{os.getpid()}-{secrets.token_hex(4)}"
         self._server = subprocess.Popen(
             [sys.executable, __file__, self._address],
@@ -174,6 +205,11 @@ class Arena:
         assert self._server.stdout is not None
         if self._server.stdout.readline() != b"ready\n":
             raise RuntimeError(f"{self.checkout}: its server does not start")
+
+    @property
+    def tiny(self) -> list[str]:
+        """`TINY` over some 20,000 tokens of babble; `run_dir=` is missing."""
+        return [word.format(text=self.text) for word in TINY]
 
     def folder(self, name: str = "case") -> Path:
         """A new, empty folder."""
@@ -202,9 +238,16 @@ class Arena:
         self._number += 1
         out, err = (self.scratch / "output" / f"{self._number:05d}.{name}" for name in ("out", "err"))
         request = {
-            **{"words": list(words), "cwd": str(cwd or self.scratch / "work"), "env": env or {}, "out": str(out)},
-            **{"err": str(err), "hook": hook.request() if hook else None, "limit_s": limit_s, "linger_s": linger_s},
-            **{"memory_bytes": memory_bytes, "fresh": fresh},
+            "words": list(words),
+            "cwd": str(cwd or self.scratch / "work"),
+            "env": env or {},
+            "out": str(out),
+            "err": str(err),
+            "hook": hook.request() if hook else None,
+            "limit_s": limit_s,
+            "linger_s": linger_s,
+            "memory_bytes": memory_bytes,
+            "fresh": fresh,
         }
         connection = socket.socket(socket.AF_UNIX)
         connection.connect("\0" + self._address)
@@ -300,9 +343,8 @@ def provenance(checkout: Path, seed: int) -> dict[str, Any]:
     git = ["git", "-C", str(checkout)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "gnmr", "conf"], capture_output=True, text=True).stdout
-    with contextlib.suppress(OSError, StopIteration):
-        names = (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line)
-        cpu = next(names)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
     return {
         "commit": (commit or "unknown") + ("-dirty" if changed.strip() else ""),
         "date": datetime.now(UTC).date().isoformat(),
@@ -351,7 +393,7 @@ def digest(folder: Path) -> str:
     import pyarrow.parquet as pq
 
     tree: dict[str, Any] = {name: rows(folder / f"{name}.jsonl") for name in ("steps", "eval", "events")}
-    tree["summary"] = summary(folder)
+    tree["summary"] = {key: value for key, value in summary(folder).items() if key in _FIGURES}
     with contextlib.suppress(Exception):  # a damaged file is none
         table = pq.read_table(folder / "ratios.parquet", memory_map=False)
         tree["ratios"] = [(name, table[name].to_pylist()) for name in table.column_names]
@@ -372,10 +414,11 @@ def _serve(address: str) -> None:
     listener.bind("\0" + address)  # of no file
     listener.listen(64)
     sys.path.remove(str(Path(__file__).parent))
-    for name in _PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    importlib.import_module("gnmr.cli")
+    _as_package()
+    for words in _SCOUTS:
+        for name in _scouted([word.format(text="babble.txt") for word in words]):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [], 5)
@@ -393,6 +436,38 @@ def _serve(address: str) -> None:
                 finally:
                     os._exit(0)
             connection.close()
+
+
+def _as_package() -> None:
+    """Makes the modules beside this file the package `attacks`."""
+    here = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "attacks", here / "__init__.py", submodule_search_locations=[str(here)]
+    )
+    assert spec is not None
+    sys.modules["attacks"] = importlib.util.module_from_spec(spec)
+
+
+def _scouted(words: list[str]) -> list[str]:
+    """Modules that a command imports, in their order."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        try:
+            importlib.import_module("gnmr.cli").main(words)
+        except BaseException:
+            pass  # the attacks themselves will see it
+        finally:
+            os.write(write, "\n".join(name for name in sys.modules if name != "__main__").encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        names = file.read().split("\n")
+    os.waitpid(pid, 0)
+    _end_session(pid)
+    return names
 
 
 def _handle(connection: socket.socket) -> None:
@@ -438,8 +513,8 @@ def _command(request: dict[str, Any]) -> None:
             os.execv(sys.executable, [sys.executable, "-m", "gnmr", *words])
         sys.argv = ["gnmr", *words]
         if request["hook"]:
-            file, name, args = request["hook"]
-            runpy.run_path(file)[name](*args)
+            module, name, args = request["hook"]
+            getattr(importlib.import_module(f"attacks.{module}"), name)(*args)
         code = importlib.import_module("gnmr.cli").main(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1 if end.code else 0
