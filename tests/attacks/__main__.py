@@ -17,7 +17,8 @@ _MODULES = ("kills", "damaged", "hostile", "inputs")
 
 def kinds() -> dict[str, Kind]:
     """All kinds by name."""
-    modules = [importlib.import_module(f".{name}", __package__) for name in _MODULES]
+    there = [name for name in _MODULES if (Path(__file__).parent / f"{name}.py").exists()]
+    modules = [importlib.import_module(f".{name}", __package__) for name in there]
     return {kind.name: kind for module in modules for kind in module.KINDS}
 
 

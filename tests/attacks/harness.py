@@ -14,6 +14,7 @@ beside it as the package `attacks`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -185,6 +186,7 @@ class Arena:
             "XDG_CACHE_HOME": str(self.scratch / "cache"),
             "MPLCONFIGDIR": str(self.scratch / "home"),
             "MPLBACKEND": "Agg",
+            "JOBLIB_TEMP_FOLDER": str(self.scratch / "tmp"),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "disabled",
@@ -523,6 +525,7 @@ def _command(request: dict[str, Any]) -> None:
         code = 1
     finally:
         with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()  # as a process does that was not forked: joblib ends its workers here
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

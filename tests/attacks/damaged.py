@@ -1,0 +1,1 @@
+KINDS: list = []
