@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,7 +225,7 @@ class Arena:
         *words: str,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
-        hook: Hook | None = None,
+        hook: Hook | Sequence[Hook] | None = None,
         limit_s: float = LIMIT_S,
         linger_s: float = 0.0,
         memory_bytes: int = MEMORY_BYTES,
@@ -236,7 +236,8 @@ class Arena:
         env: added to the environment. linger_s: how long processes that outlive the command may go on. memory_bytes:
         address space that it may use. fresh: as `python -m gnmr` in a new process, without a hook.
         """
-        assert hook is None or not fresh
+        hooks = [hook] if isinstance(hook, Hook) else list(hook or ())
+        assert not (hooks and fresh)
         self._number += 1
         out, err = (self.scratch / "output" / f"{self._number:05d}.{name}" for name in ("out", "err"))
         request = {
@@ -245,7 +246,7 @@ class Arena:
             "env": env or {},
             "out": str(out),
             "err": str(err),
-            "hook": hook.request() if hook else None,
+            "hooks": [each.request() for each in hooks],
             "limit_s": limit_s,
             "linger_s": linger_s,
             "memory_bytes": memory_bytes,
@@ -269,7 +270,7 @@ class Arena:
         """Ends the server."""
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(10)
+        self._server.wait(60)
 
     def __enter__(self) -> Arena:
         return self
@@ -514,8 +515,7 @@ def _command(request: dict[str, Any]) -> None:
         if request["fresh"]:
             os.execv(sys.executable, [sys.executable, "-m", "gnmr", *words])
         sys.argv = ["gnmr", *words]
-        if request["hook"]:
-            module, name, args = request["hook"]
+        for module, name, args in request["hooks"]:
             getattr(importlib.import_module(f"attacks.{module}"), name)(*args)
         code = importlib.import_module("gnmr.cli").main(words)
     except SystemExit as end:

@@ -6,10 +6,13 @@ not.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import pickle
 import random
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ def undisturbed(arena: Arena) -> Undisturbed:
         counts = [0, 0]
         for i, where in enumerate(("", IN_CHECKPOINT)):
             folder, count = arena.folder("whole") / "run", arena.folder("count") / "events"
-            outcome = arena.run(*train(arena, folder), hook=Hook(count_events, f"{folder}{where}", str(count)))
+            outcome = train(arena, folder, hook=Hook(count_events, f"{folder}{where}", str(count)))
             if outcome.code != 0:
                 raise RuntimeError(f"the undisturbed run fails: {outcome.err}")
             counts[i] = int(count.read_text())
@@ -56,14 +59,32 @@ def undisturbed(arena: Arena) -> Undisturbed:
     return found
 
 
-def train(arena: Arena, folder: Path) -> list[str]:
-    """The command of the run that all these attacks disturb."""
-    return ["train", *arena.tiny, f"run_dir={folder}"]
+def start(arena: Arena, folder: Path, *words: str, hook: Hook | None = None) -> Running:
+    """Starts the run that all these attacks disturb, with some words changed."""
+    hooks = [] if hook is None else [hook]
+    if not words:
+        hooks.append(Hook(take_config, str(_config(arena))))
+    return arena.start("train", *arena.tiny, *words, f"run_dir={folder}", hook=hooks)
+
+
+def train(arena: Arena, folder: Path, *words: str, hook: Hook | None = None) -> Outcome:
+    """The same, to its end."""
+    return start(arena, folder, *words, hook=hook).wait()
+
+
+def _config(arena: Arena) -> Path:
+    """A file with the config of that run."""
+    if "config" not in arena.made:
+        file = arena.folder("config") / "config.pickle"
+        arena.run("train", *arena.tiny, hook=Hook(keep_config, str(file)))
+        arena.made["config"] = file
+    found: Path = arena.made["config"]
+    return found
 
 
 def continued(arena: Arena, folder: Path) -> str:
     """The verdict on the same command, which must end as if nothing had been."""
-    outcome = arena.run(*train(arena, folder))
+    outcome = train(arena, folder)
     if outcome.trouble:
         return outcome.trouble
     if outcome.code != 0 or ended(folder) != "DONE":
@@ -80,6 +101,30 @@ def one_line(outcome: Outcome) -> bool:
 
 
 # What a child does before its command.
+
+
+def keep_config(file: str) -> None:
+    """Writes the config of the run that would begin."""
+    from gnmr.training import run as module
+
+    def keep(config: Any, *_: Any) -> None:
+        Path(file).write_bytes(pickle.dumps(config))
+        raise SystemExit(0)
+
+    module.run = keep
+
+
+def take_config(file: str) -> None:
+    """Runs with that config: Hydra would take as long as all of the run's steps."""
+    from gnmr import launch
+    from gnmr.training import run as module
+
+    def train(words: list[str]) -> None:
+        config = pickle.loads(Path(file).read_bytes())
+        folder = next(word.partition("=")[2] for word in words if word.startswith("run_dir="))
+        module.run(replace(config, run_dir=folder), launch.say, shlex.join(["gnmr", "train", *words]))
+
+    launch.train = train
 
 
 def _watch_events(where: str, seen: Callable[[int], None]) -> None:
@@ -143,7 +188,8 @@ def jump(form: str, seed: int) -> None:
 
 
 def forked_workers() -> None:
-    """Joblib's workers are forked and need not import everything again."""
+    """Joblib's workers are forked and need not import everything again; at the end they are killed."""
+    atexit._clear()
     from joblib.externals.loky.backend import context
 
     context.set_start_method("fork", force=True)
@@ -208,7 +254,7 @@ def killed_at_event(at: float, where: str, times: int, after_s: float, arena: Ar
     events = whole.checkpoint_events if where else whole.events
     folder, number = arena.folder() / "run", 1 + int(at * events)
     for _ in range(times):
-        outcome = arena.run(*train(arena, folder), hook=Hook(die_at_event, f"{folder}{where}", number, after_s))
+        outcome = train(arena, folder, hook=Hook(die_at_event, f"{folder}{where}", number, after_s))
         if outcome.code not in (0, -signal.SIGKILL):
             return outcome.trouble or "wrong exit code"
         number = max(1, number // 2)
@@ -218,7 +264,7 @@ def killed_at_event(at: float, where: str, times: int, after_s: float, arena: Ar
 def killed_at_time(share: float, arena: Arena) -> str:
     """Killed at this share of the time that the whole run takes, whatever it is doing."""
     whole, folder = undisturbed(arena), arena.folder() / "run"
-    running = arena.start(*train(arena, folder))
+    running = start(arena, folder)
     running.wait_for(folder.exists)
     time.sleep(share * whole.seconds / 2)
     running.kill()
@@ -231,14 +277,14 @@ def killed_at_time(share: float, arena: Arena) -> str:
 def killed_in_checkpoint(draw: random.Random, arena: Arena) -> str:
     """Killed from outside while a half-written checkpoint is there."""
     for _ in range(10):
-        folder = arena.folder() / "run"
-        running = arena.start(*train(arena, folder))
-        wanted = draw.choice((3, 6, 9, 12))
-        if running.wait_for(lambda: _half_written(folder, wanted)):
+        folder, wanted = arena.folder() / "run", draw.choice((3, 6, 9, 12))
+        half_written = partial(_half_written, folder, wanted)
+        running = start(arena, folder)
+        if running.wait_for(half_written):
             time.sleep(draw.uniform(0, 0.004))
         running.kill()
         running.wait()
-        if _half_written(folder, wanted):
+        if half_written():
             return continued(arena, folder)
     return "missed"
 
@@ -292,7 +338,7 @@ def at_row(arena: Arena, row: int) -> tuple[Running, Path]:
     """A run that stands still after about so many steps."""
     for _ in range(10):
         folder = arena.folder() / "run"
-        running = arena.start(*train(arena, folder))
+        running = start(arena, folder)
         if held_still(running, folder, row):
             return running, folder
         running.kill(signal.SIGCONT)
@@ -375,7 +421,7 @@ def tamper_cases(draw: random.Random) -> Iterator[Case]:
 
 def file_too_large(size: int, arena: Arena) -> str:
     folder = arena.folder() / "run"
-    return _out_of_space(arena, folder, arena.run(*train(arena, folder), hook=Hook(limit_file_size, size)))
+    return _out_of_space(arena, folder, train(arena, folder, hook=Hook(limit_file_size, size)))
 
 
 def disk_full(size: int, arena: Arena) -> str:
@@ -385,7 +431,7 @@ def disk_full(size: int, arena: Arena) -> str:
     if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         return file_too_large(size, arena)
     try:
-        outcome = arena.run(*train(arena, disk / "run"))
+        outcome = train(arena, disk / "run")
         subprocess.run(["mount", "-o", f"remount,size={1 << 26}", str(disk)], check=True, capture_output=True)
         return _out_of_space(arena, disk / "run", outcome)
     finally:
@@ -413,7 +459,7 @@ def disk_cases(draw: random.Random) -> Iterator[Case]:
 
 def clock_jumps(form: str, seed: int, arena: Arena) -> str:
     folder = arena.folder() / "run"
-    outcome = arena.run(*train(arena, folder), hook=Hook(jump, form, seed))
+    outcome = train(arena, folder, hook=Hook(jump, form, seed))
     if outcome.trouble:
         return outcome.trouble
     if outcome.code != 0 or ended(folder) != "DONE":
@@ -428,7 +474,7 @@ def clock_cases(draw: random.Random) -> Iterator[Case]:
 
 def in_storm(form: str, share: float, seed: int, words: list[str], arena: Arena) -> str:
     folder, told = arena.folder() / "run", arena.folder("told") / "non-finite"
-    outcome = arena.run(*train(arena, folder), *words, hook=Hook(storm, form, share, seed, str(told)))
+    outcome = train(arena, folder, *words, hook=Hook(storm, form, share, seed, str(told)))
     if outcome.trouble:
         return outcome.trouble
     if told.exists():
@@ -527,8 +573,8 @@ def _writer(running: Running, folder: Path | None) -> int | None:
 
 
 def sweep_cases(draw: random.Random) -> Iterator[Case]:
-    plan = [("worker", True)] * 9 + [("worker", False)] * 2 + [("sweep", True)] * 4 + [("sweep", False)]
-    for i, (who, forked) in enumerate([*plan, *[("serial", False)] * 4]):
+    plan = [("worker", False)] * 2 + [("worker", True)] * 8 + [("serial", False)] * 4 + [("sweep", False)] * 2
+    for i, (who, forked) in enumerate([*plan, *[("sweep", True)] * 4]):
         seed, row = draw.choice(_SEEDS), draw.randint(1, 36)
         whom = {"worker": f"the worker of seed {seed}", "sweep": "the sweep", "serial": "the sweep in one process"}[who]
         yield Case(f"{whom} at step {row} ({i})", partial(sweep_killed, who, seed, row, forked))
