@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .harness import HELD, Arena, Kind, Tally, attack, provenance
 
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kinds", metavar="KIND", nargs="*", help=f"{', '.join(known)} (default: all)")
     parser.add_argument("--cases", type=int, help="of each kind so many, evenly spread (default: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file of the counts")
+    parser.add_argument("--out", type=Path, help="JSON file of the counts; other kinds in it stay")
     asked = parser.parse_args(argv)
     if unknown := set(asked.kinds) - known.keys():
         parser.error(f"no such kind: {', '.join(sorted(unknown))}")
@@ -45,9 +46,16 @@ def main(argv: list[str]) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if asked.out is not None:
-        tree = {**found, "kinds": {tally.kind: tally.tree() for tally in tallies}}
+        tree = {**found, "kinds": _earlier(asked.out, found) | {tally.kind: tally.tree() for tally in tallies}}
         asked.out.write_text(json.dumps(tree, indent=1) + "\n")
     return int(any(tally.broken for tally in tallies))
+
+
+def _earlier(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds of other kinds, if it is of the same program and seed."""
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    same = all(earlier.get(key) == found[key] for key in ("commit", "seed", "machine"))
+    return dict(earlier["kinds"]) if same else {}
 
 
 class _Line:

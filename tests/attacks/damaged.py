@@ -477,16 +477,25 @@ def read_ratios(run: str) -> None:
     raise SystemExit(0)
 
 
-def flipped(seed: float, by_replay: bool, arena: Arena) -> str:
-    run = copy_of(arena, undisturbed(arena).folder)
+def many_ratios(arena: Arena) -> tuple[Path, str]:
+    """A run with so many of them that most of the file is numbers, without its checkpoints, and their digest."""
     if "ratios" not in arena.made:
-        arena.made["ratios"] = arena.run(hook=Hook(read_ratios, str(run))).out
+        made = arena.folder("ratios") / "run"
+        train(arena, made, "training.steps=80", "training.checkpoint_every=80")
+        shutil.rmtree(made / "checkpoints")
+        arena.made["ratios"] = made, arena.run(hook=Hook(read_ratios, str(made))).out
+    found: tuple[Path, str] = arena.made["ratios"]
+    return found
+
+
+def flipped(seed: float, by_replay: bool, arena: Arena) -> str:
+    whole, want = many_ratios(arena)
+    run = copy_of(arena, whole)
     flip(run / "ratios.parquet", random.Random(seed))
     outcome = arena.run(hook=Hook(read_ratios, str(run)))
-    shutil.rmtree(run / "checkpoints")
     if outcome.trouble:
         return outcome.trouble
-    if outcome.code == 0 and outcome.out != arena.made["ratios"]:
+    if outcome.code == 0 and outcome.out != want:
         return "read silently"
     if by_replay:
         replayed = arena.run("replay", "run", "alpha=1.2", cwd=run.parent)
