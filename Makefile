@@ -12,7 +12,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint sweep report bench wheel clean
+.PHONY: help setup train test attacks lint sweep report bench wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -43,6 +43,9 @@ bench: $(READY)  ## what controller and paths cost on this machine: gnmr bench A
 
 test: $(READY)  ## the tests: pytest ARGS
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
+	$(BIN)/python -m tests.attacks $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -200,6 +200,7 @@ def storm(form: str, share: float, seed: int, told: str) -> None:
     import torch
     from torch.nn import functional as F
     from torch.nn.modules.module import register_module_forward_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     draw, optimizers, plain = random.Random(seed), list[Any](), F.cross_entropy
     bad = [float("nan"), float("inf"), float("-inf")]
@@ -241,7 +242,7 @@ def storm(form: str, share: float, seed: int, told: str) -> None:
 
     F.cross_entropy = cross_entropy
     register_module_forward_hook(after)
-    torch.optim.optimizer.register_optimizer_step_post_hook(step)
+    register_optimizer_step_post_hook(step)
     sys.addaudithook(renamed)
 
 
