@@ -14,6 +14,7 @@ from typing import Any
 from .harness import HELD, Arena, Kind, Tally, attack, provenance
 
 _MODULES = ("kills", "damaged", "hostile", "inputs")
+_START = "\r\33[K" if sys.stdout.isatty() else ""  # of a line, which is emptied
 
 
 def kinds() -> dict[str, Kind]:
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
             print(f"attacking {arena.checkout}", flush=True)
             for name in asked.kinds or known:
                 tallies.append(attack(known[name], arena, asked.seed, asked.cases, _Line(name)))
-                print(f"\r{_row(tallies[-1])}", flush=True)
+                print(f"{_START}{_row(tallies[-1])}", flush=True)
             found = provenance(arena.checkout, asked.seed)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -59,7 +60,7 @@ def _earlier(file: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Line:
-    """What is said of each case: a line if it did not hold, else how many there were."""
+    """What is said of each case: a line if it did not hold, and how many there were, on a terminal all the time."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._number = kind, 0
@@ -67,9 +68,11 @@ class _Line:
     def __call__(self, name: str, verdict: str) -> None:
         self._number += 1
         if verdict != HELD:
-            print(f"\r  {self._kind}: {name}: {verdict}", flush=True)
-        elif sys.stdout.isatty():
-            print(f"\r  {self._kind}: {self._number}", end="", flush=True)
+            print(f"{_START}  {self._kind}: {name}: {verdict}", flush=True)
+        if _START:
+            print(f"{_START}  {self._kind}: {self._number}", end="", flush=True)
+        elif self._number % 25 == 0:
+            print(f"  {self._kind}: {self._number} played", flush=True)
 
 
 def _row(tally: Tally) -> str:
