@@ -6,6 +6,7 @@ token but the first is a target exactly once an epoch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
