@@ -30,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -525,7 +526,8 @@ def _command(request: dict[str, Any]) -> None:
         code = 1
     finally:
         with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()  # as a process does that was not forked: joblib ends its workers here
+            threading._shutdown()  # both as a process does that was not forked: joblib ends its workers here
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -190,6 +190,7 @@ def jump(form: str, seed: int) -> None:
 def forked_workers() -> None:
     """Joblib's workers are forked and need not import everything again; at the end they are killed."""
     atexit._clear()
+    threading._threading_atexits.clear()
     from joblib.externals.loky.backend import context
 
     context.set_start_method("fork", force=True)
