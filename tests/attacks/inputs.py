@@ -80,7 +80,7 @@ def verdict(case: Input, outcome: Outcome, new: list[str]) -> str:
 # What lies in a case's folder, where a word names it.
 
 
-def _babble(seed: int = 0) -> str:
+def babble(seed: int = 0) -> str:
     """Some 20,000 tokens in 600 lines."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
@@ -122,24 +122,24 @@ def _inside(name: str, content: str | bytes) -> Callable[[Path], object]:
     return make
 
 
-def _deep(number: int) -> str:
+def deep(number: int) -> str:
     return "[" * number + "]" * number
 
 
 NORMS = "step,unit,norm\n"
 _ROW = {"activity_label": "x", "ctx": "A b.", "endings": ["a", "b", "c", "d"], "label": 0}
 FILES: dict[str, Callable[[Path], object]] = {
-    "babble.txt": _text(_babble()),
+    "babble.txt": _text(babble()),
     "empty.txt": _text(""),
     "blank.txt": _text(" \n\t\n" * 200),
     "short.txt": _text("a b c"),
     "unbroken.txt": _text("".join(random.Random(0).choices("abcdefghij", k=100_000))),
     "zeros.txt": _text(b"\0" * 100_000),
     "binary.txt": _text(bytes(range(256)) * 400),
-    "utf16.txt": _text(_babble().encode("utf-16")),
+    "utf16.txt": _text(babble().encode("utf-16")),
     "photo.jpg": _text(b"\xff\xd8\xff"),
-    "deep.jsonl": _text('{"text": ' + _deep(200_000) + "}\n"),
-    "deep.json": _text(_deep(200_000)),
+    "deep.jsonl": _text('{"text": ' + deep(200_000) + "}\n"),
+    "deep.json": _text(deep(200_000)),
     "half.jsonl": _text('{"text": "abc'),
     "list.jsonl": _text("[1, 2]\n"),
     "number.jsonl": _text(_json_lines([1, 2, 3])),
@@ -151,7 +151,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "surrogate.jsonl": _text('{"text": "\\ud800 ' + "abc def " * 50 + '"}\n'),
     "prompts.jsonl": _text('{"prompt": "a", "response": 3}\n' * 50),
     "none.jsonl.gz": _text("this is no gzip"),
-    "cut.jsonl.gz": _text(gzip.compress(_json_lines([_babble()]).encode())[:200]),
+    "cut.jsonl.gz": _text(gzip.compress(_json_lines([babble()]).encode())[:200]),
     "bomb.jsonl.gz": _text(gzip.compress(b'{"text": "' + b"\0" * 30_000_000)),
     "wordless.parquet": lambda path: _parquet(path, {"number": [1, 2, 3]}),
     "numbers.parquet": lambda path: _parquet(path, {"text": [1, 2, 3]}),
@@ -161,7 +161,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "tokenizer-empty.json": _text(""),
     "tokenizer-none.json": _text('{"version": "1.0"}'),
     "tokenizer-list.json": _text("[]"),
-    "tokenizer-deep.json": _text(_deep(200_000)),
+    "tokenizer-deep.json": _text(deep(200_000)),
     "plain_file": _text("I am a file"),
     "empty_folder": lambda path: path.mkdir(),
     "photos": _inside("cat.jpg", "miaow"),
@@ -207,11 +207,11 @@ FILES: dict[str, Callable[[Path], object]] = {
     "model-list": _inside("config.json", "[]"),
     "model-unknown": _inside("config.json", '{"model_type": "nothing"}'),
     "model-bare": _inside("config.json", '{"model_type": "llama"}'),
-    "model-deep": _inside("config.json", '{"model_type": ' + _deep(100_000) + "}"),
+    "model-deep": _inside("config.json", '{"model_type": ' + deep(100_000) + "}"),
     "adapter-only": _inside("adapter_config.json", "{}"),
     "tasks-empty": _inside("wikitext2/test.txt", ""),
     "tasks-none": _inside("wikitext2/train.txt", "a b c"),
-    "tasks-deep": _inside("hellaswag/validation.jsonl", _deep(200_000) + "\n"),
+    "tasks-deep": _inside("hellaswag/validation.jsonl", deep(200_000) + "\n"),
     "tasks-keyless": _inside("hellaswag/validation.jsonl", "{}\n"),
     "tasks-label": _inside("hellaswag/validation.jsonl", json.dumps(_ROW | {"label": 4}) + "\n"),
     "tasks-endings": _inside("hellaswag/validation.jsonl", json.dumps(_ROW | {"endings": "abcd"}) + "\n"),
@@ -236,7 +236,7 @@ def _run(arena: Arena) -> Path:
     """A finished run of two steps, made once; cases get copies."""
     if "inputs" not in arena.made:
         folder = arena.folder("material")
-        _text(_babble())(folder / "babble.txt")
+        _text(babble())(folder / "babble.txt")
         before = _caches(arena)
         outcome = arena.run(*TRAIN, "run_dir=run", cwd=folder, limit_s=120)
         assert outcome.code == 0, outcome.err
@@ -559,7 +559,7 @@ def inputs(draw: random.Random) -> list[Input]:
     for command, table in (("report", REPORTS), ("replay", REPLAYS), ("eval", EVALS), ("bench", BENCHES)):
         found += _lines((command,), REFUSED, table)
     odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\ud800=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
-    odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={_deep(5000)}")
+    odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
     found += [Input((command, "")) for command in ("report", "replay", "eval", "bench")]
@@ -587,4 +587,4 @@ def cases(draw: random.Random) -> list[Case]:
     return list(made.values())
 
 
-KINDS = [Kind("inputs", cases, sample=60)]
+KINDS = [Kind("bad inputs", cases, sample=60)]
