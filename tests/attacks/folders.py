@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,9 +71,7 @@ def _links() -> Iterator[Hostile]:
         "ratios.parquet": ("draw", "replay"),
         "summary.json": ("report",),
         "FAILED": ("page",),
-        "DONE": ("report",),
         "scores.json": ("report",),
-        "scores.jsonl": ("report",),
         "ratios.rows": ("draw", "replay"),
         "steps.jsonl.gz": ("report",),
         "checkpoints": ("eval",),
@@ -96,7 +93,10 @@ def _links() -> Iterator[Hostile]:
             "scores.json",
         ):
             yield Hostile(f"link: {name} -> /dev/zero", several(*away, link_to(name, "/dev/zero")), commands)
-    # What a command writes.
+
+
+def _links_to_write() -> Iterator[Hostile]:
+    """Where a command writes."""
     for name in ("report", "report/report.md", "report/custom-cpu-loss.png", "report/report.md.tmp"):
         for target in ("victim", "new"):
             commands = ("own plots",) if name.endswith("png") or name == "report" else ("own report",)
@@ -164,6 +164,84 @@ def _others_in_place() -> Iterator[Hostile]:
     yield Hostile("continue: an immutable folder", immutable, ("train",), base="stopped")
 
 
+_BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+_MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+_BOMBS = {
+    "an alias bomb": _BOMB,
+    "an alias bomb of mappings": "a0: &a0 {x: y}\n"
+    + "".join(f"a{i}: &a{i} {{{','.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)),
+    "a bomb of merge keys": _MERGES,
+    "an anchor in itself": "a: &a [*a]\n",
+    "a mapping in itself": "a: &a {b: *a}\n",
+    "deep lists": f"a: {deep(20_000)}\n",
+    "deep mappings": "".join(" " * i + "a:\n" for i in range(3000)),
+    "a key of 10 MB": "k" * 10_000_000 + ": 1\n",
+    "200,000 keys": "".join(f"k{i}: 1\n" for i in range(200_000)),
+    "a number of 400 digits": f"a: {HUGE}\n",
+    "no date": "a: 2020-99-99\n",
+    "a sexagesimal": "a: 1:99:99999999999999999999\n",
+    "an unknown tag": "a: !nosuch x\n",
+    "a key that is a list": "? [a, b]\n: 1\n",
+    "a null key": "~: 1\n",
+}
+_TAGS = {
+    "!!python/object/apply:builtins.open": "!!python/object/apply:builtins.open [@, w]",
+    "!!python/object/new": "!!python/object/new:io.FileIO [@, w]",
+    "!!python/name": "!!python/name:os.system",
+    "!!python/module": "!!python/module:os",
+    "!!python/tuple": "!!python/tuple [1, 2]",
+}
+_ODD_CONFIGS = {
+    "empty": b"",
+    "a list": b"[1, 2]\n",
+    "a word": b"word\n",
+    "null": b"null\n",
+    "a number": b"7\n",
+    "tabs": b"a:\n\tb: 1\n",
+    "UTF-16": "a: 1\n".encode("utf-16"),
+    "no UTF-8": b"a: \xff\xfe\n",
+    "zeros": b"\0" * 5000,
+    "only a comment": b"# a\n",
+    "colours": b"a: \x1b[31mb\n",
+    "unclosed": b"a: [",
+    "a mapping of nothing": b"{}\n",
+    "%": b"%YAML 9.9\n---\na: 1\n",
+}
+_ODD_VALUES = {
+    "training.steps": ("many", -1, 10**400, [1]),
+    "training.seed": ("x", None, 10**400, {"a": 1}, 1.5),
+    "training.seq_len": ("many", 10**30, [2]),
+    "training.batch_size": ("many", 0),
+    "training.accumulation": (None, [1]),
+    "controller.max_o": ("many", None, [1], 10**400),
+    "controller.alpha": ("x", -1, float("nan"), [1]),
+    "controller.signal": (None, "x", [1]),
+    "controller.signal.options": ("x", [1], {"nosuch": 1}),
+    "controller.trigger": ("x", 10**400),
+    "controller.delta": (2**40, 0),
+    "paths": (None, "int4", [1]),
+    "paths.low": (None, 3, ["int4"]),
+    "paths.recovery": (3, "nosuch"),
+    "paths.recipes": ({"mine": {"fprop": 3}}, {"<b>": {}}, [1]),
+    "model": ("llama", None),
+    "model.name": (None, 3, "pretrained"),
+    "model.num_layers": (10**9, "two"),
+    "model.hidden_size": (10**8, 3),
+    "data": (None, "text"),
+    "data.name": (3, "nosuch"),
+    "data.cache_dir": ("/dev/zero", None, "a\0b", "x" * 5000),
+    "optim": (None, [1]),
+    "stress": (None, "noise"),
+    "stress.windows": ("x", [[1]], [[10**400, 1]], None),
+    "records": (None,),
+    "records.ratios_every": ("x", 10**400),
+    "experiment_name": (3, None, ["a"], {"a": 1}, "x" * 100_000),
+    "arm": (3, ["a"], {"a": 1}, "x" * 100_000, "../../x"),
+}
+
+
 def _configs(draw: random.Random) -> Iterator[Hostile]:
     read = ("report", "replay", "eval")
     resolvers = ("${oc.env:HOSTILE_SECRET}", "a-${oc.env:HOSTILE_SECRET}-b", "${oc.decode:${oc.env:HOSTILE_SECRET}}")
@@ -198,97 +276,20 @@ def _configs(draw: random.Random) -> Iterator[Hostile]:
     yield Hostile(
         "config: a resolver in an unknown key", with_content("config.yaml", lambda old: old + head.encode()), read
     )
-    bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-    )
-    merges = "a0: &a0 {x: 1}\n" + "".join(
-        f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)
-    )
-    bombs = {
-        "an alias bomb": bomb,
-        "an alias bomb of mappings": "a0: &a0 {x: y}\n"
-        + "".join(f"a{i}: &a{i} {{{','.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)),
-        "a bomb of merge keys": merges,
-        "an anchor in itself": "a: &a [*a]\n",
-        "a mapping in itself": "a: &a {b: *a}\n",
-        "deep lists": f"a: {deep(20_000)}\n",
-        "deep mappings": "".join(" " * i + "a:\n" for i in range(3000)),
-        "a key of 10 MB": "k" * 10_000_000 + ": 1\n",
-        "200,000 keys": "".join(f"k{i}: 1\n" for i in range(200_000)),
-        "a number of 400 digits": f"a: {HUGE}\n",
-        "no date": "a: 2020-99-99\n",
-        "a sexagesimal": "a: 1:99:99999999999999999999\n",
-        "an unknown tag": "a: !nosuch x\n",
-        "a key that is a list": "? [a, b]\n: 1\n",
-        "a null key": "~: 1\n",
-    }
-    for what, more in bombs.items():
+    for what, more in _BOMBS.items():
         yield Hostile(
             f"config: {what}", with_content("config.yaml", lambda old, more=more: old + more.encode()), read[:2]
         )
-    yield Hostile("config: an alias bomb in use", several(with_config(key_set("arm", None)), bomb_in_use(bomb)), read)
-    tags = {
-        "!!python/object/apply:builtins.open": "!!python/object/apply:builtins.open [@, w]",
-        "!!python/object/new": "!!python/object/new:io.FileIO [@, w]",
-        "!!python/name": "!!python/name:os.system",
-        "!!python/module": "!!python/module:os",
-        "!!python/tuple": "!!python/tuple [1, 2]",
-    }
-    for what, raw in tags.items():
+    yield Hostile("config: an alias bomb in use", several(with_config(key_set("arm", None)), bomb_in_use(_BOMB)), read)
+    for what, raw in _TAGS.items():
         yield Hostile(f"config: {what}", tagged(raw), read)
-    whole = {
-        "empty": b"",
-        "a list": b"[1, 2]\n",
-        "a word": b"word\n",
-        "null": b"null\n",
-        "a number": b"7\n",
-        "tabs": b"a:\n\tb: 1\n",
-        "UTF-16": "a: 1\n".encode("utf-16"),
-        "no UTF-8": b"a: \xff\xfe\n",
-        "zeros": b"\0" * 5000,
-        "only a comment": b"# a\n",
-        "colours": b"a: \x1b[31mb\n",
-        "unclosed": b"a: [",
-        "a mapping of nothing": b"{}\n",
-        "%": b"%YAML 9.9\n---\na: 1\n",
-    }
-    for what, content in whole.items():
+    for what, content in _ODD_CONFIGS.items():
         yield Hostile(f"config.yaml is {what}", with_content("config.yaml", content), read[:2])
-    odd_values = {
-        "training.steps": ("many", -1, 10**400, [1]),
-        "training.seed": ("x", None, 10**400, {"a": 1}, 1.5),
-        "training.seq_len": ("many", 10**30, [2]),
-        "training.batch_size": ("many", 0),
-        "training.accumulation": (None, [1]),
-        "controller.max_o": ("many", None, [1], 10**400),
-        "controller.alpha": ("x", -1, float("nan"), [1]),
-        "controller.signal": (None, "x", [1]),
-        "controller.signal.options": ("x", [1], {"nosuch": 1}),
-        "controller.trigger": ("x", 10**400),
-        "controller.delta": (2**40, 0),
-        "paths": (None, "int4", [1]),
-        "paths.low": (None, 3, ["int4"]),
-        "paths.recovery": (3, "nosuch"),
-        "paths.recipes": ({"mine": {"fprop": 3}}, {"<b>": {}}, [1]),
-        "model": ("llama", None),
-        "model.name": (None, 3, "pretrained"),
-        "model.num_layers": (10**9, "two"),
-        "model.hidden_size": (10**8, 3),
-        "data": (None, "text"),
-        "data.name": (3, "nosuch"),
-        "data.cache_dir": ("/dev/zero", None, "a\0b", "x" * 5000),
-        "optim": (None, [1]),
-        "stress": (None, "noise"),
-        "stress.windows": ("x", [[1]], [[10**400, 1]], None),
-        "records": (None,),
-        "records.ratios_every": ("x", 10**400),
-        "experiment_name": (3, None, ["a"], {"a": 1}, "x" * 100_000),
-        "arm": (3, ["a"], {"a": 1}, "x" * 100_000, "../../x"),
-    }
-    for key, values in odd_values.items():
+    for key, values in _ODD_VALUES.items():
         for value in draw.sample(values, 1):
             told = repr(value)[:30]
-            yield Hostile(f"config: {key} is {told}", with_config(key_set(key, value)), ("report", "replay"))
+            commands = read if key.startswith(("model", "data")) else read[:2]
+            yield Hostile(f"config: {key} is {told}", with_config(key_set(key, value)), commands)
     for key in ("controller", "training", "experiment_name", "data"):
         yield Hostile(f"config: no {key}", with_config(lambda tree, key=key: tree.pop(key)), read)
 
@@ -433,6 +434,10 @@ def _rows(draw: random.Random) -> Iterator[Hostile]:
         ("monitored", '{"a": null}'),
     ):
         yield Hostile(f"steps.jsonl: {key} is {raw[:30]}", in_rows("steps.jsonl", key, raw), ("report", "page"))
+
+
+def _row_files() -> Iterator[Hostile]:
+    """Files of rows as a whole."""
     for name in ("steps.jsonl", "eval.jsonl", "events.jsonl", "faults.jsonl"):
         whole: dict[str, str | bytes | Callable[[bytes], bytes]] = {
             "a number a row": "1\n2\n",
@@ -543,8 +548,14 @@ def _ratios() -> Iterator[Hostile]:
     found["70,000 units"] = table_changed(many_units, ("draw", "replay", "calibrate"))
     found["5,000 columns"] = table_changed(many_columns, ("draw", "replay"))
     found["Inf and NaN"] = column_changed("risk", lambda pa, n: pa.array([float("inf"), float("nan")] * n)[:n])
-    for what, (spoil, commands) in found.items():
+    for i, (what, (spoil, commands)) in enumerate(found.items()):
         yield Hostile(f"ratios: {what}", spoil, commands)
+        if i < 36 and i % 4 == 0:
+            yield Hostile(f"continue: ratios: {what}", spoil, ("train",), base="stopped")
+
+
+def _ratio_files() -> Iterator[Hostile]:
+    """ratios.parquet as a whole."""
     for what, content in {
         "cut": lambda old: old[: len(old) // 2],
         "its end alone": lambda old: old[-200:],
@@ -556,9 +567,6 @@ def _ratios() -> Iterator[Hostile]:
         yield Hostile(
             f"continue: ratios.parquet is {what}", with_content("ratios.parquet", content), ("train",), base="stopped"
         )
-    for what, (spoil, _) in list(found.items())[:36:4]:
-        yield Hostile(f"continue: ratios: {what}", spoil, ("train",), base="stopped")
-    yield from _streams()
 
 
 def _streams() -> Iterator[Hostile]:
@@ -718,6 +726,10 @@ def _checkpoints(draw: random.Random) -> Iterator[Hostile]:
     }.items():
         yield Hostile(f"meta.json is {what}", with_content(f"{step}/meta.json", content), both)
     yield Hostile("meta.json is 16 GiB", sparse(f"{step}/meta.json"), both)
+
+
+def _checkpoint_files() -> Iterator[Hostile]:
+    step, both = "checkpoints/step-00000008", ("eval",)
     for name in ("step-99999999", "step-00000009"):
         spoil = instead(f"checkpoints/{name}", lambda path: path.mkdir())
         yield Hostile(f"checkpoints: {name} is empty", spoil, both)
@@ -756,48 +768,68 @@ def _checkpoints(draw: random.Random) -> Iterator[Hostile]:
         yield Hostile(f"continue: the order is {what}", spoil, ("train",), base="stopped")
 
 
-def _hugging_face() -> Iterator[Hostile]:
-    read = ("score", "tune")
+_MAPS = {"AutoConfig": "evil.X", "AutoModelForCausalLM": "evil.Y", "AutoModel": "evil.Y"}
 
-    def hub(name: str, spoil: Callable[[Room], object], commands: tuple[str, ...] = read) -> Hostile:
-        return Hostile(f"hf: {name}", spoil, commands, base="hf")
 
-    def with_code(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Room], None]:
-        def spoil(room: Room) -> None:
-            evil_module(room, room.odd)
-            tree = json.loads((room.odd / file).read_text()) if (room.odd / file).exists() else {}
-            change(tree)
-            (room.odd / file).write_text(json.dumps(tree))
+def _hub(name: str, spoil: Callable[[Room], object]) -> Hostile:
+    return Hostile(f"hf: {name}", spoil, ("score", "tune"), base="hf")
 
-        return spoil
 
-    maps = {"AutoConfig": "evil.X", "AutoModelForCausalLM": "evil.Y", "AutoModel": "evil.Y"}
-    yield hub("auto_map", with_code("config.json", lambda tree: tree.update(auto_map=maps)))
-    yield hub(
+def _with_code(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Room], None]:
+    """Code beside a changed JSON file."""
+
+    def spoil(room: Room) -> None:
+        evil_module(room, room.odd)
+        tree = json.loads((room.odd / file).read_text()) if (room.odd / file).exists() else {}
+        change(tree)
+        (room.odd / file).write_text(json.dumps(tree))
+
+    return spoil
+
+
+def _hub_code() -> Iterator[Hostile]:
+    yield _hub("auto_map", _with_code("config.json", lambda tree: tree.update(auto_map=_MAPS)))
+    yield _hub(
         "auto_map of an unknown type",
-        with_code("config.json", lambda tree: tree.update(auto_map=maps, model_type="own")),
+        _with_code("config.json", lambda tree: tree.update(auto_map=_MAPS, model_type="own")),
     )
-    yield hub(
+    yield _hub(
         "auto_map of a tokenizer",
-        with_code(
+        _with_code(
             "tokenizer_config.json",
             lambda tree: tree.update(auto_map={"AutoTokenizer": ["evil.X", "evil.X"]}, tokenizer_class="X"),
         ),
     )
-    yield hub(
+    yield _hub(
         "auto_map of another place",
-        with_code("config.json", lambda tree: tree.update(auto_map={"AutoConfig": "a/b--evil.X"}, model_type="own")),
+        _with_code("config.json", lambda tree: tree.update(auto_map={"AutoConfig": "a/b--evil.X"}, model_type="own")),
     )
-    yield hub("custom_generate", several(with_code("generation_config.json", lambda tree: tree), moved_code))
+    yield _hub("custom_generate", several(_with_code("generation_config.json", lambda tree: tree), moved_code))
 
     def bin_alone(room: Room) -> None:
         for file in room.odd.glob("*.safetensors"):
             file.unlink()
         (room.odd / "pytorch_model.bin").write_bytes(pickle.dumps(Opens(room.ran)))
 
-    yield hub("pytorch_model.bin alone", bin_alone)
-    yield hub("pytorch_model.bin too", bin_too)
-    yield hub("a bin in the index", bin_in_index)
+    yield _hub("pytorch_model.bin alone", bin_alone)
+    yield _hub("pytorch_model.bin too", bin_too)
+    yield _hub("a bin in the index", bin_in_index)
+
+    def trained_from(room: Room) -> None:
+        (room.odd / "hf").mkdir()
+        evil_module(room, room.odd / "hf")
+        (room.odd / "hf" / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": _MAPS}))
+
+        def change(tree: dict[str, Any]) -> None:
+            tree["model"] |= {"name": "pretrained", "checkpoint": str(room.odd / "hf")}
+            tree["model"]["outlier_channels"]["number"] = 0
+
+        with_config(change)(room)
+
+    yield Hostile("hf: a run that began from code", trained_from, ("report", "eval"))
+
+
+def _hub_files() -> Iterator[Hostile]:
     for name in (
         "config.json",
         "tokenizer.json",
@@ -805,10 +837,10 @@ def _hugging_face() -> Iterator[Hostile]:
         "tokenizer_config.json",
         "generation_config.json",
     ):
-        yield hub(f"{name} is a pipe", instead(name, os.mkfifo))
-        yield hub(f"{name} -> a secret", several(removed(name), lambda room, name=name: secret_link(room, name)))
-        yield hub(f"{name} is deep", with_content(name, deep(100_000)))
-        yield hub(f"{name} is empty", with_content(name, ""))
+        yield _hub(f"{name} is a pipe", instead(name, os.mkfifo))
+        yield _hub(f"{name} -> a secret", several(removed(name), lambda room, name=name: secret_link(room, name)))
+        yield _hub(f"{name} is deep", with_content(name, deep(100_000)))
+        yield _hub(f"{name} is empty", with_content(name, ""))
     for key, value in {
         "num_hidden_layers": 10**9,
         "hidden_size": 10**12,
@@ -823,9 +855,12 @@ def _hugging_face() -> Iterator[Hostile]:
         "quantization_config": {"quant_method": "nosuch"},
         "hidden_act": "nosuch",
     }.items():
-        yield hub(f"config.json: {key} is {str(value)[:20]}", in_object("config.json", key, json.dumps(value)))
-    yield hub("config.json is a list", with_content("config.json", "[]"))
-    yield hub("config.json: a number of 400 digits", in_object("config.json", "hidden_size", HUGE))
+        yield _hub(f"config.json: {key} is {str(value)[:20]}", in_object("config.json", key, json.dumps(value)))
+    yield _hub("config.json is a list", with_content("config.json", "[]"))
+    yield _hub("config.json: a number of 400 digits", in_object("config.json", "hidden_size", HUGE))
+
+
+def _weights_and_adapters() -> Iterator[Hostile]:
     for what, head in {
         "a huge head": (2**60).to_bytes(8, "little"),
         "a head of zeros": bytes(8),
@@ -834,7 +869,7 @@ def _hugging_face() -> Iterator[Hostile]:
         "a huge shape": headed('{"a": {"dtype": "F32", "shape": [9999999999999], "data_offsets": [0, 4]}}'),
         "other weights": headed('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}') + bytes(4),
     }.items():
-        yield hub(
+        yield _hub(
             f"safetensors: {what}",
             with_content("model.safetensors", head + b"x" * 100 if what != "other weights" else head),
         )
@@ -847,9 +882,9 @@ def _hugging_face() -> Iterator[Hostile]:
     }.items():
         tree = json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": files}})
         spoil = several(with_content(index, tree), lambda room: room.target("target", SECRET))
-        yield hub(f"index: {what}", spoil)
-    yield hub("index: a list", with_content(index, "[]"))
-    yield hub("a template", several(with_content("chat_template.jinja", "{% for i in range(10**12) %}x{% endfor %}")))
+        yield _hub(f"index: {what}", spoil)
+    yield _hub("index: a list", with_content(index, "[]"))
+    yield _hub("a template", several(with_content("chat_template.jinja", "{% for i in range(10**12) %}x{% endfor %}")))
     for what, content in {
         "no object": "[]",
         "nosuch": '{"peft_type": "NOSUCH"}',
@@ -860,19 +895,6 @@ def _hugging_face() -> Iterator[Hostile]:
         yield Hostile(f"adapter: {what}", spoil, ("adapt",), base="")
     yield Hostile("adapter: a pickle", adapter_pickle, ("adapt",), base="")
     yield Hostile("adapter: a pipe", instead("adapter_config.json", os.mkfifo), ("adapt",), base="")
-
-    def trained_from(room: Room) -> None:
-        (room.odd / "hf").mkdir()
-        evil_module(room, room.odd / "hf")
-        (room.odd / "hf" / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": maps}))
-
-        def change(tree: dict[str, Any]) -> None:
-            tree["model"] |= {"name": "pretrained", "checkpoint": str(room.odd / "hf")}
-            tree["model"]["outlier_channels"]["number"] = 0
-
-        with_config(change)(room)
-
-    yield Hostile("hf: a run that began from code", trained_from, ("report", "eval"))
 
 
 def _task_files() -> Iterator[Hostile]:
@@ -931,15 +953,22 @@ def folders(draw: random.Random) -> list[Hostile]:
     """All hostile folders."""
     return [
         *_links(),
+        *_links_to_write(),
         *_others_in_place(),
         *_configs(draw),
         *_code(),
         *_headers(draw),
         *_rows(draw),
+        *_row_files(),
         *_summaries(draw),
         *_ratios(),
+        *_ratio_files(),
+        *_streams(),
         *_markup(),
         *_checkpoints(draw),
-        *_hugging_face(),
+        *_checkpoint_files(),
+        *_hub_code(),
+        *_hub_files(),
+        *_weights_and_adapters(),
         *_task_files(),
     ]

@@ -295,12 +295,13 @@ def link_to_kept(name: str) -> Callable[[Room], None]:
     def spoil(room: Room) -> None:
         path, target = room.odd / name, room.outside / "victim"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.is_dir() or (path.exists() and path.stat().st_size):
             shutil.move(path, target)
         elif name in ("hf", "wandb", "report") or "step-" in name:
             room.target("victim/inside", "do not touch\n")
         else:
             room.target("victim", "do not touch\n")
+        path.unlink(missing_ok=True)
         path.symlink_to(target)
 
     return spoil
