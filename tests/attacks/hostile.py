@@ -29,13 +29,10 @@ from .inputs import babble
 from .spoiling import MARK, SECRET, Hostile, Room, contents, files_below
 
 LIMIT_S = 20.0
-
 """Three times of it where plots are drawn."""
-
 MEMORY_BYTES = 6 << 30
 
 FLOOD = 200_000
-
 """Characters that a command may print."""
 
 TRAIN = (
@@ -44,7 +41,6 @@ TRAIN = (
     *("controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2", "stress=noise", "stress.windows=[[2,2]]"),
     *("records.live=off", "records.wandb=off", "training.threads=1"),
 )
-
 """A run under a fault, with a busy controller."""
 
 
@@ -106,7 +102,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "tune": (("train", "model=pretrained", "scale=finetune_cpu", "model.checkpoint=odd", "plan=true"), (0, 2)),
     "train": (("TRAIN", "run_dir=odd"), (0, 1, 2)),
 }
-
 """What is typed, and how it may end."""
 
 

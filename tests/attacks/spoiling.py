@@ -22,9 +22,7 @@ import yaml
 from .inputs import deep
 
 SECRET = "XSECRETX7391"
-
 MARK = "hostile"
-
 """Stands in every payload of markup."""
 
 
@@ -100,7 +98,6 @@ RAW = {
     "deep": deep(100_000),
     "long": '"' + "x" * 300_000 + '"',
 }
-
 """JSON as it is written."""
 
 
