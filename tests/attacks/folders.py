@@ -546,7 +546,7 @@ def _ratios() -> Iterator[Hostile]:
     )
     found["no metadata"] = table_changed(lambda table, pa: table.replace_schema_metadata({}))
     found["70,000 units"] = table_changed(many_units, ("draw", "replay", "calibrate"))
-    found["5,000 columns"] = table_changed(many_columns, ("draw", "replay"))
+    found["1,000 columns"] = table_changed(many_columns, ("draw", "replay"))
     found["Inf and NaN"] = column_changed("risk", lambda pa, n: pa.array([float("inf"), float("nan")] * n)[:n])
     for i, (what, (spoil, commands)) in enumerate(found.items()):
         yield Hostile(f"ratios: {what}", spoil, commands)
