@@ -120,3 +120,14 @@ def in_foreign_folder() -> None:
     steady_stderr()
     sys.path.insert(0, "")
     sys.stdin = io.StringIO("y\n" * 20)
+
+
+def on_a_named_machine() -> None:
+    """Host and user have names that can be found again."""
+    import getpass
+    import platform
+    import socket
+
+    steady_stderr()
+    socket.gethostname = socket.getfqdn = platform.node = lambda *_: "hostilehost"
+    getpass.getuser = lambda: "hostileuser"

@@ -8,13 +8,12 @@ goes unreported.
 
 from __future__ import annotations
 
-import getpass
 import html.parser
 import os
 import random
 import re
 import shutil
-import socket
+import stat
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from .attaching import in_foreign_folder
+from .attaching import in_foreign_folder, on_a_named_machine
 from .folders import folders
 from .harness import HELD, Arena, Case, Hook, Kind, Outcome
 from .inputs import babble
@@ -163,8 +162,9 @@ def _judge(case: Hostile, room: Room, made: Material, arena: Arena) -> str:
         return "executed"
     if contents(room.outside) != before:
         return "destroyed"
-    new = [path for path in files_below(*places) if path.is_file() and sizes.get(path) != path.lstat().st_mtime_ns]
-    if SECRET in told or any(SECRET.encode() in path.read_bytes() for path in new if not path.is_symlink()):
+    new = [path for path in files_below(*places) if sizes.get(path) != path.lstat().st_mtime_ns]
+    new = [path for path in new if stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_size < 1 << 26]
+    if SECRET in told or any(SECRET.encode() in path.read_bytes() for path in new):
         return "leak"
     if case.links and followed:
         found.append("link followed")
@@ -251,14 +251,14 @@ def _own_records() -> Iterator[Case]:
             sound, folder = material(arena), arena.folder("hostile")
             shutil.copy(sound.folder / "babble.txt", folder)
             words = (*TRAIN, "data.path=babble.txt", "run_dir=mine")
-            outcome = arena.run(*words, cwd=folder, env={"USER": "hostileuser", "HOSTNAME": "hostilehost"}, limit_s=120)
+            names = {"USER": "hostileuser", "LOGNAME": "hostileuser", "HOSTNAME": "hostilehost"}
+            outcome = arena.run(*words, cwd=folder, env=names, hook=Hook(on_a_named_machine), limit_s=120)
             if outcome.code == 0 and "report" in files[0]:
-                outcome = arena.run("report", "mine", "--no-plots", "--html=mine/report/page.html", cwd=folder)
+                words = ("report", "mine", "--no-plots", "--html=mine/report/page.html")
+                outcome = arena.run(*words, cwd=folder, env=names, hook=Hook(on_a_named_machine))
             if outcome.code != 0:
                 return outcome.trouble or f"exit code {outcome.code}"
-            telling = [str(arena.scratch), socket.gethostname(), "hostileuser", "hostilehost"]
-            user = getpass.getuser()
-            telling += [f"/{user}/", f"@{user}"] if user else []
+            telling = (str(arena.scratch), "hostilehost", "hostileuser")
             told = "".join((folder / "mine" / name).read_text(encoding="utf-8") for name in files)
             shutil.rmtree(folder, ignore_errors=True)
             return "leak" if any(word in told for word in telling) else HELD
