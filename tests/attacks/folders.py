@@ -272,7 +272,7 @@ def _configs(draw: random.Random) -> Iterator[Hostile]:
         yield Hostile(
             f"config: {key}=${{...}}", with_config(key_set(key, "${oc.decode:'[1,2]'}")), ("report", "replay")
         )
-    head = f"{SECRET}: ${{oc.env:HOSTILE_SECRET}}\n"
+    head = "unknown: ${oc.env:HOSTILE_SECRET}\n"
     yield Hostile(
         "config: a resolver in an unknown key", with_content("config.yaml", lambda old: old + head.encode()), read
     )

@@ -174,12 +174,11 @@ def _judge(case: Hostile, room: Room, made: Material, arena: Arena) -> str:
 
 
 def _named(word: str, room: Room, case: Hostile) -> str:
-    """The hostile folder from where the command stands; its name may be hostile too."""
-    there = next((p.name for p in room.folder.iterdir() if p.name not in ("outside", "odd")), "odd")
-    there = there if not room.odd.exists() else "odd"
+    """The hostile folder from where the command stands; it may have been renamed."""
     if case.cwd != ".":
         return {"ODD": ".", "run_dir=odd": "run_dir=."}.get(word, word)
-    return {"ODD": there}.get(word, word)
+    names = [path.name for path in room.folder.iterdir() if path.is_dir() and path.name != "outside"]
+    return {"ODD": "odd" if "odd" in names else names[0]}.get(word, word)
 
 
 def _outcome(command: str, outcome: Outcome, room: Room) -> str:
