@@ -409,6 +409,7 @@ def _own_names(words: Iterable[str]) -> list[str]:
         key, _, value = word.partition("=")
         parts = re.split("[./]", key.lstrip("+~"))
         found += [*parts[-2 if len(parts) > 2 else -1 :], Path(value).name if len(value) < 200 else ""]
+    found += ["corpus"] if any(word.startswith("data.path=") for word in words) else []
     return [name for name in found if name]
 
 
@@ -444,7 +445,7 @@ scores.tasks=[wikitext2] scores.data=nowhere
 
 training.batch_size=9999999999999 | training.batch_size=1000000000 | model.hidden_size=100000000
 model.num_layers=1000000000 | model.num_layers=100000 | model.intermediate_size=1000000000000
-training.seq_len=1000000000000 | training.seq_len=30000 | training.accumulation=99999999999999
+training.seq_len=1000000000000 | training.seq_len=30000
 model.hidden_size=1000000000000 model.num_heads=500000000000 | model=moe model.experts.number=1000000000
 training.steps=1000000000000000
 
