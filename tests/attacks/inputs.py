@@ -414,7 +414,7 @@ def _own_names(words: Iterable[str]) -> list[str]:
 
 
 SENSELESS = """
-unknown=1 | +unknown=1 | training.stps=3 | trainig.steps=3 | training.steps.more=3 | hydra=1 | hydra.no=1 | training=3
+unknown=1 | +unknown=1 | training.stps=3 | trainig.steps=3 | training.steps.more=3 | hydra.no=1 | training=3
 model=lama | scale=7b | experiment=nosuch | sweep=nosuch | recipe=fp9 | hierarchy=6/7 | model=../gpt
 model=/etc/passwd | debug=../../conf/config | controller.signal=zscore | optim/transform=clip | training.seed=0,1
 training.steps=${nosuch} | training.steps=${training.steps} | arm=${arm} | training.steps=${oc.env:NOSUCH}
@@ -447,7 +447,6 @@ training.batch_size=9999999999999 | training.batch_size=1000000000 | model.hidde
 model.num_layers=1000000000 | model.num_layers=100000 | model.intermediate_size=1000000000000
 training.seq_len=1000000000000 | training.seq_len=30000
 model.hidden_size=1000000000000 model.num_heads=500000000000 | model=moe model.experts.number=1000000000
-training.steps=1000000000000000
 
 run_dir='' | run_dir=/proc/x | run_dir=/sys/x | runs_dir=/proc/x | run_dir=plain_file | run_dir=plain_file/x
 run_dir=photos | run_dir=device | run_dir=pipe.txt | run_dir=RUN | run_dir=RUN training.resume=never | run_dir=@300
@@ -488,6 +487,7 @@ optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | recipe.backend
 """
 
 DOUBTFUL = """
+training.steps=1000000000000000 plan=true | training.accumulation=99999999999999 plan=true
 runs_dir='' | run_dir=' ' | data.path=surrogate.jsonl | data.path=unbroken.txt | data.path=zeros.txt
 data.path=utf16.txt | model.num_layers=1000000000 plan=true | model.hidden_size=100000000 plan=true
 training.batch_size=9999999999999 plan=true | model=moe model.experts.number=100000 plan=true
