@@ -685,7 +685,8 @@ def _markup() -> Iterator[Hostile]:
             text = PAYLOADS[kind]
             if place == "the folder":
                 text = text.replace("/", "-")[:200].strip()
-            yield Hostile(f"markup: {kind} in {place}", make(text), ("page",))
+            command = "page" if kind in ("tags", "the end of a script") else "report"
+            yield Hostile(f"markup: {kind} in {place}", make(text), (command,))
     for place in ("arm", "experiment_name", "units", "a column"):
         for kind in ("mathematics",):
             yield Hostile(f"markup: {kind} in {place}, drawn", places[place](PAYLOADS[kind]), ("draw", "replay"))
