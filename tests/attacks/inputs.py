@@ -320,7 +320,7 @@ TRAIN = (
 """Two tiny steps; later words win."""
 
 HUGE = "1" + "0" * 30
-_NAMES = ("''", "' '", "n" * 300, "..", "a/b", ".hidden", "a\\\\b", "'a\x07b'", "'a\nb'", "'\x1b[31mred'", "a\ud800b")
+_NAMES = ("''", "' '", "n" * 300, "..", "a/b", ".hidden", "a\\\\b", "'a\x07b'", "'a\nb'", "'\x1b[31mred'", "a\udcffb")
 _WRONG = {
     "int": ("-1", "nan", "much", "1e39", "[1]", "''", "{a: 1}", "0.5", "null"),
     "float": ("-1", "nan", "inf", "-inf", "much", "[1]", "''", "{a: 1}", "null"),
@@ -492,7 +492,7 @@ runs_dir='' | run_dir=' ' | data.path=surrogate.jsonl | data.path=unbroken.txt |
 data.path=utf16.txt | model.num_layers=1000000000 plan=true | model.hidden_size=100000000 plan=true
 training.batch_size=9999999999999 plan=true | model=moe model.experts.number=100000 plan=true
 training.seq_len=1000000000000 plan=true | arm='\u202eabc' | data.vocab_size=2147483648 plan=true | run_dir='a\nb'
-run_dir='a\ud800b' | data.text_column='a\ud800b' | records.wandb=online | hydra.output_subdir=.hydra
+run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra
 hydra.job.chdir=true | hydra.run.dir=elsewhere | controller.trigger=1e-300 | +training.steps=1
 stress=noise stress.magnitude=1e39 | stress=noise stress.duration=2147483648 | controller.eps=1e-300
 """
@@ -563,7 +563,7 @@ def inputs(draw: random.Random) -> list[Input]:
     found += _lines((*TRAIN, "-m"), REFUSED, SWEEPS)
     for command, table in (("report", REPORTS), ("replay", REPLAYS), ("eval", EVALS), ("bench", BENCHES)):
         found += _lines((command,), REFUSED, table)
-    odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\ud800=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
+    odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\udcff=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
     odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
