@@ -11,6 +11,7 @@ import warnings
 from typing import TextIO
 
 from gnmr import __version__
+from gnmr.errors import MAX_LINE, printable
 
 _HELP = """\
 gnmr: runtime stability control for low-precision language model training
@@ -132,13 +133,15 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """One line for a warning of ours; others as Python shows them."""
-    ours = filename.startswith(os.path.dirname(__file__))
-    text = f"gnmr: warning: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno)
+    if filename.startswith(os.path.dirname(__file__)):
+        text = f"gnmr: warning: {printable(message)}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno)
     print(text, end="", file=sys.stderr)
 
 
 def _mistake(line: str) -> int:
-    print(f"gnmr: {line}", file=sys.stderr)
+    print(f"gnmr: {printable(line)[:MAX_LINE]}", file=sys.stderr)
     return 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -14,8 +15,12 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError where the name is a symbolic link; a pipe keeps nobody waiting."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    """An opener for `open`: OSError where the name is a link or no regular file; a pipe keeps nobody waiting."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return descriptor
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from gnmr.disk import replacing, truncate
 from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
 from gnmr.records.schema import RatioRows, ratio_schema
+from gnmr.untrusted import opened
 
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
 _UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order
@@ -89,10 +90,11 @@ def _head(units: Sequence[str], columns: Sequence[str]) -> bytes:
 
 def _read_head(path: Path) -> _Head | None:
     """None for a file that is missing or ends within its first line; UserError for a line that is no head."""
-    if not path.exists():
+    try:
+        with opened(path) as file:
+            line = file.readline(_HEAD_BYTES)
+    except FileNotFoundError:
         return None
-    with path.open("rb") as file:
-        line = file.readline(_HEAD_BYTES)
     if not line.endswith(b"\n"):
         return None
     try:
@@ -122,7 +124,7 @@ def _batches(path: Path, head: _Head) -> Iterator[pa.RecordBatch]:
     kind = _row_type(columns)
     schema = ratio_schema(columns, _metadata(units))
     dictionary = pa.array(units, pa.string())
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(offset)
         while len(data := file.read(_ROWS_PER_GROUP * kind.itemsize)) >= kind.itemsize:
             rows = np.frombuffer(data, kind, count=len(data) // kind.itemsize)
