@@ -32,7 +32,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", type=int, help="of each kind so many, evenly spread (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file of the counts; other kinds in it stay")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print such files as a table")
     asked = parser.parse_args(argv)
+    if asked.table:
+        print(_table([json.loads(file.read_text()) for file in asked.table]))
+        return 0
     if unknown := set(asked.kinds) - known.keys():
         parser.error(f"no such kind: {', '.join(sorted(unknown))}")
     scratch = Path(tempfile.mkdtemp(prefix="attacks-"))
@@ -57,6 +61,20 @@ def _earlier(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     earlier = json.loads(file.read_text()) if file.exists() else {}
     same = all(earlier.get(key) == found[key] for key in ("commit", "seed", "machine"))
     return dict(earlier["kinds"]) if same else {}
+
+
+def _table(files: list[dict[str, Any]]) -> str:
+    """Markdown: a row a kind, a column a file, of docs/attacks.md."""
+    rows = [["kind", *(f"commit {file['commit'][:10]}" for file in files)], ["---"] * (len(files) + 1)]
+    for kind in {kind: None for file in files for kind in file["kinds"]}:
+        cells = [file["kinds"].get(kind) for file in files]
+        rows.append([kind, *("–" if cell is None else _held(cell) for cell in cells)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _held(cell: dict[str, Any]) -> str:
+    broken = ", ".join(f"{number} {verdict}" for verdict, number in cell["broken"].items())
+    return f"{cell['held']} of {cell['cases']}" + (f" ({broken})" if broken else "")
 
 
 class _Line:
