@@ -16,7 +16,7 @@ from gnmr.launch import conf_dir
 
 def mistake(error: Exception, words: Sequence[str]) -> str | None:
     """One line for an error in composing these words of the command line; None for any other error."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file is both
         return _unwritable(error)
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's

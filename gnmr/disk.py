@@ -15,9 +15,9 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError where the name is a link or no regular file; a pipe keeps nobody waiting."""
+    """An opener for `open`: OSError where the name is a link, or is read and no regular file; no pipe is waited for."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if flags & os.O_ACCMODE == os.O_RDONLY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", path)
     return descriptor

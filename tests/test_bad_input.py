@@ -511,7 +511,7 @@ REPLAYS: dict[str, tuple[str, str]] = {
     "word.csv": (HEAD + "1,a,large\n", "invalid value 'large'"),
     "no_step.csv": (HEAD + ",a,1\n", "a row has no step or no unit"),
     "no_unit.csv": (HEAD + "1,,1\n", "a row has no step or no unit"),
-    "far.csv": (HEAD + "1000000000000000,a,1\n", "too large for this machine's memory"),
+    "far.csv": (HEAD + "1000000000000000,a,1\n", "step 1000000000000000 is too large"),
     "no_rows.csv": (HEAD, "the file has no rows"),
     "empty.csv": ("", "cannot be read as CSV or Parquet"),
     "text.parquet": ("hello", "cannot be read as CSV or Parquet"),

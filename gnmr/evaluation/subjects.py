@@ -196,7 +196,9 @@ def _facts(config: Config, model: nn.Module, plan: Plan | None) -> dict[str, Any
 
 
 def _header(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "header.json") or {}
+    if (header := read_json(folder / "header.json")) is None:
+        raise UserError(f"{folder / 'header.json'}: cannot be read (it is missing or no JSON object)")
+    return header
 
 
 def of_run(

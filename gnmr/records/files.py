@@ -14,7 +14,7 @@ from typing import Any
 from gnmr.disk import no_link, replacing, truncate
 from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
-from gnmr.records.reader import iter_jsonl, stored
+from gnmr.records.reader import iter_sound, stored
 
 
 def encode(value: Any) -> Any:
@@ -70,15 +70,15 @@ def unpack(path: Path) -> None:
 
 
 def cut_jsonl(path: Path, last_step: int, fields: Iterable[str] = ()) -> int:
-    """Drops the rows after `last_step`, the first without a step or one of `fields` and what follows it, and a torn
-    last line. Rows stand in order of their step: that of the last row which is left comes back, 0 without one.
+    """Drops the rows after `last_step`, the first that is damaged or lacks one of `fields` and what follows it, and a
+    torn last line. Rows stand in order of their step: that of the last row which is left comes back, 0 without one.
 
     Truncating is one system call and needs no space, so it works on a full disk and cannot be half done.
     """
     end = last = 0
     if not path.exists():
         return last
-    for row, after in iter_jsonl(path):
+    for row, after in iter_sound(path, []):
         step = row.get("step")
         if type(step) is not int or not last <= step <= last_step or not row.keys() >= set(fields):
             break

@@ -120,6 +120,14 @@ def _next_step(row: dict[str, Any], before: int, apart: int) -> int:
     return step
 
 
+def iter_sound(path: Path, damage: list[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    """`iter_jsonl` as far as rows are rows; what is wrong with the next one goes to `damage`."""
+    try:
+        yield from iter_jsonl(path)
+    except Damaged as error:
+        damage.append(str(error).removeprefix(f"{path.parent}/"))
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Rows of a .jsonl file; none if it is missing. A last line that a kill cut short is left out."""
     return [row for row, _ in iter_jsonl(path)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gnmr.records.reader import iter_jsonl, read_jsonl
+from gnmr.records.reader import iter_sound
 from gnmr.records.schema import SUMMARY_FIELDS
 
 
@@ -44,7 +44,8 @@ def summarize(
     """`SUMMARY_FIELDS` of a run folder.
 
     num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
-    nothing (no step trained, no units) is null. Reads steps.jsonl row by row; rows of other types are left out.
+    nothing (no step trained, no units) is null. Reads steps.jsonl row by row; rows of other types are left
+    out, and what follows one that cannot be read.
     incomplete: what is known to be missing.
     """
     damaged = steps = promoted = at_max_o = saved_bytes = measured = 0
@@ -53,7 +54,8 @@ def summarize(
     monitored: dict[str, Watched] = {}
     times: list[float] = []
     last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
-    for row, _ in iter_jsonl(folder / "steps.jsonl"):
+    lost: list[str] = []
+    for row, _ in iter_sound(folder / "steps.jsonl", lost):
         if not _sound(row):
             damaged += 1
             continue
@@ -72,8 +74,8 @@ def summarize(
             measured += 1
         times.append(last["step_time_s"])
     if damaged:
-        incomplete = f"{damaged} rows of steps.jsonl are damaged" + (f"; {incomplete}" if incomplete else "")
-    evals = [row for row in read_jsonl(folder / "eval.jsonl") if _numbers(row, "val_loss", "val_ppl")]
+        lost.insert(0, f"{damaged} rows of steps.jsonl are damaged")
+    evals = [row for row, _ in iter_sound(folder / "eval.jsonl", lost) if _numbers(row, "val_loss", "val_ppl")]
     final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
     step_time_s = median(times) if times else None
     unit_steps = steps * num_recoverable
@@ -81,7 +83,7 @@ def summarize(
     summary = {
         "status": status,
         "reason": reason,
-        "incomplete": incomplete,
+        "incomplete": "; ".join([*lost, *([incomplete] if incomplete else [])]) or None,
         "steps": steps,
         "tokens": last["tokens"],
         "final_val_loss": final["val_loss"],

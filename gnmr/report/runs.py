@@ -347,7 +347,7 @@ def _status(folder: Path) -> tuple[str, str | None]:
     return "running", None
 
 
-_WORDS, _MAPPINGS = ("status", "reason"), ("over_frac", "saturation_total", "monitored")
+_WORDS, _MAPPINGS = ("status", "reason", "incomplete"), ("over_frac", "saturation_total", "monitored")
 
 
 def _summary(folder: Path) -> dict[str, Any]:

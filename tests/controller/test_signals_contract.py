@@ -274,7 +274,7 @@ def test_unknown_signals_are_refused_with_the_known_ones() -> None:
         ("no_such_module:Signal", "No module named"),
         ("gnmr.controller:NoSignal", "no class 'NoSignal'"),
         (":Signal", "package.module:Class"),
-        ("gnmr.controller:", "no class ''"),
+        ("gnmr.controller:", "must read package.module:Class"),
     ):
         with pytest.raises(ValueError, match=what):
             build_signal(name, {}, context())

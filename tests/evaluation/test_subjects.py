@@ -211,7 +211,7 @@ def test_runs_that_cannot_be_scored(runs, tmp_path, monkeypatch) -> None:
     shard = "checkpoints/step-00000003/__0_0.distcp"
     assert "is corrupt (__0_0.distcp is missing or changed)" in line(lambda run: (run / shard).write_bytes(b""))
     assert "header.json: cannot be read (" in line(lambda run: (run / "header.json").unlink())
-    assert "config.yaml: cannot be read as a run's config" in line(lambda run: (run / "config.yaml").write_text("- 1"))
+    assert "config.yaml: cannot be read (not a config: " in line(lambda run: (run / "config.yaml").write_text("- 1"))
 
     def wider(run: Path) -> None:
         file = run / "config.yaml"

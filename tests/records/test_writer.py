@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.records import ratios
 from gnmr.records import writer as writer_module
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios, stored
@@ -155,15 +156,14 @@ def test_ratios_are_read_while_the_run_ends(
 ) -> None:
     """The stream goes between a look for it and its reading."""
     writer = run_to(tmp_path, 1, 3, None, makers)
-    want, plain = read_ratios(tmp_path), Path.open
+    want, plain = read_ratios(tmp_path), ratios.opened
 
-    def gone(path: Path, *args: Any) -> Any:
-        if path.name == "ratios.rows":
-            monkeypatch.undo()
-            writer.finish("done", None, 4, 2)
-        return plain(path, *args)
+    def gone(path: Path) -> Any:
+        monkeypatch.undo()
+        writer.finish("done", None, 4, 2)
+        return plain(path)
 
-    monkeypatch.setattr(Path, "open", gone)
+    monkeypatch.setattr(ratios, "opened", gone)
     assert read_ratios(tmp_path).equals(want) and not (tmp_path / "ratios.rows").exists()
 
 

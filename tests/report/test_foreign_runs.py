@@ -149,7 +149,7 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
 
 @pytest.mark.parametrize("name", ["../x:Y", ".x:Y", "a b:Y", ":Y", "x:Y.z"])
 def test_a_signal_that_is_no_module(name: str, odd: Path, gnmr) -> None:
-    assert "must read package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
+    assert "give the name, package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
 
 
 # ---- odd contents ----

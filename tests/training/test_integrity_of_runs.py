@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -190,7 +191,10 @@ def test_an_immutable_folder_is_one_line(immutable, train):
 
 
 def test_a_folder_that_may_not_be_written_is_one_line(copied, train, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("gnmr.training.folder.TemporaryFile", refused)
     with pytest.raises(UserError, match=r"cannot be written .*choose another run_dir"):
         train(copied)
 
