@@ -5,6 +5,7 @@ Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -50,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"gnmr {__version__}")
         return 0
+    if odd := [word for word in words if "\0" in word]:
+        return _mistake(f"{odd[0]}: has a NUL in it, which no name or value has")
     command, rest = words[0], words[1:]
     if command not in _COMMANDS:
         return _mistake(f"{command!r} is no command: use one of {', '.join(_COMMANDS)} (gnmr --help)")
@@ -103,6 +106,8 @@ def _guarded(command: str, words: list[str]) -> int:
         unread()
         return 141
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
         from gnmr.composition import mistake
 
         line = mistake(error, words)

@@ -25,6 +25,8 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     line = one_line(error)
     if unread := re.match(r"LexerNoViableAltException: ([^=]+)=(.*)", line):
         return f"{unread[1]}={unread[2]}: has letters that Hydra takes in quotes only: \"{unread[1]}='{unread[2]}'\""
+    if by_hydra and type(error) is ValueError and (called := [word for word in words if "range(" in word]):
+        line = f"{called[0]}: {line}"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"

@@ -7,7 +7,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_LINE = 4000
+MAX_LINE = 1500
 """Characters of a line that ends a command: some quote what a file holds."""
 
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr import config as schema
+from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
 from gnmr.terminal import say
+from gnmr.untrusted import MAX_DEPTH
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf, RuntimeConf
@@ -45,13 +47,27 @@ def train(argv: list[str]) -> None:
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if not completing:
-        refuse_flags(argv)
+        refuse_depth(argv)
+        for folder in refuse_flags(argv):
+            check_yaml(folder)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
 
 
-def refuse_flags(argv: list[str]) -> None:
-    """UserError for what Hydra's own parser does not take; by itself it would show all its flags first."""
+def refuse_depth(argv: list[str]) -> None:
+    """UserError for lists within lists without end, at which Hydra's parser gives up."""
+    for word in argv:
+        depth = deepest = 0
+        for letter in word:
+            depth += (letter in "[{(") - (letter in "]})")
+            deepest = max(deepest, depth)
+        if deepest > MAX_DEPTH:
+            raise UserError(f"{word.partition('=')[0]}: nested {deepest:,} deep, {MAX_DEPTH} at the most")
+
+
+def refuse_flags(argv: list[str]) -> list[Path]:
+    """UserError for what Hydra's own parser does not take; by itself it would show all its flags first. Returns the
+    folders of YAML that the user brings."""
     from hydra._internal.utils import get_args_parser
 
     def error(message: str) -> NoReturn:
@@ -59,7 +75,8 @@ def refuse_flags(argv: list[str]) -> None:
 
     parser = get_args_parser()
     parser.error = error  # type: ignore[method-assign]
-    parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    return [Path(folder) for folder in (given.config_dir, given.config_path) if folder]
 
 
 def in_full(word: str) -> str:

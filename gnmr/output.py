@@ -24,9 +24,10 @@ _OTHERS = {stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a
 def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[BinaryIO]:
     """A file to write to; `path` has the new content when the block has ended, the old one where it was left early.
 
-    A symbolic link is followed to what it leads to, whose kind decides; without `follow` it is refused, as it is where
-    others made the folder. A character device, a pipe and what this process's own output goes to are opened and written
-    to. UserError for a folder, a socket, a block device, and for what cannot be written. `what` names the place.
+    A symbolic link is followed to a device or a pipe, and refused where it leads to a file; without `follow`, as where
+    others made the folder, it is refused. A character device, a pipe and what this process's own output goes to are
+    opened and written to. UserError for a folder, a socket, a block device, and for what cannot be written. `what`
+    names the place.
     """
     what = path if what is None else what
     with writing(what):
@@ -34,16 +35,15 @@ def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[
             with open(_as_it_is(path), "wb") as file:
                 yield file
             return
-        target = Path(os.path.realpath(path)) if follow else path
-        beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.writing")
+        beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.writing")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(beside, flags, 0o666)
         try:
             with open(descriptor, "wb") as file:
                 with suppress(OSError):  # who may read it stays as it was
-                    os.fchmod(descriptor, stat.S_IMODE(os.lstat(target).st_mode))
+                    os.fchmod(descriptor, stat.S_IMODE(os.lstat(path).st_mode))
                 yield file
-            os.replace(beside, target)
+            os.replace(beside, path)
         finally:
             with suppress(OSError):
                 beside.unlink()
@@ -54,12 +54,11 @@ def check(path: Path, what: object = None, follow: bool = True) -> None:
     what = path if what is None else what
     with writing(what):
         through = _through(path, what, follow)
-    parent = path.parent if not follow else Path(os.path.realpath(path)).parent
     if through:
         return
-    if not parent.is_dir():
+    if not path.parent.is_dir():
         raise UserError(f"{what}: must be a file in a folder that exists")
-    with writing(what), TemporaryFile(dir=parent):
+    with writing(what), TemporaryFile(dir=path.parent):
         pass
 
 
@@ -68,13 +67,18 @@ def _through(path: Path, what: object, follow: bool) -> bool:
     try:
         found = os.stat(path, follow_symlinks=follow)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise UserError(f"{what}: is a symbolic link that leads nowhere; name a file") from None
         return False
     kind = stat.S_IFMT(found.st_mode)
     if kind in _OTHERS:
         raise UserError(f"{what}: must be a file in a folder that exists, and is {_OTHERS[kind]}")
     if not follow and kind != stat.S_IFREG:
         raise UserError(f"{what}: is {'a symbolic link' if kind == stat.S_IFLNK else 'no file'}, and is left as it is")
-    return kind != stat.S_IFREG or _own_output(found) is not None
+    through = kind != stat.S_IFREG or _own_output(found) is not None
+    if not through and path.is_symlink():
+        raise UserError(f"{what}: is a symbolic link to a file; name the file itself")
+    return through
 
 
 def _own_output(found: os.stat_result) -> int | None:

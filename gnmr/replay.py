@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ from torch import nn
 from yaml import YAMLError
 
 from gnmr import output
-from gnmr.config import ControllerConfig, SignalConfig, load, one_line
+from gnmr.config import ControllerConfig, SignalConfig, from_words, load, one_line
 from gnmr.config import read as read_config
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
@@ -37,7 +37,7 @@ from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 from gnmr.records.ledger import check_records
 from gnmr.records.reader import check_units, read_json, read_ratios
-from gnmr.untrusted import Damaged, exists, reading
+from gnmr.untrusted import Damaged, exists, opened, reading
 from gnmr.wiring import build_controller
 
 MOST_GAPS = 1000
@@ -232,7 +232,7 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         else:
             changes.append(word)
     try:
-        values = OmegaConf.from_dotlist(changes)
+        values = from_words(changes)
         if values.get("signal", {}).get("name", defaults.signal.name) != defaults.signal.name:
             defaults = replace(defaults, signal=SignalConfig())  # another signal's options are not this one's
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(defaults), values)}))
@@ -343,16 +343,21 @@ def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[flo
 
 def _read_file(path: Path) -> pa.Table:
     try:
-        if path.suffix == ".parquet":
-            return pq.read_table(path)
-        options = pyarrow.csv.ConvertOptions(
-            column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()},
-            null_values=[""],
-            strings_can_be_null=True,
-        )
-        return pyarrow.csv.read_csv(path, convert_options=options)
+        with opened(Path(os.path.realpath(path))) as file:
+            return _table_of(file, path.suffix == ".parquet")
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{path}: cannot be read as CSV or Parquet ({one_line(error)})") from error
+
+
+def _table_of(file: BinaryIO, parquet: bool) -> pa.Table:
+    if parquet:
+        return pq.read_table(file)
+    options = pyarrow.csv.ConvertOptions(
+        column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()},
+        null_values=[""],
+        strings_can_be_null=True,
+    )
+    return pyarrow.csv.read_csv(file, convert_options=options)
 
 
 def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[str]]:

@@ -82,14 +82,18 @@ def test_a_block_device_is_refused(tmp_path, monkeypatch) -> None:
         output.check(tmp_path / "disk")
 
 
-def test_a_link_that_the_user_names_is_followed(tmp_path) -> None:
+def test_a_link_is_followed_to_a_device_alone(tmp_path) -> None:
+    """One that leads to a file may be another's, also where the user names it: it lies in a folder of theirs."""
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to("target")
     (tmp_path / "dangling").symlink_to("new")
-    output.write_text(tmp_path / "link", "new text")
-    output.write_text(tmp_path / "dangling", "made")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new text"
-    assert (tmp_path / "dangling").is_symlink() and (tmp_path / "new").read_text() == "made"
+    (tmp_path / "null").symlink_to(os.devnull)
+    for name, why in (("link", "to a file; name the file itself"), ("dangling", "that leads nowhere")):
+        with pytest.raises(UserError, match=f"{name}: is a symbolic link {why}"):
+            output.write_text(tmp_path / name, "new text")
+    output.write_text(tmp_path / "null", "text")
+    assert (tmp_path / "null").is_symlink() and (tmp_path / "target").read_text() == "old"
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_link_in_a_folder_of_others_is_refused(tmp_path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -57,6 +58,7 @@ __all__ = [
     "TrainingConfig",
     "config_hash",
     "flatten",
+    "from_words",
     "identity",
     "load",
     "one_line",
@@ -138,6 +140,7 @@ class Config:
             ("paths.name", self.paths.name),
             ("controller.name", self.controller.name),
             ("controller.signal.name", self.controller.signal.name.rpartition(":")[2]),
+            ("optim.transform.name", self.optim.transform.name),
         ):
             folder_name(key, value)
         for key, value in (
@@ -275,6 +278,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """Reads numbers as OmegaConf, which wrote them."""
 
     yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+
+def from_words(words: Sequence[str]) -> DictConfig:
+    """key=value words as a tree; UserError names the one that is no YAML."""
+    for word in words:
+        try:
+            OmegaConf.from_dotlist([word])
+        except (OmegaConfBaseException, yaml.YAMLError, RecursionError) as error:
+            raise UserError(f"{word}: {one_line(error)}") from error
+    return OmegaConf.from_dotlist(list(words))
 
 
 def one_line(error: Exception) -> str:

@@ -12,6 +12,8 @@ from gnmr.errors import UserError
 
 LONGEST_NAME = 255
 """Bytes of a file's name, on the file systems of today."""
+_SHOWN = 500
+"""Characters of a value that a message repeats."""
 _LONGEST_PATH = 3072
 """Bytes of a folder's path: Linux takes 4096, and our own files are to lie below it."""
 
@@ -19,7 +21,9 @@ _LONGEST_PATH = 3072
 def require(condition: bool, key: str, value: object, right: str) -> None:
     """`right` says what would be right."""
     if not condition:
-        raise UserError(f"{key}={value}: {right}")
+        shown = str(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
+        raise UserError(f"{key}={shown}: {right}")
 
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:

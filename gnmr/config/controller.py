@@ -20,9 +20,7 @@ class SignalConfig:
     def __post_init__(self) -> None:
         module, colon, cls = self.name.partition(":")
         sound = bool(self.name) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
-        require(
-            sound, "controller.signal.name", self.name, "give the name, package.module:Class"
-        )
+        require(sound, "controller.signal.name", self.name, "give the name, package.module:Class")
         for key in ("alpha", "beta", "delta"):
             require(
                 key not in self.options or ":" in self.name,

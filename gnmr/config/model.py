@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 
-from gnmr.config.checks import one_of, positive, require
+from gnmr.config.checks import one_of, positive, require, within
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class OutlierConfig:
             "must be empty, or [first step, last step] from 1",
         )
         require(self.number >= 0, "model.outlier_channels.number", self.number, "must be 0 or more")
-        positive("model.outlier_channels.gain", self.gain)
+        within("model.outlier_channels.gain", self.gain, 1e-6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class AdapterConfig:
         require(self.rank >= 0, "model.adapter.rank", self.rank, "must be 0 or more")
         positive("model.adapter.scaling", self.scaling)
         require(0 <= self.dropout < 1, "model.adapter.dropout", self.dropout, "must lie in [0, 1)")
-        require(len(self.targets) > 0, "model.adapter.targets", self.targets, "needs at least one pattern")
+        named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
+        require(bool(named) and all(named), "model.adapter.targets", self.targets, "needs patterns of linears' names")
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,9 @@ class ModelConfig:
                 self.num_kv_heads,
                 f"must divide model.num_heads={self.num_heads}",
             )
-        positive("model.norm_eps", self.norm_eps)
+        within("model.norm_eps", self.norm_eps, 1e-30, 1)
         positive("model.rope_theta", self.rope_theta)
-        positive("model.init_std", self.init_std)
+        within("model.init_std", self.init_std, 1e-30, 1e3)
         require(self.name == "llama" or not self.tied_head, "model.tied_head", True, "only llama has the choice")
         self._check_experts()
 

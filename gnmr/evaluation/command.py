@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gnmr import output
+from gnmr.config import from_words
 from gnmr.errors import UserError, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
@@ -122,7 +123,7 @@ def parse(words: list[str]) -> Asked:
         if word.partition("=")[0] not in known:
             raise UserError(f"eval: {word!r} is not understood; use {', '.join(known)}, as key=value")
     try:
-        asked = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Asked), OmegaConf.from_dotlist(words)))
+        asked = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Asked), from_words(words)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"eval: {one_line(error)}") from error
     assert isinstance(asked, Asked)

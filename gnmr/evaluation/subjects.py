@@ -29,6 +29,7 @@ from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import described
 from gnmr.records.reader import read_json
 from gnmr.training.checkpoint import load_model
+from gnmr.training.least import refuse_run
 from gnmr.training.parts import pretrained_model
 from gnmr.untrusted import check_folder, exists, reading
 from gnmr.wiring import build_plan
@@ -156,6 +157,7 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
     if config.model.checkpoint is not None:
         return _fine_tuned(folder, config, in_force, device)
     corpus = _corpus(folder, config)
+    refuse_run(config, device, corpus.vocab_size)
     with torch.device("meta"):
         model = models.build(config.model, corpus.vocab_size, config.training.seq_len)
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
 from pathlib import Path
@@ -19,6 +20,7 @@ from gnmr.errors import UserError
 from gnmr.records.appending import holds
 from gnmr.records.files import replace_json, replace_text
 from gnmr.records.reader import stored
+from gnmr.untrusted import MAX_EXPANSION, SMALL, opened
 
 NAME = "records.sha256"
 _LISTED = (
@@ -87,12 +89,13 @@ def read(folder: Path) -> dict[str, str] | None:
 def _digest(path: Path, packed: bool) -> str:
     digest, total = hashlib.sha256(), 0
     try:
-        with open(path, "rb", opener=no_link) as raw, gzip.open(raw) if packed else raw as file:
+        with opened(path, _MOST_BYTES) as raw, gzip.open(raw) if packed else raw as file:
+            most = SMALL + MAX_EXPANSION * os.fstat(raw.fileno()).st_size if packed else _MOST_BYTES
             while part := file.read(1 << 20):
                 digest.update(part)
                 total += len(part)
-                if total > _MOST_BYTES:
-                    raise UserError(f"{path}: larger than {_MOST_BYTES >> 30} GiB, which no run of ours writes")
+                if total > most:
+                    raise UserError(f"{path}: expands without end")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged ({error})") from error
     return digest.hexdigest()
@@ -104,7 +107,10 @@ def _check_beginnings(folder: Path) -> None:
     for name, count in (_counted(checkpoints[0]) if checkpoints else {}).items():
         path = folder / name
         try:
-            if path.exists() and (count["bytes"] > _MOST_BYTES or not holds(path, count)):
+            if not path.exists():
+                continue
+            opened(path, _MOST_BYTES).close()
+            if count["bytes"] > _MOST_BYTES or not holds(path, count):
                 raise UserError(f"{path}: damaged (it is not what the checkpoint {checkpoints[0].parent.name} counted)")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gnmr.disk import replacing, truncate
-from gnmr.errors import UserError
+from gnmr.errors import RunFailed, UserError
 from gnmr.records.appending import AppendFile
 from gnmr.records.schema import RatioRows, ratio_schema
 from gnmr.untrusted import opened
@@ -77,7 +77,8 @@ class RatioStream:
             self.file.append(_head(units, columns))
         else:
             units, columns, _ = _read_head(self._path) or (units, columns, 0)
-        assert columns == tuple(rows.columns) and set(rows.units) <= set(units), "another run's rows"
+        if columns != tuple(rows.columns) or not set(rows.units) <= set(units):
+            raise RunFailed(f"{self._path}: damaged (its first line names other units or columns than this run has)")
         place = {unit: index for index, unit in enumerate(units)}
         self._names = list(rows.units), columns
         self._rows = np.empty(len(rows.units), _row_type(columns))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gnmr import output
-from gnmr.errors import UserError, printable
+from gnmr.errors import UserError, printable, writing
 from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table, as_markdown
@@ -114,8 +114,11 @@ def report(
 
 def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
     """UserError where the report cannot be written. A folder or file below the runs' folder may be anybody's link."""
-    if html is not None and html.is_dir():
-        raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
+    if html is not None:
+        with writing(html):
+            if html.is_dir():
+                raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
+        output.check(html)
     folder = root / "report" if out is None else out
     if out is None and folder.is_symlink():
         raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
@@ -182,7 +185,7 @@ def _leave_out(folder: Path, error: Exception, left_out: dict[Path, str]) -> Non
 
 def _common(paths: list[Path]) -> Path:
     """The path itself as it was given, or the parent of all; the first where they share nothing but the root."""
-    common = Path(os.path.commonpath([path.resolve() for path in paths]))
+    common = Path(os.path.commonpath([os.path.realpath(path) for path in paths]))
     if len(paths) == 1 or common == Path(common.anchor):
         return paths[0]
     return common if any(path.is_absolute() for path in paths) else Path(os.path.relpath(common))

@@ -239,7 +239,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
         inside = []
         for parent, folders, files in os.walk(path):
-            if "config.yaml" in files and ("steps.jsonl" in files or "header.json" in files):
+            names = {*folders, *files}  # whatever they are: what is no file is told where it is read
+            if "config.yaml" in names and names & {"steps.jsonl", "header.json"}:
                 inside.append(Path(parent))
                 folders.clear()
             folders[:] = sorted(name for name in folders if not name.startswith("."))

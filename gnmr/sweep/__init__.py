@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -41,6 +42,8 @@ from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
 from gnmr.terminal import say
 from gnmr.training.folder import run_folder
+
+MOST_CELLS = 100_000
 
 __all__ = ["Sweep", "step_seconds"]
 
@@ -179,10 +182,16 @@ def _job(number: int, words: list[str], *of_hydra: Any) -> Any:
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of each cell. UserError for a value of which there is none, as of a glob."""
+    """The overrides of each cell. UserError for a value of which there is none, as of a glob, and for too many."""
+    cells = 1
     for override in overrides:
-        if override.is_sweep_override() and not list(override.sweep_string_iterator()):
-            raise UserError(f"sweep: {override.input_line} matches nothing, so there is no cell")
+        if override.is_sweep_override():
+            values = sum(1 for _ in islice(override.sweep_string_iterator(), MOST_CELLS + 1))
+            cells *= values
+            if not values:
+                raise UserError(f"sweep: {override.input_line} matches nothing, so there is no cell")
+            if cells > MOST_CELLS:
+                raise UserError(f"sweep: {override.input_line} makes more than {MOST_CELLS:,} cells")
     combinations: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return combinations
 

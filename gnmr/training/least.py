@@ -25,6 +25,8 @@ from gnmr.errors import UserError
 GB = 10**9
 LARGEST = 100_000 * GB
 """No machine has more; `gnmr train plan=true` plans for others than this one."""
+MOST_LINEARS = 100_000
+"""Of a model that is built here: 61 layers of 256 experts have 47,000, and each is made by itself."""
 _LINEAR = 3000
 """Bytes of a linear on the meta device, its share of the modules around it included; 3,976 were measured."""
 _ENTRY = 32
@@ -138,6 +140,15 @@ def to_tokenize(config: Config) -> list[Need]:
     ]
 
 
+def _refuse_many(config: Config) -> None:
+    """UserError for more linears than are built in a few seconds, whatever their size."""
+    model = config.model
+    if model.checkpoint is None and (many := linears(model)) > MOST_LINEARS:
+        keys = f"model.num_layers={model.num_layers}"
+        keys += f", model.experts.number={model.experts.number}" if model.name == "moe" else ""
+        raise UserError(f"{keys}: makes {many:,} linears, {MOST_LINEARS:,} are the most")
+
+
 def refuse_run(config: Config, device: torch.device, vocab_size: int | None = None) -> None:
     """UserError for a run that cannot fit here. vocab_size: once it is known; it may be less than data.vocab_size."""
     known = vocab_size or (_BYTES if config.data.tokenizer is None and config.model.checkpoint is None else 1)
@@ -146,12 +157,14 @@ def refuse_run(config: Config, device: torch.device, vocab_size: int | None = No
         _refuse(need, torch.cuda.get_device_properties(device).total_memory, "this GPU has")
         need = on_host(config, known)
     _refuse([*need, *to_build(config), *to_tokenize(config)], machine_memory(), "this machine has")
+    _refuse_many(config)
 
 
 def refuse_plan(config: Config) -> None:
     """UserError for a plan that cannot be made, or that no machine could hold."""
     _refuse(to_build(config), machine_memory(), "this machine has")
     _refuse(on_device(config, config.data.vocab_size), LARGEST, "no machine has more than")
+    _refuse_many(config)
 
 
 def machine_memory() -> int:

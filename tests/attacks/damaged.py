@@ -13,6 +13,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ Damage = Callable[[Path, random.Random], None]
 
 _MARK = re.compile(
     r"damage|incomplete|corrupt|left out|lost|missing|warning|checksum|changed|not whole|cannot be read|failed|"
-    r"interrupted"
+    r"interrupted|unfinished"
 )
 _SAID = re.compile(r"step-0*6\b|checkpoint of step 6|damage|corrupt|fall(s|ing)? back|fell back")
 
@@ -468,6 +469,10 @@ def read_ratios(run: str) -> None:
     from gnmr.records import reader
 
     try:
+        with suppress(ImportError):  # an earlier version has none
+            from gnmr.records.ledger import check_records
+
+            check_records(Path(run))
         table = reader.read_ratios(Path(run))
         columns = [(name, table[name].to_pylist()) for name in table.column_names]
     except (UserError, pa.ArrowException, OSError) as error:  # which the commands say in a line

@@ -410,7 +410,9 @@ def _own_names(words: Iterable[str]) -> list[str]:
         parts = re.split("[./]", key.lstrip("+~"))
         found += [*parts[-2 if len(parts) > 2 else -1 :], Path(value).name if len(value) < 200 else ""]
     found += ["corpus"] if any(word.startswith("data.path=") for word in words) else []
-    return [name for name in found if name]
+    found += ["scores: "] if any(word.startswith("scores.tasks=") for word in words) else []
+    found += ["arm="] if "variant=zero" in words else []
+    return [name.replace("\0", "\\x00") for name in found if name]
 
 
 SENSELESS = """
@@ -449,8 +451,9 @@ training.seq_len=1000000000000 | training.seq_len=30000
 model.hidden_size=1000000000000 model.num_heads=500000000000 | model=moe model.experts.number=1000000000
 
 run_dir='' | run_dir=/proc/x | run_dir=/sys/x | runs_dir=/proc/x | run_dir=plain_file | run_dir=plain_file/x
-run_dir=photos | run_dir=device | run_dir=pipe.txt | run_dir=RUN | run_dir=RUN training.resume=never | run_dir=@300
-runs_dir=@300 | run_dir=@deep | experiment_name=@250 | run_dir=loop.txt | run_dir=loop.txt/x | data.cache_dir=device/x
+run_dir=photos | run_dir=device | run_dir=pipe.txt | run_dir=RUN training.seed=5
+run_dir=RUN training.resume=never | run_dir=@300
+runs_dir=@300 | run_dir=@deep | experiment_name=@300 | run_dir=loop.txt | run_dir=loop.txt/x | data.cache_dir=device/x
 data.cache_dir=plain_file | data.cache_dir=/proc/x | data.cache_dir=@300 | run_dir=a\0b | data.path=a\0b
 
 data.path= | data.path=nowhere | data.path=empty.txt | data.path=blank.txt | data.path=short.txt | data.path=photo.jpg
@@ -464,7 +467,7 @@ data.path=@300 | data.path=@deep | data.tokenizer=nowhere | data.tokenizer=empty
 data.tokenizer=tokenizer-empty.json | data.tokenizer=tokenizer-none.json | data.tokenizer=tokenizer-list.json
 data.tokenizer=tokenizer-deep.json | data.tokenizer=pipe.json | data.vocab_size=100
 data.text_column= data.path=keyless.jsonl | data.max_tokens=1 | data=c4 data.path=null | data=gsm8k data.path=null
-data=instructions data.path=prompts.jsonl | data.cache_dir=cache
+data=instructions data.path=prompts.jsonl
 
 model=pretrained model.checkpoint=nowhere scale=finetune_cpu | model=pretrained model.checkpoint='' scale=finetune_cpu
 model=pretrained model.checkpoint=plain_file scale=finetune_cpu
@@ -488,8 +491,9 @@ optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | recipe.backend
 
 DOUBTFUL = """
 training.steps=1000000000000000 plan=true | training.accumulation=99999999999999 plan=true
-runs_dir='' | run_dir=' ' | data.path=surrogate.jsonl | data.path=unbroken.txt | data.path=zeros.txt
-data.path=utf16.txt | model.num_layers=1000000000 plan=true | model.hidden_size=100000000 plan=true
+runs_dir='' | run_dir=' ' | data.cache_dir=cache | data.path=surrogate.jsonl | data.path=unbroken.txt
+data.path=zeros.txt | data.path=utf16.txt
+model.num_layers=1000000000 plan=true | model.hidden_size=100000000 plan=true
 training.batch_size=9999999999999 plan=true | model=moe model.experts.number=100000 plan=true
 training.seq_len=1000000000000 plan=true | arm='\u202eabc' | data.vocab_size=2147483648 plan=true | run_dir='a\nb'
 run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from gnmr.errors import RunFailed
 from gnmr.records import ratios as ratios_module
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
 from gnmr.records.reader import read_stream
@@ -69,7 +70,7 @@ def test_a_resumed_run_finds_its_units_by_name(tmp_path: Path, ratio_rows: MakeR
         stream.write(ratio_rows(step, units))
         stream.close()
     assert read_stream(path)["unit"].to_pylist() == ["a", "b", "b", "a"]
-    with pytest.raises(AssertionError, match="another run's rows"):
+    with pytest.raises(RunFailed, match="its first line names other units or columns"):
         RatioStream(path).write(ratio_rows(3, ["c"]))
 
 
