@@ -39,6 +39,7 @@ from gnmr.names import select
 from gnmr.untrusted import MAX_OBJECT, bounded
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MOST_LAYERS = 1000  # of what is built from a config.json of others; the deepest have some 130
 _ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads
 
 
@@ -59,12 +60,18 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{where}: the folder has no config.json; give one in Hugging Face's layout")
+        for path in sorted(folder.iterdir()):
+            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+                raise UserError(f"{where}: {path.name} is no regular file")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
         raise UserError(f"{where}: there is no such folder or hub name")
     with quiet(), _one_line(where, folder.is_dir()):
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(_place(checkpoint), trust_remote_code=False)
+        found = AutoConfig.from_pretrained(_place(checkpoint), trust_remote_code=False)
+    if isinstance(layers := getattr(found, "num_hidden_layers", 0), int) and layers > MOST_LAYERS:
+        raise UserError(f"{where}: config.json says {layers:,} layers, {MOST_LAYERS:,} are the most")
+    return found
 
 
 def check_files(folder: Path) -> None:

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gnmr.disk import replacing, truncate
-from gnmr.errors import RunFailed, UserError
+from gnmr.errors import RunFailed
 from gnmr.records.appending import AppendFile
 from gnmr.records.schema import RatioRows, ratio_schema
-from gnmr.untrusted import opened
+from gnmr.untrusted import Damaged, opened
 
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
 _UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order
@@ -90,7 +90,7 @@ def _head(units: Sequence[str], columns: Sequence[str]) -> bytes:
 
 
 def _read_head(path: Path) -> _Head | None:
-    """None for a file that is missing or ends within its first line; UserError for a line that is no head."""
+    """None for a file that is missing or ends within its first line; `Damaged` for a line that is no head."""
     try:
         with opened(path) as file:
             line = file.readline(_HEAD_BYTES)
@@ -106,7 +106,7 @@ def _read_head(path: Path) -> _Head | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
-        raise UserError(f"{path}: damaged (its first line)")
+        raise Damaged(f"{path}: damaged (its first line)")
     return units, columns, len(line)
 
 
@@ -130,7 +130,7 @@ def _batches(path: Path, head: _Head) -> Iterator[pa.RecordBatch]:
         while len(data := file.read(_ROWS_PER_GROUP * kind.itemsize)) >= kind.itemsize:
             rows = np.frombuffer(data, kind, count=len(data) // kind.itemsize)
             if not _sound(rows, len(units)).all():
-                raise UserError(f"{path}: damaged (a row's step or unit)")
+                raise Damaged(f"{path}: damaged (a row's step or unit)")
             arrays: list[pa.Array] = [pa.array(np.ascontiguousarray(rows[name])) for name in kind.names or ()]
             arrays[1] = pa.DictionaryArray.from_arrays(arrays[1], dictionary)
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
@@ -151,7 +151,7 @@ def cut_stream(path: Path, last_step: int) -> None:
         return
     try:
         head = _read_head(path)
-    except UserError:
+    except Damaged:
         head = None
     if head is None:
         truncate(path, 0)

@@ -256,6 +256,10 @@ def _steps(folder: Path) -> list[int]:
 _REMEDY = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
 
 
+_MOST_TRIED = 8
+"""Checkpoints that are looked at: where so many are corrupt, it was no accident."""
+
+
 class _Corrupt(ValueError):
     """A checkpoint that is not as it was written."""
 
@@ -266,13 +270,14 @@ def _newest_whole(folder: Path, steps: list[int]) -> tuple[_Meta, dict[Path, _Co
     UserError if none is whole.
     """
     corrupt: dict[Path, _Corrupt] = {}
-    for step in reversed(steps):
+    for step in sorted(steps)[: -_MOST_TRIED - 1 : -1]:
         path = folder / f"step-{step:08d}"
         try:
             return _verified(path), corrupt
         except _Corrupt as error:
             corrupt[path] = error
-    more = ", and none before it is whole" if len(corrupt) > 1 else ""
+    tried = "none before it" if len(corrupt) == len(steps) else f"none of the {_MOST_TRIED} newest"
+    more = f", and {tried} is whole" if len(corrupt) > 1 else ""
     raise UserError(f"{next(iter(corrupt.values()))}{more}: {_REMEDY}")
 
 

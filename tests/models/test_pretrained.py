@@ -1,6 +1,8 @@
 """Checkpoints in Hugging Face's layout: written and loaded again, adapters, and what cannot be used."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import peft
@@ -9,7 +11,7 @@ import torch
 
 from gnmr.config import AdapterConfig, ModelConfig
 from gnmr.errors import UserError
-from gnmr.models import Llama
+from gnmr.models import Llama, pretrained
 from gnmr.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
 from gnmr.paths import PathLinear, convert
 
@@ -181,3 +183,20 @@ def test_a_deep_index_is_one_line(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(UserError, match="cannot be"):
         load(str(checkpoint), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "odd"))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=f"{name} is no regular file"):
+        pretrained.open_config(str(folder))
+
+
+def test_layers_without_end_are_not_built(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "odd"))
+    told = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(UserError, match="1,000,000,000 layers, 1,000 are the most"):
+        pretrained.open_config(str(folder))

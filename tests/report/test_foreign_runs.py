@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -328,6 +329,15 @@ def test_ratios_that_are_none(case: str, odd: Path, capsys) -> None:
     pq.write_table(made(), odd / "ratios.parquet")
     code, told, _ = shown(odd.parents[1], capsys)
     assert code == 0 and told.count("\n") == 1 and f"{odd} left out: " in told and why in told
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0), (1, -1), (1, 7)], ids=["step", "unit", "unit beyond"])
+def test_ratio_rows_without_sense(numbers: tuple[int, int], odd: Path, capsys) -> None:
+    """Of a run that goes on, or was killed: the others are shown."""
+    row = struct.pack("<iidd?i", *numbers, 1.0, 1.0, False, 0)
+    (odd / "ratios.rows").write_bytes(b'{"units": ["a"], "columns": []}\n' + row)
+    code, told, _ = shown(odd.parents[1], capsys)
+    assert code == 0 and told.count("\n") == 1 and "ratios.rows: damaged (a row's step or unit)" in told
 
 
 @pytest.mark.parametrize("step", [2**31 - 1, 9223372036854775807])
