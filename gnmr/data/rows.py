@@ -65,6 +65,8 @@ def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
     A row's number is its line's where a row is a line. Raises `UserError` in one line for what is malformed, and for
     fewer rows than `least`.
     """
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: is no regular file")  # a pipe would be waited for
     found = 0
     try:
         for number, cells in _parquet(file) if file.name.lower().endswith(".parquet") else _json(file):

@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 from gnmr.data.rows import read_rows
+from gnmr.data.tokenizer import regular_content
 from gnmr.errors import UserError
 
 Row = dict[str, Any]
@@ -258,7 +259,7 @@ def _pages(files: list[Path]) -> list[Row]:
     """WikiText as documents, from text, from rows of a line or from documents."""
     if files[0].suffix == ".txt":
         try:
-            return [{"page": page} for file in files for page in pages(file.read_text(encoding="utf-8"))]
+            return [{"page": page} for file in files for page in pages(regular_content(file).decode("utf-8"))]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{files[0]}: cannot be read ({error})") from error
     found = []

@@ -229,7 +229,7 @@ class RunWriter:
         if parquet.exists() and not stream.exists():
             try:
                 parquet_to_stream(parquet, stream)
-            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 lost.append(f"ratios.parquet cannot be read ({str(error).splitlines()[0]})")

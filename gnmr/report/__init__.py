@@ -118,8 +118,9 @@ def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
         with writing(html):
             if html.is_dir():
                 raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
-        output.check(html)
     folder = root / "report" if out is None else out
+    if html is not None and (html.parent.is_dir() or html.parent != folder):  # the report's own folder is made
+        output.check(html)
     if out is None and folder.is_symlink():
         raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
     if folder.is_dir():

@@ -81,15 +81,21 @@ def told_command(command: str) -> str:
     return shlex.join(_ABSOLUTE.sub(shorter, word) for word in words)
 
 
+_CACHE = "~/.cache/gnmr"
+"""Where it is unless GNMR_CACHE says otherwise."""
+
+
 def told_config(config: Config) -> dict[str, Any]:
     """The config as a tree for config.yaml, without where this run was kept.
 
     `data.path` and `model.checkpoint` stay as they were given: they are part of what the run is (its hash), and a run
-    goes on only where they are the same. `data.cache_dir` is what `gnmr eval` looks for the tokenizer in.
+    goes on only where they are the same. `data.cache_dir` is what `gnmr eval` looks for the tokenizer in, besides
+    GNMR_CACHE, which is not told.
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
-    tree["data"]["cache_dir"] = place(tree["data"]["cache_dir"])
+    cache = tree["data"]["cache_dir"]
+    tree["data"]["cache_dir"] = _CACHE if cache == os.environ.get("GNMR_CACHE") else place(cache)
     if tree["scores"]["data"] is not None:
         tree["scores"]["data"] = Path(place(tree["scores"]["data"])).name
     return tree
