@@ -408,7 +408,7 @@ def _own_names(words: Iterable[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         parts = re.split("[./]", key.lstrip("+~"))
-        found += [*parts[-2 if len(parts) > 2 else -1 :], Path(value).name if len(value) < 200 else ""]
+        found += [*parts[-2 if len(parts) > 2 else -1 :], Path(value).name if len(value) < 200 else value[:50]]
     found += ["corpus"] if any(word.startswith("data.path=") for word in words) else []
     found += ["scores: "] if any(word.startswith("scores.tasks=") for word in words) else []
     found += ["arm="] if "variant=zero" in words else []
