@@ -82,7 +82,8 @@ class AttachedController(Controller):
         self._look()
 
     def _look(self) -> None:
-        """Has the paths measured in the coming step only if somebody reads it."""
+        """Has the paths measured in the coming step only if somebody reads it, and in 16 bits in a warm-up there."""
+        self.plan.begin_step(self.t + 1)
         if self._probe is not None:
             self._probe.enabled = self.reads_next()
 
@@ -166,6 +167,7 @@ def attach(
     delta: int = 5,
     t_lock: int = 1,
     warmup_steps: int = 0,
+    warmup_path: str = "recovery",
     targets: Sequence[str] = ("*_proj",),
     site: str = "saved",
     rounding: str = "nearest",
@@ -194,6 +196,7 @@ def attach(
             precision.
         targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.convert`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
+        warmup_path: what units are on in the warm-up: the `recovery` path, or `16bit`, whatever the recovery path is.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
         signal: another risk signal in place of GNMR (docs/signals.md); alpha, beta and delta are the paper's own
             signals', and a warning says where one is not read.
@@ -209,6 +212,10 @@ def attach(
     """
     if recovery is None and warmup_steps:
         raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
+    if warmup_path not in ("recovery", "16bit"):
+        raise ValueError(f"warmup_path={warmup_path!r}: must be recovery or 16bit")
+    if warmup_path == "16bit" and not warmup_steps:
+        raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if observe not in OBSERVE:
         raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
     if not isinstance(model, nn.Module):
@@ -267,6 +274,7 @@ def attach(
             steps,
             seed,
         )
+        plan.warmup_steps = warmup_steps if warmup_path == "16bit" else 0
         controller.attach_plan(plan, probe_tokens)
         plan.store(weights)  # last: it cannot be undone to the bit
     except BaseException:

@@ -54,7 +54,7 @@ def build_controller(
         signal_of(settings, units, steps, seed),
         settings.max_o,
         settings.t_lock,
-        round(settings.warmup_frac * steps),
+        settings.warmup_steps(steps),
         ranked=settings.routing == "ranked",
         trigger=settings.trigger,
         record=record,

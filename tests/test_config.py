@@ -62,6 +62,13 @@ def test_what_changes_the_numbers_changes_the_hash(key: str) -> None:
     assert config_hash(changed) != config_hash(Config())
 
 
+def test_a_key_that_came_later_is_in_the_hash_where_it_says_something_new() -> None:
+    plain, new = Config(), load({"controller": {"warmup_path": "16bit", "warmup_frac": 0.1}})
+    assert "controller.warmup_path" not in identity(plain), "runs from before it keep their hash"
+    assert identity(new)["controller.warmup_path"] == "16bit"
+    assert config_hash(new) != config_hash(load({"controller": {"warmup_frac": 0.1}}))
+
+
 def test_a_config_survives_being_written_and_read() -> None:
     assert load(yaml.safe_load(yaml.safe_dump(to_dict(Config())))) == Config()
 
@@ -81,6 +88,7 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         ({"controller": {"alpha": None, "alpha_init": 2.0}}, "controller.alpha_init=2.0"),
         ({"paths": {"low": "int5"}}, "paths.low=int5"),
         ({"paths": {"recovery": None}, "controller": {"warmup_frac": 0.1}}, "controller.warmup_frac=0.1"),
+        ({"controller": {"warmup_path": "bf16"}}, "controller.warmup_path=bf16"),
         ({"optim": {"betas": [0.9]}}, "optim.betas"),
         ({"model": {"name": "gpt", "num_kv_heads": 2}}, "model.num_kv_heads=2"),
         ({"data": {"name": "text"}}, "data.path"),

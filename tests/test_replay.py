@@ -19,6 +19,7 @@ VARIANTS = {
     "plain": [],
     "lock": ["controller.t_lock=3", "controller.max_o=3"],
     "warm_up": ["controller.warmup_frac=0.3"],
+    "warm_up_in_16_bits": ["controller.warmup_frac=0.3", "controller.warmup_path=16bit"],
     "two_stages": ["controller.alpha_init=1.4", "controller.beta_init=1.3", "controller.init_frac=0.5"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],

@@ -166,6 +166,8 @@ _OUTSIDE_THE_HASH = (
     "records.monitor",
     *(f"scores.{key.name}" for key in fields(ScoresConfig)),
 )
+# Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
+_CAME_LATER = {"controller.warmup_path": "recovery"}
 
 
 def schema() -> DictConfig:
@@ -247,7 +249,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """The flat keys that decide a run's numbers, the seed aside."""
-    return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
+    flat = flatten(to_dict(config))
+    later = [key for key, before in _CAME_LATER.items() if flat[key] == before]
+    return {key: value for key, value in flat.items() if key not in (*_OUTSIDE_THE_HASH, *later)}
 
 
 def config_hash(config: Config) -> str:

@@ -58,7 +58,9 @@ class ControllerConfig:
     init_frac: float = 0.025
     """Length of the first stage as a share of training.steps; without effect unless an *_init is set."""
     warmup_frac: float = 0.0
-    """High-fidelity warm-up: share of training.steps with every unit on the recovery path before control starts."""
+    """High-fidelity warm-up: share of training.steps with every unit on warmup_path before control starts."""
+    warmup_path: str = "recovery"
+    """What units are on in the warm-up: the recovery path, or 16bit, whatever the recovery path is (E.4)."""
     delta: int = 5
     """Window of dGNMR, steps."""
     max_o: int = 4
@@ -75,6 +77,7 @@ class ControllerConfig:
             positive(f"controller.{key}", getattr(self, key), optional=True)
         one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
         one_of("controller.routing", self.routing, ("thresholded", "ranked"))
+        one_of("controller.warmup_path", self.warmup_path, ("recovery", "16bit"))
         for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
             positive(f"controller.{key}", getattr(self, key))
             require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
@@ -88,6 +91,10 @@ class ControllerConfig:
         share("controller.init_frac", self.init_frac)
         share("controller.warmup_frac", self.warmup_frac)
 
+    def warmup_steps(self, steps: int) -> int:
+        """Length of the warm-up of a run of `steps` steps."""
+        return round(self.warmup_frac * steps)
+
     def unread(self) -> dict[str, str]:
         """Keys that choose nothing as the others stand, and the setting that makes it so."""
         signal = f"signal.name={self.signal.name}"
@@ -95,6 +102,8 @@ class ControllerConfig:
         found = {key: signal for one in ("alpha", "beta") if one not in read for key in (one, f"{one}_init")}
         if not read:
             found |= {"delta": signal, "eps": signal}
+        if self.warmup_frac == 0 and self.warmup_path != "recovery":
+            found["warmup_path"] = "warmup_frac=0"
         if self.routing == "ranked":
             found["trigger"] = "routing=ranked"
             if self.signal.options.get("share") is None:  # with a share most risks are 0, and locked units fill up

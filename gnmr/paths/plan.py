@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnmr.paths import te
 from gnmr.paths.compiled import graph_linear, missing, new_tally
-from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.groups import Group, unit_of
 from gnmr.paths.int8 import Int8Linear
 from gnmr.paths.probe import Probe
@@ -33,6 +33,8 @@ class Plan:
     low: Path
     recovery: Path | None
     shared: SharedState
+    warmup_steps: int = 0
+    """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     _predicted: tuple[object, int] | None = None
 
     @property
@@ -111,22 +113,30 @@ class Plan:
         """Inside, passes are not the run's own: they leave no trace in what faults and casts remember.
 
         The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
-        afterwards as they were, and no compressed copy is kept. Gradients and a probe are the caller's to see to.
+        afterwards as they were, and no compressed copy is kept. Recovery is the recovery path inside, in a warm-up in
+        16 bits too. Gradients and a probe are the caller's to see to.
         """
         self._collect()
         shared, state = self.shared, self.state_dict()
         in_force = [(operator.recovering, operator.fault) for operator in self.operators]
         rehearsing, shared.rehearsing = shared.rehearsing, True
+        warmup, shared.warmup = shared.warmup, None
         try:
             yield
         finally:
             self._collect(into_ledger=False)
-            shared.rehearsing = rehearsing
+            shared.rehearsing, shared.warmup = rehearsing, warmup
             shared.forget()
             self.load_state_dict(state)
             for operator, (recovering, fault) in zip(self.operators, in_force, strict=True):
                 operator.switch(recovering)
                 operator.fault = fault
+
+    def begin_step(self, step: int) -> None:
+        """Call before step `step` (from 1) where there are `warmup_steps`: until they are over, the path of operators in
+        recovery is the 16-bit one, whatever the recovery path; the low path stays what it is."""
+        sixteen: Path = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
+        self.shared.warmup = sixteen if step <= self.warmup_steps else None
 
     def end_step(self) -> None:
         """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
@@ -212,7 +222,7 @@ class Plan:
         A simulated recipe keeps the input's own width: one tensor for each that is read, in each cast that wgrad reads.
         On real hardware it is codes of one byte and their scales.
         """
-        now = [(operator.recovering, operator.read) for operator in self.operators]
+        now = self.shared.warmup, [(operator.recovering, operator.read) for operator in self.operators]
         if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
             copies = {}
             for operator in self.operators:
@@ -225,19 +235,20 @@ class Plan:
     def extra_bytes(self) -> float:
         """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself.
 
-        0 under simulated recipes: whatever the path, the input is kept in its own width.
+        p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path, the input is kept in its
+        own width.
         """
-        return sum(self._extra(operator) for operator in self.operators if operator.recovering)
+        return sum(self._extra(operator, operator.path) for operator in self.operators)
 
     def extra_bytes_bound(self, max_o: int) -> float:
-        """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); never exceeded by `extra_bytes`."""
-        extra = (sum(map(self._extra, group.operators)) for group in self.groups)
+        """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); `extra_bytes` exceeds it in a warm-up alone."""
+        extra = (sum(self._extra(o, self.recovery) for o in group.operators) for group in self.groups)
         return sum(sorted(extra, reverse=True)[:max_o])
 
-    def _extra(self, operator: PathLinear) -> float:
-        if self.recovery is None or operator.read is None:
+    def _extra(self, operator: PathLinear, path: Path | None) -> float:
+        if path is None or operator.read is None:
             return 0.0
-        more_bits = max(0, _kept_bits(self.recovery) - _kept_bits(self.low))
+        more_bits = max(0, _kept_bits(path) - _kept_bits(self.low))
         return more_bits / 8 * operator.read[0] * operator.in_features
 
     def weight_bytes(self) -> tuple[int, int]:

@@ -191,15 +191,17 @@ class Probe:
         if "underflow" in self.names or "mse" in self.names:
             look, own = paths["low"]
             sums |= self._error_of(look, read, rows, look.recipe.fprop.input, 1, own).sums
-        square = other = None
+        square = None
         if looks:
             if "square" not in read.measured:
                 norm = torch.linalg.vector_norm(rows[:: self.tokens], dim=1, dtype=torch.float32)
                 read.measured["square"] = norm.double().square_()
             square = read.measured["square"]
+        others: list[tuple[Pass, Any]] = []
         if "gap_exact" in self.names:
-            look, own = paths["low" if operator.recovering else "recovery"]
-            other = look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)
+            for look, own in paths.values():
+                if look.recipe is not the_pass.recipe:
+                    others.append((look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)))
         count, width = rows[:: self.tokens].shape
         return MeasuredCasts(
             self,
@@ -210,7 +212,7 @@ class Probe:
             rows.shape[0] / count,
             looks=looks,
             square=square,
-            other=other,
+            others=tuple(others),
         )
 
     def _error_of(
@@ -376,8 +378,9 @@ class MeasuredCasts(Measured):
     """By the gap for whose cast of grad_output each stands."""
     square: Tensor | None = None
     """(measured rows,) float64: ||x_t||^2."""
-    other: tuple[Pass, Any] | None = None
-    """Of the path that is not in force, for gap_exact: its pass, and the input as its wgrad reads it."""
+    others: tuple[tuple[Pass, Any], ...] = ()
+    """Of the path that is not in force, of both in a warm-up in 16 bits, for gap_exact: the pass, and the input as its
+    wgrad reads it."""
 
     def add_backward(
         self, grad_2d: Tensor, grad_weight: Tensor, the_pass: Pass, made: dict[Any, tuple[Any, Met]]
@@ -394,9 +397,11 @@ class MeasuredCasts(Measured):
             kept = self.probe._kept(look, "grad_output", grad_2d, cast, 0, own)
             errors = torch.linalg.vector_norm(sampled.float() - kept, dim=1).double().square_()
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
-        if self.other is not None:
-            look, x = self.other
-            own = made_by.setdefault(type(look), {})
-            difference = grad_weight - look.wgrad(grad_2d, x, grad_weight.dtype, own)
-            norm = torch.linalg.vector_norm(difference, dtype=torch.float32)
+        if self.others:
+            found = [
+                look.wgrad(grad_2d, x, grad_weight.dtype, made_by.setdefault(type(look), {})) for look, x in self.others
+            ]
+            in_force = [grad_weight] if len(found) == 1 else []
+            first, second = in_force + found
+            norm = torch.linalg.vector_norm(first - second, dtype=torch.float32)
             totals["gap_exact"][self.unit].add_(norm.double().square_())

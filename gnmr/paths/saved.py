@@ -50,6 +50,7 @@ class SharedState:
     - the generator of stochastic rounding (None: round to nearest);
     - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults and casts remember;
     - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
+    - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
     - the probe, if there is one;
     - the ledger of what recipes cast (None: the paths are formats, or Transformer Engine's);
     - Transformer Engine's linears, where it runs the recipes.
@@ -67,6 +68,7 @@ class SharedState:
         self.ledger = ledger
         self.engine = engine
         self.exact = False
+        self.warmup: Path | None = None
         self.rehearsing = False
         self.probe: Probe | None = None
         self._last: Read | None = None
@@ -190,12 +192,14 @@ class PathLinear(nn.Linear):
     @property
     def path(self) -> Path:
         """The format or recipe in force."""
-        return self.recovery if self.recovering and self.recovery is not None else self.low
+        if not self.recovering or self.recovery is None:
+            return self.low
+        return self.recovery if self.shared.warmup is None else self.shared.warmup
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
-        if in_graph and self.shared.exact:
+        if in_graph and (self.shared.exact or (self.recovering and self.shared.warmup is not None)):
             return self.plain(input)
         if in_graph and self._fits_graph(input):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad

@@ -44,7 +44,7 @@ STEP_FIELDS: dict[str, str] = {
     "lr": "learning rate of this step",
     "grad_norm_pre_clip": "global gradient norm before clipping",
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t)",
-    "num_active": "units on the recovery path during this step",
+    "num_active": "units on the recovery path during this step; in a warm-up all of them, on controller.warmup_path",
     "over": "units over the threshold of each of the signal's columns: {column: number}",
     "statistics": "what the model tells of its forward passes, mean of the micro-batches: {name: number}; of moe, "
     "layer by layer, max_share and min_share of the assignments that an expert got, their entropy (nats) and the "
@@ -100,7 +100,7 @@ def ratio_schema(columns: Sequence[str], metadata: dict[bytes, bytes] | None = N
     """One row per observed unit and recorded step; `columns` are the signal's statistics and recorded evidence.
 
     norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
-    this step, lock is its lock after the step's decision.
+    this step (in a warm-up: on controller.warmup_path), lock is its lock after the step's decision.
     """
     return pa.schema(
         [

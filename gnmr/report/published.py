@@ -66,7 +66,7 @@ TOKENS_5_AND_6 = (1.3e9, 2.1e9, 2.6e9)
 TABLE_10 = {"130m": 215.10, "350m": 88.97}
 """Scale -> validation perplexity of the ADAPT-style static baseline, 4-bit and 8-bit, at table 1's tokens."""
 CALIBRATION_10, K_FRAC_10 = 500, 0.25
-"""Steps of the static baseline's calibration, which is its warm-up, and the share of the units that it chooses."""
+"""Steps of the static baseline's calibration, which is its warm-up in BF16, and the share of the blocks it chooses."""
 RATE_11 = 3e-3
 """Peak learning rate of table 11."""
 

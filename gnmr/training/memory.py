@@ -70,7 +70,8 @@ def plan_run(config: Config) -> MemoryPlan:
     max_o = min(config.controller.max_o, len(plan.groups)) if config.paths.recovery is not None else 0
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]
     state += [] if transform is None else transform.state.values()
-    rows = _rows(model, plan, state, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed)
+    warmup = config.controller.warmup_steps(training.steps) > 0
+    rows = _rows(model, plan, state, training.batch_size, training.seq_len, max_o, vocab_size, checkpointed, warmup)
     return MemoryPlan(rows, _assumed(config, plan, device))
 
 
@@ -107,11 +108,12 @@ def _rows(
     max_o: int,
     vocab_size: int,
     checkpointed: Sequence[nn.Module],
+    warmup: bool,
 ) -> list[tuple[str, int, str]]:
     """`MemoryPlan.rows` of one training step of `model`, which stands on the meta device with its paths.
 
     `state`: the optimizer's and the gradient transform's. `checkpointed`: modules whose forward is recomputed in
-    backward; one of them at a time is then held as a whole.
+    backward; one of them at a time is then held as a whole. `warmup`: the run has one, with every unit in recovery.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -121,6 +123,14 @@ def _rows(
     tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
     known = [*model.parameters(), *model.buffers(), *codes]
     saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
+    recovery, note = round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"
+    if warmup:
+        for group in plan.groups:
+            group.switch(True)
+        plan.begin_step(1)
+        all_of_them = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
+        if (more := sum(all_of_them) - saved - largest) > recovery:
+            recovery, note = more, "the warm-up: every unit, above its low path"
     logits = batch_size * seq_len * vocab_size
     numbers = sum(p.numel() for p in model.parameters())
     rows = [
@@ -132,7 +142,7 @@ def _rows(
         ("optimizer", sum(t.nbytes for t in state), "and gradient transform"),
         ("kept for backward", saved, f"{batch_size} x {seq_len} tokens, every unit on its low path"),
         ("recomputed block", largest, "activation checkpointing: the largest of the blocks at a time"),
-        ("recovery", round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"),
+        ("recovery", recovery, note),
         # float32 log-probabilities are among what is kept; backward makes their gradient and its 16-bit copy.
         ("loss in backward", logits * (4 + next(model.parameters()).element_size()), f"{vocab_size:,} logits a token"),
     ]

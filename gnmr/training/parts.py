@@ -266,6 +266,8 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
     if adapter.rank:
         pretrained.add_adapter(model, adapter, seed)
     _check_watched(config, plan)
+    if config.controller.warmup_path == "16bit":
+        plan.warmup_steps = config.controller.warmup_steps(config.training.steps)
     return plan
 
 

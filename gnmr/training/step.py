@@ -148,6 +148,7 @@ class TrainStep:
         The gradient is that of the mean over all targets of the step. Waits for the device once.
         """
         controller, step = self.controller, self.controller.t + 1
+        self.plan.begin_step(step)
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
             evidence["true_gap"] = self._true_gap(micro_batches)

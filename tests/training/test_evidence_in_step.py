@@ -22,6 +22,9 @@ SUMS = ("gap_low", "gap_recovery", "gap_exact")
 PATHS = (*SUMS, "underflow", "mse", "input_std")
 ALL = [name for name in EVIDENCE if name not in ("norm", "observed")]
 UNITS = 7
+WGRAD = ["paths.recipes.coarse.wgrad.input=int4/row", "paths.recipes.fine.wgrad.input=int8/row"]
+WGRAD += ["paths.low=coarse", "paths.recovery=fine"]
+"""Two recipes that differ in what wgrad reads alone."""
 
 
 def gradients(parts: Parts, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -63,10 +66,11 @@ def one_path(assembled) -> Callable[..., Parts]:
         [],
         ["paths.site=forward", "training.accumulation=2"],
         ["controller.warmup_frac=1.0"],  # every unit runs on the recovery path
+        ["controller.warmup_frac=1.0", "controller.warmup_path=16bit"],  # or on neither of the two
         ["paths.rounding=stochastic"],  # both paths draw what the step's own pass will draw
         ["training.dtype=bfloat16"],
     ],
-    ids=["plain", "forward", "recovering", "stochastic", "bf16"],
+    ids=["plain", "forward", "recovering", "in_16_bits", "stochastic", "bf16"],
 )
 def test_true_gap_is_the_squared_distance_of_two_runs_gradients(words, assembled, one_path, blocks_of):
     words = [FP32, *words]
@@ -95,8 +99,15 @@ def test_true_gap_whatever_is_in_force(assembled, one_path, blocks_of):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["controller.warmup_frac=1.0"], ["paths.low=e2m1", "paths.recovery=bf16"], ["training.batch_size=1"]],
-    ids=["low", "recovering", "to_16_bit", "short"],
+    [
+        [],
+        ["controller.warmup_frac=1.0"],
+        ["controller.warmup_frac=1.0", "controller.warmup_path=16bit"],
+        ["controller.warmup_frac=1.0", "controller.warmup_path=16bit", *WGRAD],
+        ["paths.low=e2m1", "paths.recovery=bf16"],
+        ["training.batch_size=1"],
+    ],
+    ids=["low", "recovering", "in_16_bits", "recipes_in_16_bits", "to_16_bit", "short"],
 )
 def test_gap_exact_is_the_true_gap_where_only_the_saved_copy_differs(words, assembled, blocks_of):
     parts = assembled(FP32, "records.evidence=[true_gap,gap_exact,gap_low,gap_recovery]", *words)

@@ -41,6 +41,10 @@ DELAYED = [*MOE, "model.experts.number=4", "paths.low=fp8_delayed", "paths.recov
 REAL = ["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=scaled_mm", "training.accumulation=2"]
 """In eight bits, which CPUs have too."""
 BLOCKS = ["model.num_layers=4", "paths.low=sim_e2m1", "paths.recovery=fp8_delayed", "paths.unit=block"]
+ADAPT = ["model.num_layers=4", "paths.unit=block", "controller.signal.name=static_k", "controller.routing=ranked"]
+ADAPT += ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "controller.max_o=4"]
+ADAPT += ["controller.signal.options.calibration_frac=0.5", "controller.signal.options.k_frac=0.25"]
+"""Four steps in 16 bits, in which blocks are ranked."""
 Hook = Callable[[], None]
 
 
@@ -114,6 +118,8 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
     "moe_under_delayed_scales": (in_step(5), DELAYED),
     "blocks_between_recipes": (in_step(5), BLOCKS),
+    "in_a_warm_up_in_16_bits": (in_step(4), ADAPT),  # from the checkpoint of step 3
+    "after_a_warm_up_in_16_bits": (in_step(8), ADAPT),
     "scaled_mm_under_delayed_scales": (in_step(5), REAL),
 }
 
