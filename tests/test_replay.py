@@ -75,7 +75,7 @@ def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
     in_force[12] = last
     assert [set(line["active"]) for line in lines] == in_force[1:]
     assert any(0 < len(units) < 7 for units in in_force)
-    for line in lines[3 if variant == "warm_up" else 0 :]:
+    for line in lines[3 if variant.startswith("warm_up") else 0 :]:
         risks = [risk[line["step"], unit] for unit in line["candidates"]]
         assert risks == sorted(risks, reverse=True)
         assert line["active"] == line["candidates"][: len(line["active"])]

@@ -22,9 +22,11 @@ ADAPT: dict[str, Any] = {
     "controller__signal__options__k_frac": 0.25,
     "controller__signal__options__calibration_frac": 0.05,
     "controller__warmup_frac": 0.05,
+    "controller__warmup_path": "16bit",
+    "paths__unit": "block",
     "training__steps": 10_000,
 }
-"""Calibrated over 500 steps; the rate of 350m is `Recorded`'s."""
+"""Blocks, ranked over 500 steps in 16 bits; the rate of 350m is `Recorded`'s."""
 
 
 def test_the_papers_figures_stand_beside_its_own_scales_only(write_run: Write, comparisons: Callable) -> None:
@@ -169,19 +171,25 @@ def test_table_10_has_the_static_baseline_between_its_neighbours() -> None:
     assert table_10("stress", runs.comparisons()).rows == [], "no static baseline, no table"
     for signal in ("static_k", "gsnr"):
         runs.add("int4_int8", math.log(60), **ADAPT | {"controller__signal__name": signal})
+    assert notes(table_10("stress", runs.comparisons())).startswith("The paper's figures"), "no other baseline is there"
+    before = {key: value for key, value in ADAPT.items() if key != "controller__warmup_path"}  # as in old records
+    runs.add("int4_int8", math.log(50), **before | {"paths__unit": "operator"})
     table = table_10("stress", runs.comparisons())
     assert table.rows == [
         ["int4", "35.00 ± -", "-"],
         ["int4_int8-gnmr", "35.00 ± -", "-"],
-        ["int4_int8-static_k", "60.00 ± -", "88.97"],
+        ["int4_int8-static_k unit=operator", "50.00 ± -", "-"],
+        ["int4_int8-static_k warmup_path=16bit unit=block", "60.00 ± -", "88.97"],
     ]
-    assert "which it runs in BF16 and ours on the recovery path" in notes(table)
+    assert "Another one, chosen of other units or on another path: int4_int8-static_k unit=operator" in notes(table)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"controller__warmup_frac": 0.0},
+        {"controller__warmup_path": "recovery"},
+        {"paths__unit": "operator"},
         {"controller__signal__options__calibration_frac": 0.1},
         {"controller__signal__options__calibration_steps": 400},
         {"controller__signal__options__k_frac": None, "controller__max_o": 2},
