@@ -133,8 +133,10 @@ class Plan:
                 operator.fault = fault
 
     def begin_step(self, step: int) -> None:
-        """Call before step `step` (from 1) where there are `warmup_steps`: until they are over, the path of operators in
-        recovery is the 16-bit one, whatever the recovery path; the low path stays what it is."""
+        """Call before step `step` (from 1) where there are `warmup_steps`.
+
+        Until they are over operators in recovery run in 16 bits, whatever the recovery path is.
+        """
         sixteen: Path = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
         self.shared.warmup = sixteen if step <= self.warmup_steps else None
 

@@ -155,8 +155,9 @@ class Arm:
         """
         if not self.routed or self.signal == "always_low":
             return self.settings.get("paths.low")
-        in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # which is not the recovery path
-        if self.signal == "always_high" and not in_16_bits and (self.mean("promotion_frac") or self.promoted or 0) > 0.99:
+        in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
+        promoted = self.mean("promotion_frac") or self.promoted or 0
+        if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:
             return self.settings.get("paths.recovery")
         return None
 

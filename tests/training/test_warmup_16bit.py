@@ -44,7 +44,8 @@ def losses(folder: Path) -> list[float]:
 )
 def test_it_is_the_16_bit_run_until_it_ends_and_the_low_path_from_there(words, train, tmp_path) -> None:
     warm = train(tmp_path / "warm", *LOW, *WARM, *words)
-    sixteen = train(tmp_path / "sixteen", *[word for word in words if "stress" not in word], *SIXTEEN, *site(words))
+    undisturbed = [word for word in words if "stress" not in word and "site" not in word]
+    sixteen = train(tmp_path / "sixteen", *undisturbed, *SIXTEEN)
     on_recovery = train(tmp_path / "recovery", *LOW, WARM[0], *words)
     assert losses(warm)[:3] == losses(sixteen)[:3], "to the last bit"
     assert losses(warm)[1:3] != losses(on_recovery)[1:3]
@@ -54,11 +55,6 @@ def test_it_is_the_16_bit_run_until_it_ends_and_the_low_path_from_there(words, t
     if "recipes" not in str(words) and "checkpointing" not in str(words):
         assert [row["saved_bytes"] for row in ours[:3]] == [row["saved_bytes"] for row in theirs[:3]]
     assert [row["saved_bytes_predicted"] for row in ours] == [row["saved_bytes"] for row in ours]
-
-
-def site(words: list[str]) -> list[str]:
-    """What a run on the format bf16 would refuse or read otherwise."""
-    return ["paths.site=saved"] if "paths.site=forward" in words else []
 
 
 def paths_of(parts: Parts) -> dict[str, set[str]]:
@@ -93,7 +89,7 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
             assert in_force == {"layers.2": {"int8"}} | {f"layers.{i}": {"int4"} for i in (0, 1, 3)}
         evidence = {"norm": torch.tensor(norms, dtype=torch.float64), "observed": torch.ones(4, dtype=torch.bool)}
         decision = controller.apply(controller.observe(evidence).cpu())
-        assert decision.by_risk(decision.active) == ([] if step < 3 else ["layers.2"]) or step < 3
+        assert set(decision.by_risk(decision.active)) == (set(controller.names) if step < 3 else {"layers.2"})
         if step == 3:
             assert decision.columns["mean_gnmr"] == pytest.approx([4 / 3, 4 / 3, 2, 1])
             released = {event.unit for event in decision.events if event.event == "release"}
@@ -103,8 +99,6 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
 
 
 def test_the_variant_is_the_papers_at_the_papers_scale(text_file) -> None:
-    from gnmr.training.parts import with_paths
-
     made = launch.compose(["sweep=table10", "variant=adapt", "scale=130m"])
     assert (made.paths.unit, made.paths.low, made.paths.recovery) == ("block", "int4", "int8")
     assert made.controller.warmup_steps(made.training.steps) == 500
@@ -112,18 +106,21 @@ def test_the_variant_is_the_papers_at_the_papers_scale(text_file) -> None:
     longer = launch.compose(["sweep=table10", "variant=adapt", "scale=350m", "controller.warmup_frac=0.0084"])
     assert longer.controller.warmup_steps(longer.training.steps) == 500
     small = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=8", "model.num_heads=2"]
-    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16", "training.batch_size=2"]
-    parts = assemble(launch.compose(["variant=adapt", *small, *data, "training.steps=200"]), Path("unused"), print)
+    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]
+    length = ["training.batch_size=2", "training.steps=200", "training.threads=1"]
+    parts = assemble(launch.compose(["variant=adapt", *small, *data, *length]), Path("unused"), lambda _: None)
     assert (parts.controller.signal.calibration_steps, parts.controller.warmup_steps) == (5, 5)
     assert (parts.controller.signal.k, len(parts.controller.units), parts.plan.warmup_steps) == (2, 8, 5)
-    assert with_paths is not None
 
 
 def test_a_run_of_it_keeps_one_set_and_replays(train, gnmr, tmp_path) -> None:
     folder = train(tmp_path / "run", *BLOCKS)
     rows = read_jsonl(folder / "steps.jsonl")
     assert [row["num_active"] for row in rows] == [4, 4, 4, 1, 1, 1, 1, 1]
-    active = [{row["unit"] for row in read_ratios(folder).to_pylist() if row["step"] == t and row["active"]} for t in range(1, 9)]
+    active: list[set[str]] = [set() for _ in rows]
+    for row in read_ratios(folder).to_pylist():
+        if row["active"]:
+            active[row["step"] - 1].add(row["unit"])
     assert active[2] == {f"layers.{i}" for i in range(4)} and len({frozenset(units) for units in active[3:]}) == 1
     events = [(event["step"], event["event"], event["cause"]) for event in read_jsonl(folder / "events.jsonl")]
     assert events == [(0, "promote", "warmup")] * 4 + [(3, "release", "warmup")] * 3

@@ -69,8 +69,8 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
     chosen_once = [arm for comp in having for arm in comp.arms if arm.routed and arm.signal == _STATIC_BASELINE]
     if others := dict.fromkeys(arm.label for arm in chosen_once if not _of_blocks_in_16_bits(arm)):
         table.notes.append(
-            f"The paper's baseline is {100 * published.K_FRAC_10:.0f} % of the blocks for good, ranked over a warm-up in "
-            f"16 bits (variant=adapt). Another one, chosen of other units or on another path: {', '.join(others)}."
+            f"The paper's baseline is {100 * published.K_FRAC_10:.0f} % of the blocks for good, ranked over a warm-up "
+            f"in 16 bits (variant=adapt). Another one, chosen of other units or on another path: {', '.join(others)}."
         )
     return table
 
@@ -296,8 +296,8 @@ def _adapt(kind: Kind, arm: Arm) -> bool:
 def _of_blocks_in_16_bits(arm: Arm) -> bool:
     """Whether its units are blocks and it warms up in 16 bits."""
     get = arm.settings.get
-    path = get("controller.warmup_path") == "16bit" or arm.recovery_bits == 16
-    return get("paths.unit") == "block" and bool(get("controller.warmup_frac")) and path
+    in_16_bits = get("controller.warmup_path") == "16bit" or arm.recovery_bits == 16
+    return get("paths.unit") == "block" and bool(get("controller.warmup_frac")) and in_16_bits
 
 
 def _matched_trigger(kind: Kind, arm: Arm) -> bool:
