@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gnmr.disk import no_link
 from gnmr.errors import UserError, printable
 
 MAX_FILE = 1 << 33
@@ -44,17 +45,14 @@ def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
     FileNotFoundError without it, `Damaged` for anything else.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = no_link(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         linked = isinstance(error, OSError) and error.errno == errno.ELOOP
         why = "is a symbolic link" if linked else getattr(error, "strerror", None) or str(error)
         raise Damaged(f"{path}: cannot be read ({why})") from error
-    file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    if file is None:
-        os.close(descriptor)
-        raise Damaged(f"{path}: cannot be read (is no regular file)")
+    file = os.fdopen(descriptor, "rb")
     size = os.fstat(descriptor).st_size
     if size > most:
         file.close()

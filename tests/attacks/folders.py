@@ -58,17 +58,21 @@ from .spoiling import (
     with_content,
 )
 
+_READERS = ("report", "replay", "eval")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "config.yaml": _READERS,
+    "header.json": _READERS,
+    "steps.jsonl": ("report",),
+    "eval.jsonl": ("report",),
+    "events.jsonl": ("report",),
+    "faults.jsonl": ("report", "detect"),
+    "ratios.parquet": ("draw", "replay"),
+}
+"""Who reads which file of a run."""
+
 
 def _links() -> Iterator[Hostile]:
-    read = ("report", "replay", "eval")
-    files = {
-        "config.yaml": read,
-        "header.json": read,
-        "steps.jsonl": ("report",),
-        "eval.jsonl": ("report",),
-        "events.jsonl": ("report",),
-        "faults.jsonl": ("report", "detect"),
-        "ratios.parquet": ("draw", "replay"),
+    files = _READ_BY | {
         "summary.json": ("report",),
         "FAILED": ("page",),
         "scores.json": ("report",),
@@ -124,15 +128,7 @@ def _links_to_write() -> Iterator[Hostile]:
 
 
 def _others_in_place() -> Iterator[Hostile]:
-    read = ("report", "replay", "eval")
-    files = {
-        "config.yaml": read,
-        "header.json": read,
-        "steps.jsonl": ("report",),
-        "eval.jsonl": ("report",),
-        "events.jsonl": ("report",),
-        "faults.jsonl": ("report", "detect"),
-        "ratios.parquet": ("draw", "replay"),
+    files = _READ_BY | {
         "ratios.rows": ("report", "replay"),
         "summary.json": ("report",),
         "FAILED": ("report",),
