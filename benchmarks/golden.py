@@ -2,6 +2,7 @@
 
     python benchmarks/golden.py OUT.json             records them
     python benchmarks/golden.py NEW.json OLD.json    records them and says which runs changed: exit code 1 if any did
+    python benchmarks/golden.py NEW.json OLD.json --only REGEX    only the runs whose names match
 
 Run it before and after a refactoring, on one machine: rounding differs between processors. What is kept of a run is a
 digest of its losses, gradient norms, sets, validation losses, events and ratios; times and memory are left out.
@@ -9,10 +10,12 @@ digest of its losses, gradient norms, sets, validation losses, events and ratios
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -119,7 +122,12 @@ def main() -> int:
     """Records, compares, prints; the exit code."""
     from gnmr.cli import main as gnmr
 
-    out, *against = (Path(word).resolve() for word in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="NEW.json", type=lambda word: Path(word).resolve())
+    parser.add_argument("against", metavar="OLD.json", nargs="?", type=lambda word: Path(word).resolve())
+    parser.add_argument("--only", metavar="REGEX", default="", help="only the runs whose names match (re.search)")
+    asked = parser.parse_args()
+    out, only = asked.out, re.compile(asked.only)
     scratch = Path(tempfile.mkdtemp(prefix="gnmr-golden-"))
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
@@ -128,15 +136,17 @@ def main() -> int:
     os.environ["GNMR_CACHE"] = "cache"
     found = {}
     for name, own in runs().items():
+        if not only.search(name):
+            continue
         print(f"{name}: {' '.join(own)}", file=sys.stderr, flush=True)
         code = gnmr(["train", *own, *SIZES, "data.path=babble.txt", f"runs_dir={name}"])
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
         out.write_text(json.dumps(found, indent=1) + "\n")
     shutil.rmtree(scratch)
-    if not against:
+    if asked.against is None:
         return 0
-    before = json.loads(against[0].read_text())
+    before = {name: kept for name, kept in json.loads(asked.against.read_text()).items() if only.search(name)}
     changed = [name for name in before | found if before.get(name) != found.get(name)]
     for name in changed:
         print(f"{name}: {before.get(name)} -> {found.get(name)}")
