@@ -508,6 +508,8 @@ def _command(request: dict[str, Any]) -> None:
         os.closerange(3, 256)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGHUP, signal.SIGUSR1):  # the suite itself may run under nohup
+            signal.signal(number, signal.SIG_DFL)
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
