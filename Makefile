@@ -8,11 +8,12 @@ DIST ?= dist
 JOBS ?= 2
 
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test attacks lint sweep report bench wheel clean
+.PHONY: help setup train test test-slow test-all attacks lint sweep report bench wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -20,7 +21,7 @@ help:  ## this list
 	@echo "Start with make train: the main experiment, a small LLaMA on real text, minutes on two cores."
 	@echo "Python 3.11 or newer and a package index are all that it needs; .venv is made on the way."
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables:"
 	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"scale=60m training.seed=1\""
@@ -41,8 +42,13 @@ report: $(READY)  ## tables and plots of the runs in RUNS: gnmr report RUNS ARGS
 bench: $(READY)  ## what controller and paths cost on this machine: gnmr bench ARGS
 	$(BIN)/gnmr bench $(ARGS)
 
-test: $(READY)  ## the tests: pytest ARGS
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
+	$(PYTEST) $(ARGS)
+
+test-slow: $(READY)  ## the tests that make test leaves out, a sample of the attacks among them: pytest ARGS
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow  ## every test once: make test, then make test-slow
 
 attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
 	$(BIN)/python -m tests.attacks $(ARGS)

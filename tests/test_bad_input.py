@@ -285,6 +285,7 @@ def test_an_arm_that_leaves_no_room_for_its_hash():
 
 
 @pytest.mark.parametrize(("words", "told"), CASES.items())
+@pytest.mark.slow
 def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cache, tmp_path):
     before = listing(place)
     line = gnmr("train", *tiny_words, *words.split(" ")).mistake
@@ -308,6 +309,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
         "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16",
     ],
 )
+@pytest.mark.slow
 def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
     assert CASES[words] in gnmr("train", *tiny_words, *words.split(" "), "plan=true").mistake
 
@@ -323,11 +325,13 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
         "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
 )
+@pytest.mark.slow
 def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny_words, place):
     """Its data, which come last, are what is refused."""
     assert gnmr("train", *tiny_words, *words.split(" "), "data.path=nowhere").mistake.startswith("data.path=nowhere:")
 
 
+@pytest.mark.slow
 def test_a_recipe_beside_variants_of_a_sweep(gnmr, tiny_words, place):
     """The cells that make sense are run; here the data keep them from it."""
     ended = gnmr("train", *tiny_words, "-m", "recipe=fp8_hybrid", "variant=gnmr,gnmr_6_8", "data.path=nowhere")
@@ -335,6 +339,7 @@ def test_a_recipe_beside_variants_of_a_sweep(gnmr, tiny_words, place):
     assert "#1 failed: recipe=fp8_hybrid variant=gnmr_6_8: each of them chooses the paths" in ended.out
 
 
+@pytest.mark.slow
 def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
     (place / "own" / "variant").mkdir(parents=True)
     (place / "own/variant/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /paths: int8\n")
@@ -342,6 +347,7 @@ def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
     assert line.startswith("hierarchy=6/8 variant=mine: each of them chooses the paths")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.setattr("gnmr.training.parts._ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
@@ -370,6 +376,7 @@ def test_flags_of_train_that_are_none(words, told, gnmr, place):
     assert line.startswith(f"train: {told}") and line.endswith("(gnmr train --hydra-help)")
 
 
+@pytest.mark.slow
 def test_a_page_in_place_of_a_folder(train, gnmr, tmp_path):
     """Refused before anything is printed or written."""
     train(tmp_path / "runs" / "run", "training.steps=2")
@@ -379,6 +386,7 @@ def test_a_page_in_place_of_a_folder(train, gnmr, tmp_path):
     assert ended.out == "" and listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file, tmp_path):
     """Other data under one experiment's name: refused, with nothing written; told of without --strict."""
     other = tmp_path / "other.txt"
@@ -393,6 +401,7 @@ def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file,
 
 
 @pytest.mark.parametrize("max_o", [7, 9])
+@pytest.mark.slow
 def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path):
     ended = gnmr("train", *tiny_words, f"controller.max_o={max_o}")
     assert ended.code == 0 and ended.err.count("\n") == 1
@@ -411,16 +420,19 @@ def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path)
         ("paths.outlier_threshold=6", "outlier_threshold=6.0: has no effect without a recipe of integers (llm_int8)"),
     ],
 )
+@pytest.mark.slow
 def test_paths_that_cannot_be_meant_are_a_warning(words, line, gnmr, tiny_words):
     ended = gnmr("train", *tiny_words, *words.split(" "))
     assert ended.code == 0 and line in ended.err and ended.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_a_cpu_simulates_is_shown_and_no_warning(gnmr, tiny_words):
     ended = gnmr("train", *tiny_words, "hierarchy=8/16", "records.live=plain")
     assert (ended.code, ended.err) == (0, "") and "fp8_hybrid, simulated" in ended.out
 
 
+@pytest.mark.slow
 def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch):
     from gnmr.paths import fp8
 
@@ -431,6 +443,7 @@ def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_corrupt_token_cache_is_rebuilt_and_said(gnmr, tiny_words, tmp_path):
     words = [*tiny_words, f"data.cache_dir={tmp_path / 'cache'}"]
     assert gnmr("train", *words, f"run_dir={tmp_path / 'a'}").code == 0
@@ -454,6 +467,7 @@ def stopped(gnmr, tiny_words, tmp_path) -> Callable[..., list[str]]:
     return words
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_takes_no_new_file(stopped, gnmr, tmp_path):
     if subprocess.run(["chattr", "+i", tmp_path / "run"], capture_output=True).returncode:
         pytest.skip("no folder can be made immutable here")
@@ -464,6 +478,7 @@ def test_a_run_folder_that_takes_no_new_file(stopped, gnmr, tmp_path):
     assert line.startswith(f"{tmp_path / 'run'}: cannot be written (Operation not permitted)")
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint(stopped, gnmr, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step-00000002" / "__0_0.distcp").write_bytes(b"junk")
     before = [entry for entry in listing(tmp_path / "run") if not entry[0].endswith(".lock")]
@@ -472,6 +487,7 @@ def test_a_corrupt_checkpoint(stopped, gnmr, tmp_path):
     assert [entry for entry in listing(tmp_path / "run") if not entry[0].endswith(".lock")] == before
 
 
+@pytest.mark.slow
 def test_a_foreign_checkpoint(stopped, gnmr, tiny_words, tmp_path):
     assert gnmr("train", *tiny_words, f"run_dir={tmp_path / 'other'}", "training.seed=1").code == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -479,6 +495,7 @@ def test_a_foreign_checkpoint(stopped, gnmr, tiny_words, tmp_path):
     assert "step-00000002 belongs to another run" in gnmr("train", *stopped).mistake
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_under_another_backend(gnmr, tiny_words, tmp_path, monkeypatch):
     """auto may choose hardware where the machine has it, whose sums are not the simulation's."""
     words = [*tiny_words, f"run_dir={tmp_path / 'run'}", "paths.low=fp8_hybrid", "paths.recovery=bf16"]
@@ -489,6 +506,7 @@ def test_a_run_does_not_go_on_under_another_backend(gnmr, tiny_words, tmp_path, 
     assert "belongs to another run" in line and "by fp8_hybrid, simulated and bf16" in line
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_another_config(stopped, gnmr, tmp_path):
     before = listing(tmp_path / "run")
     line = gnmr("train", *stopped, "optim.lr=0.5").mistake
@@ -496,6 +514,7 @@ def test_a_run_folder_of_another_config(stopped, gnmr, tmp_path):
     assert listing(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached(gnmr, tmp_path, monkeypatch):
     """HF_HUB_OFFLINE=1, see conftest.py."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -568,6 +587,7 @@ def test_replay_with_bad_words(words, line, gnmr, place):
     [("ratios.parquet", "x"), ("config.yaml", "a: ["), ("config.yaml", "unknown: 1")],
     ids=["ratios", "yaml", "key"],
 )
+@pytest.mark.slow
 def test_replay_of_a_damaged_run(name, content, train, gnmr, tmp_path):
     run = train(tmp_path / "run", "training.steps=2")
     (run / name).write_text(content)
@@ -588,6 +608,7 @@ def readable(folder: Path, steps: int) -> None:
     assert not (folder / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
     """The third row goes to a device that is full."""
     plain = JsonLines.write
@@ -627,6 +648,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize(("size", "steps"), [("300k", 3), ("500k", 3), ("700k", 6), ("900k", 6)])
+@pytest.mark.slow
 def test_a_checkpoint_on_a_full_disk(size, steps, small_disk, train, tmp_path):
     folder = small_disk(size) / "run"
     words = ["training.steps=8"]
@@ -640,6 +662,7 @@ def test_a_checkpoint_on_a_full_disk(size, steps, small_disk, train, tmp_path):
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_very_end(train, tmp_path, monkeypatch):
     """Only the DONE marker finds no room: the run must not count as done."""
     from gnmr.records import writer

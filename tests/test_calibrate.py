@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from gnmr.controller.signals import SIGNALS
 
+pytestmark = pytest.mark.slow
+
 STEPS, UNITS, WANTED = 40, 8, 0.1
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECORDED = ("mse", "gap_low", "gap_recovery", "gap_exact")

@@ -32,6 +32,7 @@ def test_help_loads_nothing_heavy():
     assert all(command in ended.stdout for command in _COMMANDS)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
     """Experts of a mixture read a different number of rows in every step."""
     program = (
@@ -44,6 +45,7 @@ def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkey
     assert process("-c", program).stderr.split() == ["7"]
 
 
+@pytest.mark.slow
 def test_composing_loads_no_torch():
     """What `--help`, `--cfg job` and a mistake cost."""
     program = (
@@ -126,6 +128,7 @@ def test_flags_may_stand_anywhere(gnmr, tiny_words):
     ]
 
 
+@pytest.mark.slow
 def test_an_experiment_of_ones_own(gnmr, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -188,6 +191,7 @@ def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
     assert again.out == f"{folder} is done: skipped\n"
 
 
+@pytest.mark.slow
 def test_one_run_of_a_sweep_says_what_is_missing(gnmr, tiny_words, tmp_path):
     outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress", f"run_dir={tmp_path / 'run'}")
     assert outcome.code == 0
@@ -200,6 +204,7 @@ def test_a_live_view_for_a_terminal_plain_lines_for_a_pipe(gnmr, tiny_words, tmp
     assert f"next: gnmr report {tmp_path / 'run'}" in outcome.out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_a_defect_keeps_its_traceback(gnmr, tiny_words, monkeypatch):
     """Only mistakes and failed runs are one line; an error that we did not foresee is not dressed up as one."""
     from gnmr.training import run
@@ -242,6 +247,7 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
         (["scale=cpu_2bit", "variant=ranked_random"], []),
     ],
 )
+@pytest.mark.slow
 def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, monkeypatch):
     """Those of the command line: the files set alpha and beta for every signal, and nobody asked for them."""
     from gnmr.training import run

@@ -70,6 +70,7 @@ def test_a_ratio_to_the_units_past_finds_it_too_and_forgets(recorded, tmp_path: 
     assert json.loads(out.read_text())["signals"]["gnmr"]["scale_up"]["delays"] == [0]
 
 
+@pytest.mark.slow
 def test_several_runs_add_up_and_those_without_faults_are_passed_over(recorded, tmp_path: Path, capsys) -> None:
     out = tmp_path / "found.json"
     runs = [str(recorded("one")), str(recorded("two")), str(recorded("plain", faults=False))]
@@ -82,6 +83,7 @@ def test_several_runs_add_up_and_those_without_faults_are_passed_over(recorded, 
     assert "random" in signals and "always_low" not in signals and "first_last" not in signals
 
 
+@pytest.mark.slow
 def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, capsys) -> None:
     """Outlier channels are at three of four units; what the paths really differ by sees them, the norms do not."""
     folder, out = recorded("run"), tmp_path / "found.json"

@@ -17,7 +17,7 @@ import gnmr
 from gnmr.controller import Decision
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.xdist_group("own_loop")  # one run for all of these tests
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own_loop")]  # one run for all of these tests
 
 OWN_LOOP = Path(__file__).parent.parent / "examples" / "own_loop.py"
 STEPS = 16

@@ -19,6 +19,8 @@ from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
 
+pytestmark = pytest.mark.slow
+
 CONF = launch.conf_dir()
 
 

@@ -58,6 +58,7 @@ def test_a_glob_that_matches_nothing_is_told(gnmr, tiny_words, tmp_path, monkeyp
     assert not folders(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_told(gnmr, tiny_words, tmp_path):
     (tmp_path / "file").write_text("")
     words = [word for word in tiny_words if not word.startswith("runs_dir")]
@@ -66,12 +67,14 @@ def test_a_folder_that_cannot_be_written_is_told(gnmr, tiny_words, tmp_path):
     assert "cannot be written" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_sweep_without_its_flag_says_that_it_is_one_run(gnmr, tiny_words, tmp_path):
     outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress")
     assert outcome.code == 0 and "this is one run; the sweep's arms and seeds need -m" in outcome.out
     assert len(folders(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_the_sweep_of_the_paper_makes_its_arms(gnmr, tiny_words, tmp_path):
     words = [*tiny_words, "training.seed=3", "-m", "sweep=act_quant_stress"]
     assert gnmr("train", *words).code == 0
@@ -79,6 +82,7 @@ def test_the_sweep_of_the_paper_makes_its_arms(gnmr, tiny_words, tmp_path):
     assert all((p / "DONE").exists() and p.parent.name == "act_quant_stress" for p in folders(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words, tmp_path, monkeypatch):
     plain = run_module.assemble
 
@@ -105,12 +109,14 @@ def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words,
     assert done(tmp_path) == [0, 1] and not (cells(tmp_path)[0] / "FAILED").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_in_one_cell_leaves_the_others(gnmr, tiny_words, tmp_path):
     ended = gnmr("train", *tiny_words, "controller.alpha=-1,1.5", "-m")
     assert ended.mistake == "controller.alpha=-1.0: must be a positive number or null"
     assert len(folders(tmp_path)) == 1 and done(tmp_path) == [0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_only_kept_otherwise_is_no_cell_of_its_own(gnmr, tiny_words, tmp_path):
     ended = gnmr("train", *tiny_words, "training.checkpoint_every=50,100", "-m")
     assert ended.code == 0 and "sweep: 1 of 1 cell done, 0 failed" in ended.out
@@ -118,12 +124,14 @@ def test_a_run_that_is_only_kept_otherwise_is_no_cell_of_its_own(gnmr, tiny_word
     assert line in ended.out and len(folders(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_folder_are_refused(gnmr, tiny_words, tmp_path):
     ended = gnmr("train", *tiny_words, f"run_dir={tmp_path / 'run'}", SEEDS, "-m")
     assert "holds a run of another config: training.seed is 0 there and 1 here" in ended.mistake
     assert (tmp_path / "run" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
     assert "Key 'unknown' not in 'Config'" in gnmr("train", *tiny_words, SEEDS, "unknown=1", "-m").mistake
     assert "nowhere: there is no such folder" in gnmr("train", *tiny_words, "-m", "--config-dir=nowhere").mistake
@@ -133,6 +141,7 @@ def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_cell_without_done_is_not_finished(gnmr, tiny_words, tmp_path, monkeypatch):
     """Whatever the launcher says of it."""
     plain = run_module.run
@@ -165,6 +174,7 @@ def edit_after_the_first_cell(monkeypatch):
 
 
 @pytest.mark.parametrize("flag", [["--config-dir={}"], ["-cd", "{}"]], ids=["attached", "detached"])
+@pytest.mark.slow
 def test_editing_an_own_experiment_changes_no_later_cell(flag, gnmr, tiny_words, tmp_path, edit_after_the_first_cell):
     file = tmp_path / "mine" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True)
@@ -178,6 +188,7 @@ def test_editing_an_own_experiment_changes_no_later_cell(flag, gnmr, tiny_words,
     assert "0.25" in file.read_text()
 
 
+@pytest.mark.slow
 def test_editing_conf_changes_no_later_cell(gnmr, tiny_words, tmp_path, monkeypatch, edit_after_the_first_cell):
     """The sweep's own copy of the tree is gone when it has ended."""
     (tmp_path / "scratch").mkdir()

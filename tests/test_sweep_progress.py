@@ -28,7 +28,7 @@ from gnmr.sweep.progress import Cell, Progress, last_step, makespan
 from gnmr.sweep.workers import Workers
 from gnmr.training import parts
 
-pytestmark = pytest.mark.xdist_group("sweep")  # one pool of workers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]  # one pool of workers
 
 
 def write(folder: Path, steps: int = 0, **files: str) -> None:

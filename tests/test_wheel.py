@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("build", "hatchling") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"building a wheel needs {' and '.join(MISSING)}"),
     pytest.mark.xdist_group("wheel"),  # built once
 ]

@@ -95,7 +95,7 @@ def test_cases_are_counted_and_evenly_chosen() -> None:
     assert sample.broken == {"leak": ["case 0", "case 4"]}
 
 
-@pytest.mark.attack
+@pytest.mark.slow
 def test_children_that_hang_crash_or_leave_others_behind(arena: Arena) -> None:
     assert arena.run("--version").code == 0
     assert arena.run(fresh=True).code == 2

@@ -122,6 +122,7 @@ def test_signals_are_held_against_gnmr(measure):
     assert all(figure["unit"] == ("s" if name == "step under gnmr_delta" else "x") for name, figure in figures.items())
 
 
+@pytest.mark.slow
 def test_recipes_and_switching(measure, gnmr):
     """Recipes whose tiles do not divide 32 and 48 are left out."""
     figures = named(measure("recipe"))
@@ -138,6 +139,7 @@ def test_recipes_and_switching(measure, gnmr):
 
 
 @pytest.mark.parametrize("hierarchy", recipe.SWITCHED)
+@pytest.mark.slow
 def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, monkeypatch):
     """The arm takes a step on each path and changes every block before it; the others stay where they are."""
     config = launch.compose([*tiny_words, "model.num_layers=2"])
@@ -159,12 +161,14 @@ def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, 
     assert sorted(arms) == sorted([[low] * rounds, [high] * rounds, [high, low] * rounds])
 
 
+@pytest.mark.slow
 def test_a_mixture(measure):
     figures = named(measure("mixture"))
     assert "8 experts, top-2 of width 48, 32 tokens" in figures["mixture over its dense arithmetic"]["note"]
     assert "mixture over its experts alone" in figures
 
 
+@pytest.mark.slow
 def test_hf_compares_equal_models(measure):
     pytest.importorskip("transformers")
     figures = named(measure("hf"))
@@ -195,6 +199,7 @@ def fake_train(monkeypatch, tmp_path) -> Path:
     return log
 
 
+@pytest.mark.slow
 def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch):
     monkeypatch.setattr(process, "POLL_S", 0.0)
     figures = named(measure("startup", "memory"))
@@ -207,6 +212,7 @@ def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch)
         assert config.training.steps == steps and config.records.wandb == "off" and config.model.num_layers == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_no_measurement(gnmr, fake_train, tmp_path):
     outcome = gnmr("bench", "startup", "model.num_layers=7", f"out={tmp_path / 'figures.json'}", "repeats=1")
     assert outcome.code == 1 and "seven is too many" in outcome.err

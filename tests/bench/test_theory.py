@@ -283,6 +283,7 @@ def test_without_a_run_a_line_says_what_is_missing(gnmr, tiny_words, monkeypatch
 
 
 @pytest.mark.parametrize("key", ["run", "run_dir"])
+@pytest.mark.slow
 def test_the_recorded_norms_of_a_run(key, gnmr, tiny_words, train, tmp_path, monkeypatch):
     monkeypatch.setattr(theory, "recovery", lambda _setting: [])
     run = train(tmp_path / "run", "training.steps=12")
@@ -291,6 +292,7 @@ def test_the_recorded_norms_of_a_run(key, gnmr, tiny_words, train, tmp_path, mon
     assert "recorded norms as they came" in outcome.out and "recorded norms: autocorrelation" in outcome.out
 
 
+@pytest.mark.slow
 def test_the_command(gnmr, tiny_words, tmp_path):
     rng = np.random.default_rng(0)
     rows = [f"{step},{unit},{norm}" for step in range(1, 41) for unit, norm in enumerate(rng.gamma(100, 0.01, 3))]

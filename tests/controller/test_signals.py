@@ -381,6 +381,7 @@ def test_round_robin_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["random", "round_robin", "first_last"])
 @pytest.mark.parametrize("share", [0.05, 0.0625, 0.125])
+@pytest.mark.slow
 def test_a_share_is_spent_under_hold_too(name: str, share: float) -> None:
     """Choices count, not steps: most steps only hold what an earlier one chose."""
     hold, steps = 20, 8000

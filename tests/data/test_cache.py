@@ -80,6 +80,7 @@ def test_large_files_are_verified_at_their_ends(
         (corpus.folder / "train.bin").write_bytes(content)
 
 
+@pytest.mark.slow
 def test_the_loser_of_a_race_uses_the_winners_files(config: Make, corpus_file: Path, cache_dir: Path) -> None:
     """The other process runs from start to end in the middle of this one."""
     winners: list[TokenCorpus] = []
@@ -106,6 +107,7 @@ def script(config: DataConfig, say: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(config: Make, tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
     chosen = config(path=str(tmp_path / "a.txt"))
@@ -117,6 +119,7 @@ def test_two_processes_at_once(config: Make, tmp_path: Path, cache_dir: Path) ->
     assert names(cache_dir) == [corpus.folder.name]
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_no_half_cache(config: Make, tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
     chosen = config(path=str(tmp_path / "a.txt"))

@@ -33,6 +33,7 @@ def read(config: DataConfig) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.json.gz", "a.jsonl.gz", "a.parquet", "odd [1]*?.jsonl"])
 @pytest.mark.parametrize("column", ["text", "content"])
+@pytest.mark.slow
 def test_file_types(name: str, column: str, config: Make, tmp_path: Path) -> None:
     file = write_rows(tmp_path / name, DOCUMENTS, column)
     assert read(config(path=str(file), text_column=column)) == (TRAIN, VALIDATION)

@@ -25,6 +25,8 @@ from gnmr.config import DataConfig
 from gnmr.data.cache import open_folder
 from gnmr.data.examples import open_examples
 
+pytestmark = pytest.mark.slow
+
 COMMIT = "0" * 39 + "1"
 CLIENT = """
 import sys

@@ -38,6 +38,7 @@ def test_documents_come_back_from_the_tokens(config: Make, corpus_file: Path, ca
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
+@pytest.mark.slow
 def test_long_documents_are_encoded_in_pieces(
     piece: int, config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_bad_tokenizers_are_one_line(config: Make, corpus_file: Path, tmp_path: 
 # ---- what a warm start costs ----
 
 
+@pytest.mark.slow
 def test_a_warm_start_says_nothing_and_imports_little(config: Make, corpus_file: Path, cache_dir: Path) -> None:
     cold, said = build(config(path=str(corpus_file)))
     assert said

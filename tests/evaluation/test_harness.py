@@ -85,6 +85,7 @@ def prepared(loaded: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.slow
 def test_every_metric_equals_that_of_lm_evals_own_class(name, subject, theirs, shipped, task_data, tmp_path):
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager

@@ -11,6 +11,8 @@ import torch
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.reader import read_jsonl
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_is_scored_at_its_cadence_and_at_its_end_and_is_otherwise_the_same(train, task_data, tmp_path) -> None:
     words = ["training.seq_len=64", "paths.site=forward"]

@@ -197,6 +197,7 @@ def test_a_tokenizer_that_is_larger_than_its_model(checkpoint, task_data, tmp_pa
         score(load_subject(str(folder), device="cpu"), ["hellaswag"], 1, data=task_data)
 
 
+@pytest.mark.slow
 def test_runs_that_cannot_be_scored(runs, tmp_path, monkeypatch) -> None:
     def line(change: Callable[[Path], object], kind: str = "llama", path: str = "16bit") -> str:
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -292,6 +293,7 @@ def test_weights_that_are_codes_alone_are_no_16_bit_path(fine_tune, gnmr, task_d
     assert low.named_path == "low"
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_is_its_base_under_its_adapter(fine_tuned, checkpoint) -> None:
     tokens = torch.arange(3, 40)[None]
     subject, plain = (load_subject(str(place), device="cpu") for place in (fine_tuned, checkpoint))
@@ -308,6 +310,7 @@ def test_a_fine_tuned_run_is_its_base_under_its_adapter(fine_tuned, checkpoint) 
     assert low.facts["low_path"].startswith("llm_int8")
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_whose_base_has_changed(fine_tuned, checkpoint, tmp_path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)

@@ -16,6 +16,8 @@ pytest.importorskip("peft")
 
 from tiny_lora import BASE, llama, lora_llama, token_blocks
 
+pytestmark = pytest.mark.slow
+
 INT8: dict[str, Any] = {"low": "llm_int8", "recovery": "bf16", "targets": BASE}
 
 

@@ -28,6 +28,8 @@ from transformers import Trainer, TrainingArguments
 
 from gnmr.integrations.trainer import STATE_FILE, GnmrCallback
 
+pytestmark = pytest.mark.slow
+
 ROUTED: dict[str, Any] = {"max_o": 1, "alpha": 1.02, "beta": 1.01}
 LORA = {**ROUTED, "low": "sim_int8", "recovery": "bf16", "unit": "block", "observe": "adapter", "targets": BASE}
 STEPS, ACCUMULATION, CLIP, LR = 8, 2, 0.05, 3e-3

@@ -18,6 +18,8 @@ from gnmr.paths import Plan, convert
 from gnmr.paths.faults import Fault, FaultSchedule
 from gnmr.paths.recipes import Recipe
 
+pytestmark = pytest.mark.slow
+
 VOCAB, SEQ_LEN, LAYERS = 40, 32, 3
 GRAPHS = ["fp8_hybrid", "deepseek_v3", "sim_e2m1", "sim_int8", "mxfp8"]
 """One of each kind of scale, and of floating-point numbers and integers."""

@@ -423,6 +423,7 @@ def test_of_recipes_every_statistic_is_what_it_says_on_either_path(low, recovery
 @pytest.mark.parametrize("low", ["deepseek_v3", "deepseek_v3_blocks", "mxfp8", "sim_e3m2", "fp8_delayed"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("recovering", [False, True])
+@pytest.mark.slow
 def test_groups_of_several_tokens_are_those_of_all_whatever_the_stride(low: str, tokens: int, recovering: bool) -> None:
     net, x, dy = single()
     plan = convert(net, low, "sim_int8", ["0"])

@@ -432,6 +432,7 @@ def test_linears_on_several_devices_are_refused() -> None:
     assert type(net[0]) is nn.Linear
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
     net = model()
     plan = convert(net, "int4", "int8")

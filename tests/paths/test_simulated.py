@@ -378,6 +378,7 @@ def live_bytes() -> int:
 
 
 @pytest.mark.parametrize("low", ["sim_int8", "fp8_hybrid", "deepseek_v3"])
+@pytest.mark.slow
 def test_nothing_but_the_weights_casts_is_held_besides_what_nn_linear_holds(low: str) -> None:
     """Between the passes; after them nothing."""
 
@@ -477,6 +478,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts(low: str, 
     assert same(*seen)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
     net = model()
     plan = convert(net, "sim_e2m1", "fp8_hybrid")

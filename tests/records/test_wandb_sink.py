@@ -54,6 +54,7 @@ def read_history(folder: Path) -> dict[int, dict[str, Any]]:
     return steps
 
 
+@pytest.mark.slow
 def test_offline_file_equals_what_was_given(
     tmp_path: Path, step_row: Make, eval_row: Make, ratio_rows: Make, event_row: Make
 ) -> None:

@@ -1,5 +1,7 @@
 """The page in a real browser: opens from disk without errors, tells what is under the pointer, opens a unit, sorts.
 
+pytestmark = pytest.mark.slow
+
 Needs Chromium and its driver, and skips itself without them. One browser for all tests.
 """
 

@@ -50,6 +50,7 @@ def test_ends_with_the_pngs(write_run: Write, tmp_path: Path) -> None:
     assert "![stress-cpu-loss](stress-cpu-loss.png)" in (out / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_no_line_is_wider_than_the_terminal(write_run: Write, tmp_path: Path) -> None:
     for scale in ("60m", "130m", "350m", "1.3b"):
         for alpha in (1.5, 2.0):
@@ -88,6 +89,7 @@ def test_a_run_whose_config_is_broken_is_left_out_and_named(write_run: Write, tm
         ("summary.json", b"[1]", ""),
     ],
 )
+@pytest.mark.slow
 def test_a_damaged_file_costs_no_more_than_its_run(
     file: str, content: bytes, told: str, write_run: Write, tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_baseline_can_be_chosen(write_run: Write, tmp_path: Path) -> None:
     for arm, ppl in (("int4", 44.0), ("int8", 40.0), ("int4_int8", 42.0)):
         write_run(arm=arm, val_ppl=ppl)
@@ -157,6 +160,7 @@ def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.Captu
     assert "--no-plots" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_imports_no_torch() -> None:
     code = "import sys, gnmr.report, gnmr.report.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -17,6 +17,8 @@ from gnmr.report.plots import draw
 from gnmr.report.runs import find_runs, load
 from gnmr.report.style import looks
 
+pytestmark = pytest.mark.slow
+
 Write = Callable[..., Path]
 
 

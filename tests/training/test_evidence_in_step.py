@@ -271,6 +271,7 @@ LOOKING_ON = {
 
 
 @pytest.mark.parametrize("name", LOOKING_ON)
+@pytest.mark.slow
 def test_recording_everything_changes_no_bit(name, train, tmp_path):
     """The same losses, sets, saved bytes, weights, moments and generators as without."""
     words = ["training.accumulation=2", "training.steps=6", *LOOKING_ON[name]]
@@ -286,6 +287,7 @@ def test_recording_everything_changes_no_bit(name, train, tmp_path):
     assert differences(plain, watched) == []
 
 
+@pytest.mark.slow
 def test_the_oracle_leaves_no_trace(train, tmp_path):
     """What a signal needs is measured as what is recorded is: a run whose sets are fixed does not depend on it."""
     words = ["training.steps=5", "paths.rounding=stochastic", "controller.signal.name=always_low"]
@@ -313,6 +315,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.slow
 def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
     """Signals whose history is made of evidence go on after a checkpoint as if nothing had happened."""
     plain = TrainStep.__call__
@@ -332,6 +335,7 @@ def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*HISTORIES, "jacobian", "random"])
+@pytest.mark.slow
 def test_what_was_recorded_gives_the_sets_again(name, train, gnmr, tmp_path):
     """`gnmr replay` of a run whose signal reads more than norms, or the seed."""
     needs = ",".join(SIGNALS[name].needs)

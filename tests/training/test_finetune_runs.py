@@ -19,6 +19,8 @@ from gnmr.records.reader import read_json, read_jsonl
 from gnmr.training.parts import Parts, assemble, training_blocks, validation
 from gnmr.training.step import TrainStep, evaluate, loss_of, num_targets
 
+pytestmark = pytest.mark.slow
+
 Words = list[str]
 
 

@@ -21,6 +21,8 @@ from gnmr.records.reader import read_json
 from gnmr.report.runs import load
 from gnmr.training.step import TrainStep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def in_mid_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:

@@ -124,7 +124,12 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+QUICK = ("between_checkpoints", "within_a_checkpoint", "rich_between_checkpoints")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KILLS]
+)
 def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterrupted):
     hook, words = KILLS[name]
     if words is REAL and not hasattr(torch, "_scaled_mm"):
@@ -142,6 +147,7 @@ def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterru
     assert differences(want, everything(folder)) == []
 
 
+@pytest.mark.slow
 def test_killed_twice(train, tmp_path, uninterrupted):
     """The second time before the continued run has saved anything of its own."""
     folder, said = tmp_path / "run", []
@@ -157,6 +163,7 @@ def test_killed_twice(train, tmp_path, uninterrupted):
     assert differences(uninterrupted(*RICH), everything(folder)) == []
 
 
+@pytest.mark.slow
 def test_killed_in_the_second_epoch(train, tmp_path, text_file):
     """A corpus so short that the run goes through it more than once."""
     short = tmp_path / "short.txt"
@@ -178,6 +185,7 @@ SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.slow
 def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted):
     folder, note = tmp_path / "run", tmp_path / "said"
 
@@ -206,6 +214,7 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.slow
 def test_a_signal_that_was_ignored_at_the_start_stays_so(number, train, tmp_path):
     """As under nohup."""
 
@@ -224,6 +233,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_so(number, train, tmp_path
     assert (tmp_path / "run" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
     def stopped() -> None:
         plain = TrainStep.__call__
@@ -295,6 +305,7 @@ class Command:
         return self.code
 
 
+@pytest.mark.slow
 def test_the_command_killed_while_it_writes_a_checkpoint(command, gnmr, tiny_words, tmp_path):
     """Whatever the process is doing when a half-written checkpoint is seen."""
     words = ["training.steps=12", "training.checkpoint_every=1"]
@@ -307,6 +318,7 @@ def test_the_command_killed_while_it_writes_a_checkpoint(command, gnmr, tiny_wor
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_the_command_stopped_by_a_signal(number, code, command, tmp_path):
     folder = tmp_path / "run"
     running = command(folder, "training.steps=1000000")

@@ -17,6 +17,8 @@ from gnmr.training.memory import GB, MemoryPlan, plan_run
 from gnmr.training.parts import Parts, assemble, training_blocks
 from gnmr.training.step import loss_of
 
+pytestmark = pytest.mark.slow
+
 
 def rows(plan: MemoryPlan) -> dict[str, int]:
     return {what: size for what, size, _ in plan.rows}

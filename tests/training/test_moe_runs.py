@@ -119,6 +119,7 @@ def test_a_nonfinite_loss_is_told_by_the_first_module(name, assembled, blocks_of
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_a_run(words, train, tmp_path):
     """Through the runner, with what stands beside a mixture in practice."""
     folder = train(tmp_path / "run", *MOE, *words)

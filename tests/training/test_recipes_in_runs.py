@@ -17,6 +17,8 @@ from gnmr.paths.formats import FloatFormat, IntFormat
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
 
+pytestmark = pytest.mark.slow
+
 WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]
 DELAYED = ["paths.low=fp8_delayed", "paths.recovery=bf16", "training.accumulation=2"]
 

@@ -16,6 +16,8 @@ from test_kill_and_resume import in_step
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
+pytestmark = pytest.mark.slow
+
 UP = "layers.0.mlp.up_proj"
 OUTLIERS = ["model.outlier_channels.number=2", "model.outlier_channels.gain=16.0"]
 

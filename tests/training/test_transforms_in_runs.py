@@ -17,6 +17,8 @@ from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import NEED_ADAM, TRANSFORMS
 
+pytestmark = pytest.mark.slow
+
 CONF = launch.conf_dir() / "optim"
 SKIPPING = {"name": "skip_step", "options": {"window": 4, "min_values": 3, "sigmas": 0.3}}
 """So few sigmas that a good part of the steps is left out."""

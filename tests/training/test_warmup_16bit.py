@@ -18,6 +18,8 @@ from gnmr.training.memory import plan_run
 from gnmr.training.parts import Parts, assemble
 from gnmr.training.step import TrainStep
 
+pytestmark = pytest.mark.slow
+
 WARM = ["controller.warmup_frac=0.4", "controller.warmup_path=16bit"]
 """Three steps of eight."""
 STATIC = ["controller.signal.name=static_k", "controller.routing=ranked", "controller.max_o=2147483647"]
