@@ -53,9 +53,10 @@ test-all: test test-slow  ## every test once: make test, then make test-slow
 attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
 	$(BIN)/python -m tests.attacks $(ARGS)
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 wheel: $(READY)  ## build sdist and wheel into DIST (dist/)

@@ -36,7 +36,8 @@ def test_contents(wheel: Path) -> None:
         names = set(archive.namelist())
         (entry_points,) = (n for n in names if n.endswith(".dist-info/entry_points.txt"))
         commands = archive.read(entry_points).decode().split("\n")
-    sources = {path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.html") for path in (ROOT / "gnmr").rglob(kind)}
+    kinds = ("*.py", "py.typed", "*.html")
+    sources = {path.relative_to(ROOT).as_posix() for kind in kinds for path in (ROOT / "gnmr").rglob(kind)}
     settings = {f"gnmr/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert {"gnmr/cli.py", "gnmr/conf/config.yaml", "gnmr/conf/experiment/act_quant_stress.yaml"} < sources | settings
     assert {name for name in names if ".dist-info/" not in name} == sources | settings
