@@ -1,7 +1,5 @@
 """The page in a real browser: opens from disk without errors, tells what is under the pointer, opens a unit, sorts.
 
-pytestmark = pytest.mark.slow
-
 Needs Chromium and its driver, and skips itself without them. One browser for all tests.
 """
 
@@ -27,6 +25,8 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from gnmr.report.comparisons import compare
 from gnmr.report.html import write_html
 from gnmr.report.layout import Table
+
+pytestmark = pytest.mark.slow
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>"
 STEPS = 60
