@@ -34,9 +34,9 @@ SIZES = [
     "training.threads=1",
     "records.live=off",
     "records.wandb=off",
-    "data=text",
-    "data.vocab_size=300",
 ]
+TEXT = ["data=text", "data.vocab_size=300", "data.path=babble.txt"]
+ROWS = ["data=instructions", "data.path=rows.jsonl"]
 DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
 SIGNALS = [
     "always_high",
@@ -103,7 +103,29 @@ def runs() -> dict[str, list[str]]:
     found |= {f"recipe_{name}": ["experiment=pretrain", f"recipe={name}", *wide] for name in RECIPES}
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
     found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
-    return found
+    found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}
+    lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1", "optim.lr=0.01"]
+    return found | {"finetune": [*lora, *SIZES[1:], *ROWS], "finetune_text": [*lora, *SIZES[1:], *TEXT[::2]]}
+
+
+def make_inputs(folder: Path) -> None:
+    """A text, prompts with answers, and a tiny LLaMA in Hugging Face's layout whose tokens are the text's words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
+    (folder / "babble.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
+    rows = [{key: " ".join(draw.choices(words, k=draw.randint(1, 9))) for key in ("prompt", "response")} for _ in words]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    vocabulary = {word: number for number, word in enumerate(["</s>", "?", *dict.fromkeys(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "tiny")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), **shape)).save_pretrained(folder / "tiny")
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -129,17 +151,15 @@ def main() -> int:
     asked = parser.parse_args()
     out, only = asked.out, re.compile(asked.only)
     scratch = Path(tempfile.mkdtemp(prefix="gnmr-golden-"))
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(120)]
+    make_inputs(scratch)
     os.chdir(scratch)  # the config hash holds data.path
-    Path("babble.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)))
     os.environ["GNMR_CACHE"] = "cache"
     found = {}
     for name, own in runs().items():
         if not only.search(name):
             continue
         print(f"{name}: {' '.join(own)}", file=sys.stderr, flush=True)
-        code = gnmr(["train", *own, *SIZES, "data.path=babble.txt", f"runs_dir={name}"])
+        code = gnmr(["train", *own, f"runs_dir={name}"])
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
         out.write_text(json.dumps(found, indent=1) + "\n")
