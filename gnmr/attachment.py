@@ -164,12 +164,12 @@ class AttachedController(Controller):
             found |= scaled
         return found
 
-    def apply(self, packet: Tensor) -> Decision:
+    def apply(self, host: Mapping[str, Tensor]) -> Decision:
         """As `Controller.apply`; the step is over for the paths too (`Plan.end_step`)."""
         self._check_attached()
         self.plan.end_step()
         self._look()
-        return super().apply(packet)
+        return super().apply(host)
 
     def discard(self) -> None:
         """As `Controller.discard`, with what the paths measured and remember of the step."""

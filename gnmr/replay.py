@@ -381,7 +381,8 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
     }
     tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
     for step in range(len(norms.norm)):
-        yield controller.apply(controller.observe({name: values[step] for name, values in tensors.items()}))
+        packet = controller.observe({name: values[step] for name, values in tensors.items()})
+        yield controller.apply(packet.to_host())
 
 
 def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:

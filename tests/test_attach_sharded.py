@@ -144,7 +144,7 @@ def test_after_fully_shard_a_step_gives_advice_that_works() -> None:
         step(one)
     squares = [sum(p.grad.full_tensor().square().sum() for p in o.parameters()) for o in second.plan.operators]
     norm, observed = torch.stack(squares).double().sqrt(), torch.ones(4, dtype=torch.bool)
-    decision = second.apply(second.observe({"norm": norm, "observed": observed}).cpu())
+    decision = second.apply(second.observe({"norm": norm, "observed": observed}).to_host())
     assert decision.norm.tolist() == pytest.approx(first.step().norm.tolist(), rel=1e-6)
 
 

@@ -105,9 +105,9 @@ def decision(setting: Setting) -> list[Figure]:
     for number in setting.rounds(f"decision: {DECISION_UNITS:,} units", 200, warm_up=20):
         norm = torch.from_numpy(rng.lognormal(sigma=0.5, size=DECISION_UNITS))
         began = clock()
-        packet = controller.observe({"norm": norm, "observed": observed})
+        host = controller.observe({"norm": norm, "observed": observed}).to_host()
         chosen = clock()
-        controller.apply(packet)
+        controller.apply(host)
         if number >= 0:
             choosing.append(chosen - began)
             switching.append(clock() - chosen)

@@ -2,6 +2,7 @@
 
 from gnmr.controller.controller import Controller, Decision, Event
 from gnmr.controller.observed import OBSERVE, OutputGradients
+from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals import Context, Evidence, GnmrSignal, Signal, build_signal
 from gnmr.controller.thresholds import Threshold, TwoStage
@@ -16,6 +17,7 @@ __all__ = [
     "Event",
     "Evidence",
     "GnmrSignal",
+    "HostPacket",
     "OutputGradients",
     "Signal",
     "Threshold",

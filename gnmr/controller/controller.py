@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
+from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals import build_signal
 from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, positive, whole
@@ -103,7 +104,7 @@ def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
                 f"{unit.name} has sharded parameters (DTensor), of whose gradients each rank has a part: in one "
                 "process attach with observe='input_grad' and call fully_shard afterwards; in several attach before "
                 "it, and in each step hand over norms reduced over the ranks: "
-                "controller.apply(controller.observe({'norm': norm, 'observed': observed}).cpu())"
+                "controller.apply(controller.observe({'norm': norm, 'observed': observed}).to_host())"
             )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank_local and distributed and (size := torch.distributed.get_world_size()) > 1:
@@ -268,7 +269,7 @@ class Controller:
         if unknown := [name for name in given if name not in EVIDENCE]:
             raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
         self._check_evidence(given, self._own_evidence())  # before anything is read that can be read once
-        decision = self.apply(self.observe(self.measure(grad_scale) | given).cpu())
+        decision = self.apply(self.observe(self.measure(grad_scale) | given).to_host())
         if not self._advised and (advice := self._advice(decision)):
             self._advised = True
             warnings.warn(advice, stacklevel=2)
@@ -333,11 +334,12 @@ class Controller:
         return bool(set(self.record) & set(PATH_EVIDENCE)) or reads is None or reads(self.t + 1)
 
     @torch.no_grad()
-    def observe(self, evidence: Evidence) -> Tensor:
-        """Risk and choice of this step as one (rows, U) float64 tensor. Does not wait for the device.
+    def observe(self, evidence: Evidence) -> HostPacket:
+        """Risk and choice of this step, (U,) each, as a packet for the host. Does not wait for the device.
 
-        For loops that bring other numbers to the host in the same transfer (hand the host copy to `apply`), for replay
-        and for foreign norms. `evidence`: norm (U,) float64, observed (U,) bool and what `needs` names.
+        For loops that send other numbers to the host in the same transfer (`HostPacket.add`), for replay and for
+        foreign norms; hand `to_host()` of it to `apply`. `evidence`: norm (U,) float64, observed (U,) bool and what
+        `needs` names.
         """
         self._check_evidence(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
@@ -353,9 +355,12 @@ class Controller:
                 choice = self._held(choice, risk, observed)
             choice = self._unless_all_broke(choice, risk, observed)
         self._lock, self._chosen = choice.lock, choice.active
-        recorded = [evidence[name] for name in self.record]
-        rows = [norm, risk, *columns, *recorded, observed, choice.candidate, choice.active, choice.lock, choice.rank]
-        return torch.stack([row.to(torch.float64) for row in rows])
+        return HostPacket(
+            {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
+            | choice._asdict()
+            | {f"column/{name}": values.double() for name, values in zip(self.signal.columns, columns, strict=True)}
+            | {f"evidence/{name}": evidence[name].double() for name in self.record}
+        )
 
     def _judged(self, evidence: Evidence) -> tuple[Tensor, Sequence[Tensor]]:
         """The signal's verdict, of the shape that it has to have; a risk that is no number is Inf."""
@@ -390,31 +395,21 @@ class Controller:
         lock = torch.where(urgent, kept.lock, self._lock * kept.active)
         return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
-    def apply(self, packet: Tensor) -> Decision:
-        """Switches the units as `observe` chose; `packet` is its result, on the host."""
-        norm, risk, *found, observed, candidate, active, lock, rank = packet.numpy()
-        names = self.signal.columns
-        columns, recorded = found[: len(names)], found[len(names) :]
-        in_force = self._active
+    def apply(self, host: Mapping[str, Tensor]) -> Decision:
+        """Switches the units as `observe` chose; `host` holds the tensors of its packet, and may hold others."""
         decision = Decision(
             step=self.t,
             units=self.names,
-            norm=norm,
-            observed=observed.astype(bool),
-            columns=dict(zip(names, columns, strict=True)),
-            evidence=dict(zip(self.record, recorded, strict=True)),
-            risk=risk,
-            candidate=candidate.astype(bool),
-            in_force=in_force,
-            active=active.astype(bool),
-            lock=lock.astype(np.int64),
-            rank=rank.astype(np.int64),
+            **{name: host[name].numpy() for name in ("norm", "observed", "risk", *Choice._fields)},
+            columns={name: host[f"column/{name}"].numpy() for name in self.signal.columns},
+            evidence={name: host[f"evidence/{name}"].numpy() for name in self.record},
+            in_force=self._active,
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
         )
         self._pending = []
         try:
-            self._switch(decision.active, self.t, decision, risk, decision.events)
+            self._switch(decision.active, self.t, decision, decision.risk, decision.events)
         except BaseException:
             self._pending = decision.events
             self._chosen = flags(self._active.tolist(), self._device)

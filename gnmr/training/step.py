@@ -185,28 +185,30 @@ class TrainStep:
             evidence["update_norm"] = self._updates.after()
 
         packet = controller.observe(evidence)
-        told = [loss.double(), grad_norm, nonfinite.double(), skip.double(), *statistics.values()]
-        counts = torch.stack(list(saturation.values())).flatten().double() if saturation else norms.new_empty(0)
-        host = torch.cat([torch.stack(told), counts, norms, packet.flatten()]).cpu()
-        start = len(told) + len(counts)
-        end = start + len(norms)
-        watched = {name: float(host[start:end][own].norm()) for name, own in self._monitored.items()}
+        packet.add("loss", loss)
+        packet.add("grad_norm", grad_norm)
+        packet.add("nonfinite", nonfinite)
+        packet.add("skip", skip)
+        packet.add("norms", norms)
+        for kind, values in (("statistic", statistics), ("saturation", saturation)):
+            for name, value in values.items():
+                packet.add(f"{kind}/{name}", value)
+        host = packet.to_host()
         where = None
-        if bool(host[2]):
-            where = self._first_nonfinite(float(host[0]), host[start:end], micro_batches)
-        decision = controller.apply(host[end:].view(packet.shape))
+        if bool(host["nonfinite"]):
+            where = self._first_nonfinite(float(host["loss"]), host["norms"], micro_batches)
         return StepResult(
-            loss=float(host[0]),
-            grad_norm_pre_clip=float(host[1]),
-            skipped=bool(host[3]),
+            loss=float(host["loss"]),
+            grad_norm_pre_clip=float(host["grad_norm"]),
+            skipped=bool(host["skip"]),
             nonfinite_unit=where,
             saved_bytes=saved,
             saved_bytes_predicted=predicted,
             lr=lr * factor,
-            decision=decision,
-            statistics=dict(zip(statistics, host[4 : len(told)].tolist(), strict=True)),
-            monitored=watched,
-            saturation=dict(zip(saturation, host[len(told) : start].long().view(-1, 2).tolist(), strict=True)),
+            decision=controller.apply(host),
+            statistics={name: float(host[f"statistic/{name}"]) for name in statistics},
+            monitored={name: float(host["norms"][own].norm()) for name, own in self._monitored.items()},
+            saturation={name: host[f"saturation/{name}"].tolist() for name in saturation},
         )
 
     def _backward(

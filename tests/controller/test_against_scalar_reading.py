@@ -47,7 +47,7 @@ def make(num_units: int, alpha, beta, delta, max_o, t_lock, log: list[list[bool]
 def feed(controller: Controller, row: list[float | None]):
     norm = torch.tensor([0.0 if n is None else n for n in row], dtype=torch.float64)
     observed = torch.tensor([n is not None for n in row])
-    return controller.apply(controller.observe({"norm": norm, "observed": observed}))
+    return controller.apply(controller.observe({"norm": norm, "observed": observed}).to_host())
 
 
 def decided_by_rounding(risks: list[float | None]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from contexts import context
 from torch import Tensor, nn
 
-from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, TwoStage, Unit
+from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
 from gnmr.controller.controller import NO_CAP
 from gnmr.controller.signals import SIGNALS
 
@@ -43,7 +43,7 @@ class Script:
     def __call__(self, *norms: float | None) -> Decision:
         norm = torch.tensor([0.0 if n is None else n for n in norms], dtype=torch.float64)
         observed = torch.tensor([n is not None for n in norms])
-        return self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}))
+        return self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}).to_host())
 
     @property
     def active(self) -> str:
@@ -206,9 +206,10 @@ def test_monitored_units_are_never_routed() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     controller = Controller([Unit("head", (parameter,))], GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
     for norm in (1.0, 100.0, math.nan):
-        decision = controller.apply(
-            controller.observe({"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])})
+        packet = controller.observe(
+            {"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])}
         )
+        decision = controller.apply(packet.to_host())
         assert not decision.active.any() and not decision.candidate.any()
 
 
@@ -516,10 +517,10 @@ def test_observing_does_not_wait_for_the_device() -> None:
     controller.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packet = controller.observe()
+        packet = controller.observe(controller.measure())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert controller.apply(packet.cpu()).norm[0] > 0
+    assert controller.apply(packet.to_host()).norm[0] > 0
 
 
 def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
@@ -541,9 +542,9 @@ def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
 
     parameter = nn.Parameter(torch.zeros(1))
     controller = Controller([Unit("a", (parameter,), lambda _on: None)], Ranked(), max_o=1)
-    decision = controller.apply(
-        controller.observe({"norm": torch.tensor([3.0], dtype=torch.float64), "observed": torch.tensor([True])})
-    )
+    packet = controller.observe({"norm": torch.tensor([3.0]), "observed": torch.tensor([True])})
+    decision = controller.apply(packet.to_host())
+    assert decision.norm.dtype == np.float64
     assert [(e.event, e.cause, e.risk) for e in decision.events] == [("promote", "risk", 6.0)]
 
 
@@ -561,3 +562,17 @@ def test_units_of_different_sizes_have_the_norm_of_all_their_parameters() -> Non
     controller = Controller([Unit(str(i), tuple(g)) for i, g in enumerate(groups)], GnmrSignal(context(3)))
     expected = [math.sqrt(sum(p.grad.square().sum().item() for p in group)) for group in groups]
     assert controller.step().norm.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_packet_brings_each_tensor_back_in_its_own_shape_and_dtype() -> None:
+    packet = HostPacket({"rows": torch.rand(2, 3), "flags": torch.tensor([True, False])})
+    packet.add("count", torch.tensor(2**53 - 1))
+    packet.add("loss", torch.tensor(0.1, requires_grad=True))
+    host = packet.to_host()
+    assert all(
+        torch.equal(host[name], sent) and host[name].dtype == sent.dtype for name, sent in packet.tensors.items()
+    )
+    host["rows"].zero_()  # a copy
+    assert packet.tensors["rows"].any()
+    with pytest.raises(ValueError, match="loss: is in the packet already"):
+        packet.add("loss", torch.zeros(()))

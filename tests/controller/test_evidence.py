@@ -126,7 +126,7 @@ def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_threshol
 
     def chosen(**options: float | bool) -> tuple[list[str], list[str], int]:
         controller = Controller(units, Given(context(4)), max_o=3, **options)  # type: ignore[arg-type]
-        decision = controller.apply(controller.observe(seen))
+        decision = controller.apply(controller.observe(seen).to_host())
         return controller.active, [event.cause for event in decision.events], decision.over("x")
 
     assert chosen() == (["c", "d"], ["x", "x"], 2)

@@ -297,6 +297,6 @@ def test_norms_of_updates_in_a_loop_of_ones_own() -> None:
         evidence = controller.measure()
         updates.before()
         optimizer.step()
-        decision = controller.apply(controller.observe(evidence | {"update_norm": updates.after()}).cpu())
+        decision = controller.apply(controller.observe(evidence | {"update_norm": updates.after()}).to_host())
     assert decision.columns["update_ratio"].tolist() == pytest.approx([3.0] * 3, rel=1e-5)
     assert len(controller.active) == 1

@@ -390,6 +390,6 @@ def test_a_share_is_spent_under_hold_too(name: str, share: float) -> None:
     context = Context(names, (1.0,) * 8, CPU, max_o=2, hold=hold)
     controller = Controller(units, build_signal(name, {"share": share}, context), max_o=2, t_lock=1, hold=hold)
     evidence = {"norm": torch.ones(8, dtype=torch.float64), "observed": torch.ones(8, dtype=torch.bool)}
-    active = [controller.apply(controller.observe(evidence)).active for _ in range(steps)]
+    active = [controller.apply(controller.observe(evidence).to_host()).active for _ in range(steps)]
     # Each choice is kept by its lock for one more, where others do not take its place.
     assert share <= np.mean(active) <= 2 * share + 0.01

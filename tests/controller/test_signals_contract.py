@@ -206,7 +206,7 @@ def test_ranked_routing_fills_max_o(name: str, options: dict[str, Any]) -> None:
     controller = Controller(units, signal, max_o=4, ranked=True)
     full = 2 if options.get("k") == 2 else 4
     for step, row in enumerate(rows(signal.needs, bad=False), 1):
-        active = int(controller.apply(controller.observe(row)).active.sum())
+        active = int(controller.apply(controller.observe(row).to_host()).active.sum())
         calibrating = name == "static_k" and step < options["calibration_steps"]
         assert active == (0 if name == "always_low" or calibrating else full), step
 

@@ -90,7 +90,7 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
         else:
             assert in_force == {"layers.2": {"int8"}} | {f"layers.{i}": {"int4"} for i in (0, 1, 3)}
         evidence = {"norm": torch.tensor(norms, dtype=torch.float64), "observed": torch.ones(4, dtype=torch.bool)}
-        decision = controller.apply(controller.observe(evidence).cpu())
+        decision = controller.apply(controller.observe(evidence).to_host())
         assert set(decision.by_risk(decision.active)) == (set(controller.names) if step < 3 else {"layers.2"})
         if step == 3:
             assert decision.columns["mean_gnmr"] == pytest.approx([4 / 3, 4 / 3, 2, 1])
