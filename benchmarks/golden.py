@@ -104,8 +104,9 @@ def runs() -> dict[str, list[str]]:
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
     found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
     found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}
-    lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1", "optim.lr=0.01"]
-    return found | {"finetune": [*lora, *SIZES[1:], *ROWS], "finetune_text": [*lora, *SIZES[1:], *TEXT[::2]]}
+    lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1"]
+    lora += ["optim.lr=0.01", *SIZES[1:]]  # its layers are the checkpoint's
+    return found | {"finetune": [*lora, *ROWS], "finetune_text": [*lora, *TEXT[::2]]}
 
 
 def make_inputs(folder: Path) -> None:
