@@ -93,7 +93,7 @@ def runs() -> dict[str, list[str]]:
     act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
     found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
-    found |= {f"signal_{name}": [*act, f"controller/signal={name}"] for name in SIGNALS}
+    found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
     found |= {f"stress_{name}": [*act, f"stress={name}", "stress.windows=[[3,2]]"] for name in STRESSES}
     found |= {f"transform_{name}": [*act, f"optim/transform={name}"] for name in TRANSFORMS}
     found |= {"scale": [*act, "optim=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
@@ -141,6 +141,12 @@ def digest(folder: Path) -> dict[str, str]:
     return {"loss": repr(steps[-1][1]), "folder": folder.name, **hashes}
 
 
+def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] | None:
+    """What is compared of a run: all but the config's hash in the folder's name, which a renamed key changes."""
+    run = found.get(name)
+    return run and run | {"folder": re.sub(r"-[0-9a-f]{8}-s(\d+)$", r"-s\1", run.get("folder", ""))}
+
+
 def main() -> int:
     """Records, compares, prints; the exit code."""
     from gnmr.cli import main as gnmr
@@ -168,7 +174,7 @@ def main() -> int:
     if asked.against is None:
         return 0
     before = {name: kept for name, kept in json.loads(asked.against.read_text()).items() if only.search(name)}
-    changed = [name for name in before | found if before.get(name) != found.get(name)]
+    changed = [name for name in before | found if kept_digits(before, name) != kept_digits(found, name)]
     for name in changed:
         print(f"{name}: {before.get(name)} -> {found.get(name)}")
     print(f"{len(found) - len(changed)} of {len(before | found)} runs equal")

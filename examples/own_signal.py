@@ -4,8 +4,8 @@
 
 In a training loop the class is handed to `gnmr.attach`, as below. For `gnmr train` it is named, with its options:
 
-    PYTHONPATH=examples gnmr train controller/signal=own controller.signal.name=own_signal:MedianRatio \\
-        +controller.signal.options.threshold=4
+    PYTHONPATH=examples gnmr train controller.signal=own_signal:MedianRatio \\
+        controller.options.threshold=4
 """
 
 import argparse

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
-from gnmr.config import ControllerConfig, SignalConfig
+from gnmr.config import ControllerConfig
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, writing
 from gnmr.output import write_text
@@ -43,15 +43,14 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
     Over several records it is the mean of their shares. UserError where no value gives it to within a tenth: the cap,
     or a signal that never or always triggers.
     """
-    name = settings.signal.name
+    name = settings.signal
     if settings.routing == "ranked":
         raise UserError("calibrate: routing=ranked has no threshold, max_o is its budget; add routing=thresholded")
     by_share = "share" in SIGNALS[name].options() if name in SIGNALS else False
 
     def promoted(value: float) -> float:
         if by_share:
-            options = settings.signal.options | {"share": value}
-            changed = replace(settings, signal=SignalConfig(name, options))
+            changed = replace(settings, options=settings.options | {"share": value})
         else:
             changed = replace(settings, trigger=value)
         shares = [np.mean([decision.in_force for decision in replay(norms, changed)]) for norms in recorded]
@@ -69,11 +68,8 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
             f"calibrate={wanted:g}: {name} gives {share:.4g} at its nearest (max_o={settings.max_o} of "
             f"{len(recorded[0].units)} units is {most:.4g} at the most)"
         )
-    key = "controller.signal.options.share" if by_share else "controller.trigger"
-    group = (
-        ["controller/signal=own", f"controller.signal.name={name}"] if ":" in name else [f"controller/signal={name}"]
-    )
-    return Calibration(name, [*group, f"{key}={value:.6g}"], share)
+    key = "controller.options.share" if by_share else "controller.trigger"
+    return Calibration(name, [f"controller.signal={name}", f"{key}={value:.6g}"], share)
 
 
 def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float, falling: bool) -> float:
@@ -96,18 +92,15 @@ def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float,
 def calibrate_and_print(recorded: Sequence[Norms], asked: Asked) -> int:
     """One line a signal and share, with `asked.out` also a variant file; returns the exit code."""
     settings = asked.settings
-    own = settings.signal.name
+    own = settings.signal
     names = list(SIGNALS) if asked.signals == ("all",) else list(asked.signals or [own])
     points = [(name, wanted) for name in names for wanted in asked.calibrate]
-    changed = [f"controller.{word}" for word in asked.words if not word.startswith("signal.")]
+    changed = [f"controller.{word}" for word in asked.words if not word.startswith(("signal=", "options."))]
     for name, wanted in tracked(points, "calibrating"):
-        signal = settings.signal if name == own else SignalConfig(name)
-        plus = "++" if ":" in name else ""  # conf/controller/signal/own.yaml has no options
-        options = [
-            f"{plus}controller.{word}" for word in asked.words if name == own and word.startswith("signal.options.")
-        ]
+        options = [f"controller.{word}" for word in asked.words if name == own and word.startswith("options.")]
+        signal = replace(settings, signal=name, options=settings.options if name == own else {})
         try:
-            found = calibrate(recorded, replace(settings, signal=signal), wanted)
+            found = calibrate(recorded, signal, wanted)
         except UserError as error:
             if len(points) == 1:
                 raise
@@ -122,11 +115,9 @@ def calibrate_and_print(recorded: Sequence[Norms], asked: Asked) -> int:
 
 def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequence[str]) -> None:
     """`words` as folder/variant/<signal>_at_<share>.yaml, an arm of its own. UserError where it cannot be written."""
-    group, *keys = [word.lstrip("+") for word in words]
     name = found.signal.rpartition(":")[2]
-    tree = OmegaConf.create({"defaults": [{"override /controller/signal": group.partition("=")[2]}]})
     arm = {"arm": f"${{paths.name}}-{name}-{wanted:g}"}
-    text = OmegaConf.to_yaml(OmegaConf.merge(tree, OmegaConf.from_dotlist(keys), arm))
+    text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.from_dotlist(list(words)), arm))
     file = folder / "variant" / f"{name}_at_{wanted:g}.yaml"
     what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
     with writing(f"out={folder}"):

@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from gnmr.config import ControllerConfig, SignalConfig
+from gnmr.config import ControllerConfig
 from gnmr.controller.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError
 from gnmr.output import write_json
@@ -47,7 +47,7 @@ def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig) -> Faulty
 
 def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str], out: Path | None) -> int:
     """Two tables, and with `out` the same as JSON; returns the exit code. `signals`: as of `Asked`."""
-    names = list(signals) or [runs[0].settings.signal.name]
+    names = list(signals) or [runs[0].settings.signal]
     if names == ["all"]:
         names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
     found: dict[str, dict[str, Tally]] = {}
@@ -102,8 +102,8 @@ def _of_signal(name: str, runs: list[FaultyRun], share: float) -> dict[str, Tall
     """By kind of fault; "all" holds them together."""
     tallies: dict[str, Tally] = {"all": Tally()}
     for run in runs:
-        signal = run.settings.signal if name == run.settings.signal.name else SignalConfig(name)
-        risk = risks(run.norms, replace(run.settings, signal=signal))
+        options = run.settings.options if name == run.settings.signal else {}
+        risk = risks(run.norms, replace(run.settings, signal=name, options=options))
         found = at_false_alarms(run.norms, risk, run.windows, share)
         tallies["all"].add(found)
         for kind in {window.kind for window in run.windows}:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gnmr import config as schema
+from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
 from gnmr.terminal import say
@@ -48,6 +49,7 @@ def train(argv: list[str]) -> None:
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if not completing:
         refuse_depth(argv)
+        refuse_old(argv)
         for folder in refuse_flags(argv):
             check_yaml(folder)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
@@ -252,6 +254,7 @@ def compose(overrides: list[str]) -> schema.Config:
     ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         words = [in_full(word) for word in overrides]
+        refuse_old(words)
         composed = hydra_compose("config", words, return_hydra_config=True)
         refuse_both(words, composed.hydra.runtime)
         return load_composed(composed)

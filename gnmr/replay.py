@@ -29,8 +29,9 @@ from torch import nn
 from yaml import YAMLError
 
 from gnmr import output
-from gnmr.config import ControllerConfig, SignalConfig, from_words, load, one_line
+from gnmr.config import ControllerConfig, from_words, load, one_line
 from gnmr.config import read as read_config
+from gnmr.config.old_words import refuse_old
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import EVIDENCE, missing
 from gnmr.controller.signals import SIGNALS
@@ -54,7 +55,7 @@ usage: gnmr replay FILE [key=value ...] [out=OUT.jsonl] [--trust]
              a missing row is a unit that was not observed in that step)
   keys       alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
              conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
-  signal     another signal (docs/signals.md), its options as signal.options.KEY=VALUE; what it needs besides norms must
+  signal     another signal (docs/signals.md), its options as options.KEY=VALUE; what it needs besides norms must
              have been recorded (records.evidence)
   --trust    imports the signal too that a run folder's config names as package.module:Class: code of its maker's choice
   out        one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step
@@ -158,8 +159,8 @@ def settings_of(path: Path) -> ControllerConfig:
 def _asked(words: list[str], path: Path, trust: bool) -> Asked:
     """`parse` over the settings of `path`. UserError where they name a signal to import and the user does not."""
     asked = parse(words, settings_of(path))
-    name = asked.settings.signal.name
-    given = any(word.startswith(("signal=", "signal.name=")) for word in words)
+    name = asked.settings.signal
+    given = any(word.startswith("signal=") for word in words)
     if ":" in name and not (given or trust):
         raise UserError(
             f"{path / 'config.yaml'}: its signal {name} would be imported, code of its maker's choice; add --trust if "
@@ -208,6 +209,7 @@ def _detect(paths: list[Path], words: list[str], trust: bool) -> int:
 
 def parse(words: list[str], defaults: ControllerConfig) -> Asked:
     """key=value words over `defaults`, checked as strictly as `gnmr train` checks conf/controller."""
+    refuse_old(words)
     known = {field.name for field in fields(ControllerConfig)} - {"name"}
     changes: list[str] = []
     out, signals = None, tuple[str, ...]()
@@ -220,21 +222,21 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
             shares[key] = tuple(_share(key, one) for one in text.split(",", -1 if key == "calibrate" else 0))
         elif key == "signal" and text:
             signals = tuple(text.split(",")) if text == "all" or "," in text else ()
-            changes += [] if signals else [f"signal.name={text}"]
+            changes += [] if signals else [word]
         elif sign and not text and key in ("out", "calibrate", "detect", "signal"):
             raise UserError(f"replay: {word!r} has no value")
         elif not sign or key.partition(".")[0] not in known:
-            more = ", ".join(sorted(known - {"signal"}))
+            more = ", ".join(sorted(known - {"signal", "options"}))
             raise UserError(
-                f"replay: {word!r} is not understood; use {more}, signal, signal.options.*, calibrate, detect or "
+                f"replay: {word!r} is not understood; use {more}, signal, options.*, calibrate, detect or "
                 "out, as key=value"
             )
         else:
             changes.append(word)
     try:
         values = from_words(changes)
-        if values.get("signal", {}).get("name", defaults.signal.name) != defaults.signal.name:
-            defaults = replace(defaults, signal=SignalConfig())  # another signal's options are not this one's
+        if values.get("signal", defaults.signal) != defaults.signal:
+            defaults = replace(defaults, options={})  # another signal's options are not this one's
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(defaults), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
@@ -246,7 +248,7 @@ def parse(words: list[str], defaults: ControllerConfig) -> Asked:
         raise UserError("calibrate and detect: one at a time")
     if signals and not shares:
         raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
-    if signals and (options := [word for word in changes if word.startswith("signal.options.")]):
+    if signals and (options := [word for word in changes if word.startswith("options.")]):
         raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
     for name in signals:
         if name not in (*SIGNALS, "all") and ":" not in name:
@@ -393,7 +395,7 @@ def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Contro
         raise UserError(f"replay: {error}") from error
     if lacking := missing(controller.needs, tuple(norms.evidence)):
         raise UserError(
-            f"replay: signal {settings.signal.name} needs {', '.join(lacking)}, which was not recorded: train with "
+            f"replay: signal {settings.signal} needs {', '.join(lacking)}, which was not recorded: train with "
             f"records.evidence=[{','.join(lacking)}], or give your own file {'columns' if lacking[1:] else 'a column'} "
             "of that name"
         )

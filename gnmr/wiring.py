@@ -64,14 +64,14 @@ def build_controller(
 
 
 def signal_of(settings: ControllerConfig, units: list[Unit], steps: int, seed: int = 0) -> Signal:
-    """The signal of conf/controller/signal for these units."""
+    """The signal of conf/controller for these units."""
 
     def threshold(name: str) -> Threshold | None:
         main, init = getattr(settings, name), getattr(settings, f"{name}_init")
         return main if main is None or init is None else TwoStage(init, main, round(settings.init_frac * steps))
 
-    options: dict[str, Any] = dict(settings.signal.options)
-    if (name := settings.signal.name) in THRESHOLDS:
+    options: dict[str, Any] = dict(settings.options)
+    if (name := settings.signal) in THRESHOLDS:
         options = {"delta": settings.delta, "eps": settings.eps} | options
         options |= {key: threshold(key) for key in THRESHOLDS[name]}
     return build_signal(name, options, Context.of(units, settings.max_o, steps, seed, settings.hold))

@@ -37,7 +37,6 @@ CASES = {
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
     "trainig.steps=3": "Key 'trainig' not in 'Config': did you mean training?",
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; one list is training.seed=[0,1]",
-    "controller.signal=zscore": "controller.signal=zscore: chosen as a whole by controller/signal=zscore",
     "optim.transform=clip": "optim.transform=clip: chosen as a whole by optim/transform=clip",
     "+unknown=1": "Key 'unknown' not in 'Config'",
     "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
@@ -67,7 +66,7 @@ CASES = {
     "paths=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
     "paths=mxfp8": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a multiple of 32",
     "paths=sim_int4 paths.site=forward": "paths: site='forward': belongs to formats; with the recipe sim_int4 it must",
-    "paths=sim_int4 controller/signal=gap": "signal.name=gap: gap_recovery needs both paths, and paths.rec",
+    "paths=sim_int4 controller.signal=gap": "signal=gap: gap_recovery needs both paths, and paths.rec",
     "recipe=bf16 stress=noise": "stress: the low path is bf16: there is no quantizer to break",
     "recipe=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
     "recipe=fp9": "Could not find 'recipe/fp9': use one of bf16, deepseek_v3",
@@ -100,7 +99,7 @@ CASES = {
     "arm='\udcff'": "arm='\\udcff': must be text (UTF-8) without NUL",
     "hydra.run.dir=/proc/x": "hydra.run.dir, hydra.sweep.dir: /proc/x: cannot be written (No such file or directory)",
     "arm=é": "arm=é: has letters that Hydra takes in quotes only: \"arm='é'\"",
-    "controller.signal.name=../x:Y": "controller.signal.name=../x:Y: give the name, package.module:Class",
+    "controller.signal=../x:Y": "controller.signal=../x:Y: give the name, or package.module:Class",
     "run_dir=empty.txt": "run_dir=empty.txt: holds something that is no run",
     "run_dir=empty.txt/run": "empty.txt/run: cannot be written",
     "model.num_layers=99999": "makes 699,993 linears, 100,000 are the most",
@@ -110,20 +109,19 @@ CASES = {
     f"training.steps={'[' * 5000}": "training.steps: nested 5,000 deep, 50 at the most",
     "--config-dir=nowhere": "--config-dir nowhere: there is no such folder",
     # signals
-    "controller/signal=gsnr": "controller.signal.name=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
-    "controller/signal=oracle paths.recovery=null": "signal.name=oracle: true_gap needs both paths, and paths",
-    "controller.signal.name=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
-    "controller/signal=gnrm": "Could not find 'controller/signal/gnrm': use one of always_high, always_low, delta_gnmr",
-    "controller.signal.options.treshold=1": "(key controller.signal.options.treshold): use one of history, decay",
-    "controller/signal=mse +controller.signal.options.treshold=1": "mse has no option 'treshold': it has threshold",
-    "controller/signal=zscore controller.signal.options.warmup=0": "warmup=0: must be a whole number of at least",
-    "controller/signal=gap paths=int4": "name=gap: gap_recovery needs both paths, and paths.recovery is null",
-    "controller/signal=spike_share optim=scale": "signal.name=spike_share: spike_share needs Adam's second moment, opt",
-    "controller/signal=static_k controller.signal.options.calibration_steps=50": "the run has only 2 steps",
-    "controller/signal=own": "controller.signal.name=: give the name, package.module:Class",
-    "controller/signal=own controller.signal.name=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
-    "controller/signal=own controller.signal.name=nowhere:It": "No module named 'nowhere' (is its folder on PYTHON",
-    "controller/signal=own controller.signal.name=json:It": "controller: signal 'json:It': json has no class 'It'",
+    "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
+    "controller.signal=oracle paths.recovery=null": "signal=oracle: true_gap needs both paths, and paths",
+    "controller.signal=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
+    "controller.options.treshold=1": "gnmr_delta has no option 'treshold': it has alpha, beta",
+    "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold': it has threshold",
+    "controller.signal=zscore controller.options.warmup=0": "warmup=0: must be a whole number of at least",
+    "controller.signal=gap paths=int4": "signal=gap: gap_recovery needs both paths, and paths.recovery is null",
+    "controller.signal=spike_share optim=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
+    "controller.signal=static_k controller.options.calibration_steps=50": "the run has only 2 steps",
+    "controller.signal=": "controller.signal=: give the name, or package.module:Class",
+    "controller.signal=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
+    "controller.signal=nowhere:It": "No module named 'nowhere' (is its folder on PYTHON",
+    "controller.signal=json:It": "controller: signal 'json:It': json has no class 'It'",
     "variant=rank_gap": "Could not find 'variant/rank_gap': use one of adapt, always_high",
     # recorded evidence
     "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
@@ -149,9 +147,9 @@ CASES = {
     "+optim.transform.options.every=1": "optim.transform.options={'every': 1}: without effect while",
     "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of norm_clip, zclip, adagc",
     "optim/transform=clip": "Could not find 'optim/transform/clip': use one of adagc, agc",
-    "controller/signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
-    "controller/signal=own controller.signal.name=builtins:repr": "signal builtins:repr: a str is no signal",
-    "controller/signal=own controller.signal.name=pathlib:PurePath": "signal pathlib:PurePath: ",
+    "controller.signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
+    "controller.signal=builtins:repr": "signal builtins:repr: a str is no signal",
+    "controller.signal=pathlib:PurePath": "signal pathlib:PurePath: ",
     # words that choose the paths: one of them
     "recipe=fp8_hybrid hierarchy=6/8": "recipe=fp8_hybrid hierarchy=6/8: each of them chooses the paths; give one",
     "paths=int4_int8 recipe=deepseek_v3": "recipe=deepseek_v3 paths=int4_int8: each of them chooses the paths",
@@ -182,7 +180,7 @@ VALUES = {
     "controller.trigger=0": f"controller.trigger=0.0: {POSITIVE}",
     "controller.trigger=inf": f"controller.trigger=inf: {POSITIVE}",
     "controller.warmup_frac=1.0 paths.recovery=null": "=1.0: a high-fidelity warm-up needs paths.rec",
-    "controller.signal.options.alpha=2": "controller.signal.options.alpha=2: is controller.alpha",
+    "controller.options.alpha=2": "controller.options.alpha=2: is controller.alpha",
     "paths.probe_tokens=0": f"paths.probe_tokens=0: {POSITIVE}",
     "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up",
     "stress.kind=noise": "stress.rate=0.0: give windows, or a rate above 0",
@@ -191,8 +189,8 @@ VALUES = {
     "stress.kind=noise stress.rate=1 stress.share=0": f"stress.share=0.0: {POSITIVE}",
     "stress.kind=noise stress.rate=1 stress.magnitude=-1": f"stress.magnitude=-1.0: {POSITIVE}",
     "model.outlier_channels.window=[2,1]": "model.outlier_channels.window=[2, 1]: must be empty, or [first step",
-    "controller.signal.name=:It": "controller.signal.name=:It: give the name, package.module:Class",
-    "controller.signal.name=os.:It": "controller.signal.name=os.:It: give the name, package.module:Class",
+    "controller.signal=:It": "controller.signal=:It: give the name, or package.module:Class",
+    "controller.signal=os.:It": "controller.signal=os.:It: give the name, or package.module:Class",
     "controller.name=a/b": "controller.name=a/b: is part of a folder's name",
     "data.cache_dir=''": "data.cache_dir='': must be a path",
     "run_dir=~nobody-of-this-name/x": "run_dir=~nobody-of-this-name/x: there is no such user",
@@ -247,7 +245,7 @@ LONG = "a" * 256
 @pytest.mark.parametrize(
     "key",
     [
-        *("arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal.name"),
+        *("arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal"),
         *("run_dir", "runs_dir", "data.path", "data.cache_dir", "data.tokenizer", "scores.data"),
     ],
 )
@@ -298,9 +296,9 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
 @pytest.mark.parametrize(
     "words",
     [
-        "controller/signal=gsnr",
-        "controller/signal=zscore controller.signal.options.warmup=0",
-        "controller/signal=own controller.signal.name=nowhere:It",
+        "controller.signal=gsnr",
+        "controller.signal=zscore controller.options.warmup=0",
+        "controller.signal=nowhere:It",
         "records.evidence=[colour]",
         "records.monitor=[nothing]",
         "stress=noise stress.targets=[nothing]",
@@ -350,8 +348,8 @@ def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
 @pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.setattr("gnmr.training.parts._ORACLE_PARAMETERS", 20_000)
-    line = gnmr("train", *tiny_words, "controller/signal=oracle").mistake
-    assert line.startswith("controller.signal.name=oracle: runs both paths in every step, for small models: ")
+    line = gnmr("train", *tiny_words, "controller.signal=oracle").mistake
+    assert line.startswith("controller.signal=oracle: runs both paths in every step, for small models: ")
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
     assert line.endswith(f"this one has {number:,} parameters, 20,000 at the most")
     assert not (tmp_path / "runs").exists()

@@ -114,6 +114,6 @@ def test_without_any_faults_it_says_so(recorded) -> None:
 
 def test_options_of_several_signals_are_refused(recorded, tmp_path: Path) -> None:
     """They would be dropped without a word."""
-    with pytest.raises(UserError, match=r"signal\.options\.two_sided=true: of which signal\?"):
-        parse(["detect=0.1", "signal=gnmr,ema_ratio", "signal.options.two_sided=true"], ControllerConfig())
-    parse(["detect=0.1", "signal=gnmr", "signal.options.two_sided=true"], ControllerConfig())
+    with pytest.raises(UserError, match=r"options\.two_sided=true: of which signal\?"):
+        parse(["detect=0.1", "signal=gnmr,ema_ratio", "options.two_sided=true"], ControllerConfig())
+    parse(["detect=0.1", "signal=gnmr", "options.two_sided=true"], ControllerConfig())

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from gnmr import config, launch, models
 from gnmr.controller import Decision
-from gnmr.controller.signals import SIGNALS
 from gnmr.paths import convert
 from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import TrainStep
@@ -61,27 +60,16 @@ def test_no_file_of_conf_is_left_out():
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
     tested |= {"scores"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
-    nested = {"controller/signal", "optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"} | {"hierarchy/int8"}
+    nested = {"optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"} | {"hierarchy/int8"}
     assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant", "recipe", "hierarchy"}
 
 
-# ---- signals, transforms, faults: what their files say is what the classes take ----
+# ---- transforms, faults: what their files say is what the classes take ----
 
 
-def test_every_signal_has_its_file():
-    assert set(choices("controller/signal")) == {*SIGNALS, "own"}
+def test_every_transform_has_its_file():
     assert set(choices("optim/transform")) == {*TRANSFORMS, "none"}
-    assert compose("controller/signal=zscore", "optim/transform=spam").arm_name == "int4_int8-zscore-spam"
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_options_are_the_same_in_conf_and_in_replay(name):
-    """`gnmr replay signal=...` takes the class's defaults, `gnmr train controller/signal=...` those of conf/."""
-    tree = OmegaConf.to_container(OmegaConf.load(CONF / "controller" / "signal" / f"{name}.yaml"))
-    # The paper's three have keys of their own in conf/controller.
-    elsewhere = {"alpha", "beta", "delta", "eps"} if "gnmr" in name else set()
-    defaults = {key: value for key, value in SIGNALS[name].options().items() if key not in elsewhere}
-    assert tree == {"name": name, "options": defaults}
+    assert compose("controller.signal=zscore", "optim/transform=spam").arm_name == "int4_int8-zscore-spam"
 
 
 @pytest.mark.parametrize("choice", choices("stress"))

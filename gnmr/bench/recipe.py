@@ -9,7 +9,6 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import compare, same_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.config import SignalConfig
 from gnmr.controller.controller import NO_CAP
 from gnmr.errors import UserError
 from gnmr.paths import RECIPES
@@ -54,7 +53,7 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
     static = setting.static(low)
     paths = replace(static.paths, name=f"{low}_{recovery}", recovery=recovery, unit="block")
     # Its controller leaves the paths alone.
-    controller = replace(static.controller, signal=SignalConfig("always_low"), max_o=NO_CAP)
+    controller = replace(static.controller, signal="always_low", options={}, max_o=NO_CAP)
     config = replace(static, paths=paths, controller=controller)
     arms = {name: assemble(config, Path(), setting.say) for name in ("switching", "low", "recovery")}
     steps = {name: same_step(parts) for name, parts in arms.items()}

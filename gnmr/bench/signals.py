@@ -8,7 +8,7 @@ from typing import Any
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import compare
-from gnmr.config import Config, SignalConfig
+from gnmr.config import Config
 
 REFERENCE = "gnmr_delta"
 # Arm: (signal, its options, paths.probe_tokens). The last of them never measures again after its first step, so it
@@ -38,5 +38,5 @@ def signals(setting: Setting) -> list[Figure]:
 
 
 def _config(config: Config, name: str, options: dict[str, Any], probe_tokens: int) -> Config:
-    controller = replace(config.controller, signal=SignalConfig(name, options))
+    controller = replace(config.controller, signal=name, options=options)
     return replace(config, controller=controller, paths=replace(config.paths, probe_tokens=probe_tokens))

@@ -23,9 +23,10 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.config.checks import LONGEST_NAME, folder_name, place, require, storable
-from gnmr.config.controller import THRESHOLDS, ControllerConfig, SignalConfig
+from gnmr.config.controller import THRESHOLDS, ControllerConfig
 from gnmr.config.data import DataConfig
 from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
+from gnmr.config.old_words import is_old, translated
 from gnmr.config.optim import OptimConfig
 from gnmr.config.paths import BACKENDS, FORMATS, GEMMS, RECIPES, UNITS, WEIGHTS, PathsConfig
 from gnmr.config.records import RecordsConfig, ScoresConfig
@@ -53,13 +54,13 @@ __all__ = [
     "PathsConfig",
     "RecordsConfig",
     "ScoresConfig",
-    "SignalConfig",
     "StressConfig",
     "TrainingConfig",
     "config_hash",
     "flatten",
     "from_words",
     "identity",
+    "is_old",
     "load",
     "one_line",
     "read",
@@ -139,7 +140,7 @@ class Config:
             ("arm", self.arm),
             ("paths.name", self.paths.name),
             ("controller.name", self.controller.name),
-            ("controller.signal.name", self.controller.signal.name.rpartition(":")[2]),
+            ("controller.signal", self.controller.signal.rpartition(":")[2]),
             ("optim.transform.name", self.optim.transform.name),
         ):
             folder_name(key, value)
@@ -164,7 +165,7 @@ class Config:
             return self.arm
         parts = [self.paths.name]
         if self.paths.recovery is not None:
-            signal = self.controller.signal.name.rpartition(":")[2]
+            signal = self.controller.signal.rpartition(":")[2]
             parts.append(self.controller.name if signal == "gnmr_delta" else signal)
             parts += ["ranked"] if self.controller.routing == "ranked" else []
         parts += [self.optim.name] if self.optim.name != "adamw" else []
@@ -213,18 +214,19 @@ def schema() -> DictConfig:
                 unlock(child)
 
     unlock(node)
-    OmegaConf.set_struct(node.paths.recipes, False)  # its keys are the user's: they need no +
+    for free in (node.paths.recipes, node.controller.options, node.optim.options, node.optim.transform.options):
+        OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
     return node
 
 
 def load(composed: DictConfig | dict[str, Any]) -> Config:
-    """Strictly typed, frozen `Config` of a composed (or saved) tree.
+    """Strictly typed, frozen `Config` of a composed (or saved) tree, those of earlier versions too.
 
     Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
     """
     try:
         # As plain containers: a key that `+` forced into a typed node would otherwise pass as the node's own.
-        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True, throw_on_missing=True)
+        plain = OmegaConf.to_container(OmegaConf.create(translated(composed)), resolve=True, throw_on_missing=True)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
     except OmegaConfBaseException as error:
         raise UserError(one_line(error)) from error
@@ -242,8 +244,8 @@ def read(path: Path) -> Config:
         raise Damaged(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """config.yaml as it is written, of another version too. Nothing in it is resolved, imported or looked up.
+def read_tree(path: Path, as_written: bool = False) -> dict[str, Any]:
+    """config.yaml as it is written, under the keys of today. Nothing in it is resolved, imported or looked up.
 
     `Damaged` for anything but a mapping of plain values: a saved config is resolved, so an interpolation (`${`) is not
     the run's, and neither are aliases or tags.
@@ -252,7 +254,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = _plain_yaml(content(path, MAX_CONFIG))
     if not isinstance(tree, dict):
         raise Damaged(f"{path}: cannot be read (not a config: a mapping was expected)")
-    return tree
+    return tree if as_written else translated(tree)
 
 
 def _plain_yaml(text: bytes) -> Any:

@@ -7,29 +7,6 @@ from typing import Any
 
 from gnmr.config.checks import one_of, positive, require, share
 
-
-@dataclass(frozen=True)
-class SignalConfig:
-    """The risk signal (gnmr/controller/signals)."""
-
-    name: str = "gnmr_delta"
-    """One of docs/signals.md, or package.module:Class for one of your own."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """What the signal's constructor takes; its own defaults where nothing is said."""
-
-    def __post_init__(self) -> None:
-        module, colon, cls = self.name.partition(":")
-        sound = bool(self.name) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
-        require(sound, "controller.signal.name", self.name, "give the name, package.module:Class")
-        for key in ("alpha", "beta", "delta"):
-            require(
-                key not in self.options or ":" in self.name,
-                f"controller.signal.options.{key}",
-                self.options.get(key),
-                f"is controller.{key}",
-            )
-
-
 THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
 """The paper's signals, whose thresholds have keys of their own in conf/controller."""
 
@@ -40,7 +17,10 @@ class ControllerConfig:
 
     name: str = "gnmr"
     """Name of this choice, part of the arm's name."""
-    signal: SignalConfig = field(default_factory=SignalConfig)
+    signal: str = "gnmr_delta"
+    """The risk signal: one of docs/signals.md, or package.module:Class for one of your own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the signal, as its constructor takes them; its own defaults where nothing is said."""
     observe: str = "parameters"
     """What a unit's norm is taken of (gnmr/controller/observed.py): parameters (its operators'), adapter (everything
     trainable below its name) or input_grad (the gradient of its output)."""
@@ -75,6 +55,7 @@ class ControllerConfig:
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
     def __post_init__(self) -> None:
+        self._check_signal()
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             positive(f"controller.{key}", getattr(self, key), optional=True)
         one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
@@ -93,14 +74,22 @@ class ControllerConfig:
         share("controller.init_frac", self.init_frac)
         share("controller.warmup_frac", self.warmup_frac)
 
+    def _check_signal(self) -> None:
+        module, colon, cls = self.signal.partition(":")
+        sound = bool(self.signal) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
+        require(sound, "controller.signal", self.signal, "give the name, or package.module:Class")
+        for key in ("alpha", "beta", "delta"):
+            right = key not in self.options or colon != ""
+            require(right, f"controller.options.{key}", self.options.get(key), f"is controller.{key}")
+
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up of a run of `steps` steps."""
         return round(self.warmup_frac * steps)
 
     def unread(self) -> dict[str, str]:
         """Keys that choose nothing as the others stand, and the setting that makes it so."""
-        signal = f"signal.name={self.signal.name}"
-        read = THRESHOLDS.get(self.signal.name, ())
+        signal = f"signal={self.signal}"
+        read = THRESHOLDS.get(self.signal, ())
         found = {key: signal for one in ("alpha", "beta") if one not in read for key in (one, f"{one}_init")}
         if not read:
             found |= {"delta": signal, "eps": signal}
@@ -108,6 +97,6 @@ class ControllerConfig:
             found["warmup_path"] = "warmup_frac=0"
         if self.routing == "ranked":
             found["trigger"] = "routing=ranked"
-            if self.signal.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
+            if self.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
                 found["t_lock"] = "routing=ranked"
         return found

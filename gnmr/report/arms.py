@@ -24,8 +24,8 @@ BUDGET = (
     "controller.beta",
     "controller.init_frac",
     "controller.max_o",
-    "controller.signal.options.share",
-    "controller.signal.options.threshold",
+    "controller.options.share",
+    "controller.options.threshold",
 )
 """Beginnings of the controller's keys that say no more than how much is promoted."""
 _NO_MAGNITUDE = ("bit_flip", "nan", "inf")
@@ -114,7 +114,7 @@ class Arm:
     @property
     def signal(self) -> str:
         """Name of the risk signal; runs from before there was a choice have the paper's."""
-        return str(self.settings.get("controller.signal.name", "gnmr_delta"))
+        return str(self.settings.get("controller.signal", "gnmr_delta"))
 
     @property
     def ranked(self) -> bool:
@@ -248,7 +248,7 @@ def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
     told = []
     for key in keys:
         value = arm.settings.get(key)
-        if key in ("controller.signal.name", "controller.routing"):
+        if key in ("controller.signal", "controller.routing"):
             told.append(str(value))
         elif value is not None or key in ("controller.alpha", "controller.beta"):
             told.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")

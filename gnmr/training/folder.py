@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from gnmr.config import Config, config_hash, identity, read
+from gnmr.config import Config, config_hash, identity, is_old, read, read_tree
 from gnmr.disk import check_tree
 from gnmr.errors import UserError, writing
 
@@ -35,9 +35,11 @@ def check_folder(folder: Path, config: Config) -> None:
             raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
         return
     try:
-        earlier = read(saved)
+        earlier, old = read(saved), is_old(read_tree(saved, as_written=True))
     except UserError as error:
         raise UserError(f"{error}; choose another run_dir") from error
+    if old:
+        raise UserError(f"{folder} holds a run of an earlier version, which cannot continue; choose another run_dir")
     ours, theirs = identity(config), identity(earlier)
     seed = "training.seed"
     ours[seed], theirs[seed] = config.training.seed, earlier.training.seed

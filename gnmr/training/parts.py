@@ -366,7 +366,7 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
 
     def key(*names: str) -> str:
         asked = set(names) <= set(config.records.evidence)
-        return "records.evidence" if asked else f"controller.signal.name={config.controller.signal.name}"
+        return "records.evidence" if asked else f"controller.signal={config.controller.signal}"
 
     if plan.shared.engine is not None and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")

@@ -214,7 +214,7 @@ _ODD_VALUES = {
     "controller.max_o": ("many", None, [1], 10**400),
     "controller.alpha": ("x", -1, float("nan"), [1]),
     "controller.signal": (None, "x", [1]),
-    "controller.signal.options": ("x", [1], {"nosuch": 1}),
+    "controller.options": ("x", [1], {"nosuch": 1}),
     "controller.trigger": ("x", 10**400),
     "controller.delta": (2**40, 0),
     "paths": (None, "int4", [1]),
@@ -296,14 +296,14 @@ def _code() -> Iterator[Hostile]:
         def spoil(room: Room, name: str = name) -> None:
             evil_module(room, room.odd)
             evil_module(room, room.odd / "evil" / "sub") if "." in name else None
-            with_config(key_set("controller.signal.name", name))(room)
+            with_config(key_set("controller.signal", name))(room)
 
         for commands in (("report",), ("replay",), ("eval",), ("calibrate", "detect")):
             if name == "evil:X" or commands == ("replay",):
                 yield Hostile(f"code: signal {name}, {commands[0]}", spoil, commands, cwd="odd")
     yield Hostile(
         "code: signal evil:X beside",
-        several(beside, with_config(key_set("controller.signal.name", "evil:X"))),
+        several(beside, with_config(key_set("controller.signal", "evil:X"))),
         ("replay",),
     )
     for name in (
@@ -316,7 +316,7 @@ def _code() -> Iterator[Hostile]:
         "x" * 3000 + ":Y",
         "gnmr:attach",
     ):
-        spoil = with_config(key_set("controller.signal.name", name))
+        spoil = with_config(key_set("controller.signal", name))
         yield Hostile(f"code: signal {name[:20]}", spoil, ("report", "replay"))
 
     def metadata(room: Room) -> None:
@@ -646,7 +646,7 @@ def _markup() -> Iterator[Hostile]:
         "scale_name": lambda text: with_config(key_set("scale_name", text)),
         "paths.name": lambda text: with_config(key_set("paths.name", text)),
         "controller.name": lambda text: with_config(key_set("controller.name", text)),
-        "signal.name": lambda text: with_config(key_set("controller.signal.name", text)),
+        "controller.signal": lambda text: with_config(key_set("controller.signal", text)),
         "commit": lambda text: in_object("header.json", "commit", json.dumps(text)),
         "cpu": lambda text: in_object("header.json", "machine.cpu", json.dumps(text)),
         "command": lambda text: in_object("header.json", "command", json.dumps(text)),

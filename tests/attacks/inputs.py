@@ -331,7 +331,7 @@ _WRONG = {
 }
 _CHOICES = {
     *("model.name", "data.name", "paths.low", "paths.recovery", "paths.unit", "paths.site", "paths.rounding"),
-    *("paths.backend", "paths.weights", "controller.observe", "controller.routing", "controller.signal.name"),
+    *("paths.backend", "paths.weights", "controller.observe", "controller.routing", "controller.signal"),
     *("optim.name", "optim.transform.name", "stress.kind", "training.dtype", "training.device", "training.resume"),
     *("records.live", "records.wandb", "scores.path"),
 }
@@ -429,12 +429,12 @@ model=gpt data=gsm8k | model=gpt training.export_hf=true | model.checkpoint=here
 paths.recovery=null controller.warmup_frac=0.1 | paths=sim_int4 paths.site=forward | paths.unit=expert
 recipe=fp8_hybrid hierarchy=6/8 | recipe.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
 paths.recipes.mine=3 | paths.recipes.mine.nosuch.input=e4m3
-paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true | controller/signal=gap paths=int4
-controller.signal.name=../x:Y | controller.signal.name=x: | controller.signal.name=:Y | controller.signal.name=.:Y
-controller.signal.name=a..b:Y | controller.signal.name=json:It | controller.signal.name=os:system
-controller.signal.name=json:JSONDecoder | controller.signal.options.nosuch=2 | controller.signal.options.window=0
-controller.signal.options.decay=nan | controller.signal.options.history=nosuch | controller.init_frac=2
-controller/signal=static_k controller.signal.options.calibration_steps=50 | records.evidence=[colour]
+paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true | controller.signal=gap paths=int4
+controller.signal=../x:Y | controller.signal=x: | controller.signal=:Y | controller.signal=.:Y
+controller.signal=a..b:Y | controller.signal=json:It | controller.signal=os:system
+controller.signal=json:JSONDecoder | controller.options.nosuch=2 | controller.options.window=0
+controller.options.decay=nan | controller.options.history=nosuch | controller.init_frac=2
+controller.signal=static_k controller.options.calibration_steps=50 | records.evidence=[colour]
 records.monitor=[no] | stress=noise stress.windows=[[2,9]] | stress=noise stress.windows=[[1,99999999999999999999]]
 stress=noise paths=bf16 | stress=noise stress.windows=[[1,2],[2,1]]
 stress=noise stress.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
@@ -526,7 +526,7 @@ RUN max_o=much | RUN max_o=@huge | RUN t_lock=@huge | RUN t_lock=nan | sound.csv
 sound.csv eps=-1 | sound.csv trigger=nan | sound.csv init_frac=-1 | RUN alfa=1 | RUN alpha | RUN alpha=[ | RUN alpha={
 RUN alpha=${oc.env:HOME} | RUN alpha.x=1 | RUN routing=nosuch | RUN signal=nosuch | RUN signal=../x:Y | RUN signal=x:Y
 RUN signal=: | RUN signal=os:system | RUN signal=json:JSONDecoder | RUN signal=gap | RUN signal=
-RUN signal.options.nosuch=1 | RUN signal=gap,zscore | RUN calibrate=0 | RUN calibrate=2 | RUN calibrate=nan
+RUN options.nosuch=1 | RUN signal=gap,zscore | RUN calibrate=0 | RUN calibrate=2 | RUN calibrate=nan
 RUN calibrate= | RUN calibrate=0.1,much | RUN detect=0.1,0.2 | RUN detect=much | RUN calibrate=0.1 detect=0.1
 RUN calibrate=0.1 signal=nosuch,gap | RUN out= | RUN out=empty_folder | RUN out=nowhere/x | RUN out=/proc/x
 RUN out=plain_file/x | RUN out=@300 | RUN calibrate=0.1 out=plain_file | RUN calibrate=0.1 out=/proc/x

@@ -26,7 +26,7 @@ SETTINGS = {
     "training.batch_size": 8,
     "training.accumulation": 1,
     "training.steps": 100,
-    "controller.signal.name": "gnmr_delta",
+    "controller.signal": "gnmr_delta",
     "controller.routing": "thresholded",
     "controller.trigger": 1.0,
     "controller.alpha": 1.5,
@@ -58,7 +58,7 @@ class Recorded:
         merged = SETTINGS | {"paths.name": paths, "paths.low": low, "paths.recovery": recovery} | given
         parts = [paths]
         if recovery:
-            parts.append(str(merged["controller.signal.name"]).replace("gnmr_delta", "gnmr"))
+            parts.append(str(merged["controller.signal"]).replace("gnmr_delta", "gnmr"))
             parts += ["ranked"] if merged["controller.routing"] == "ranked" else []
         parts += [str(given["optim.transform.name"])] if given.get("optim.transform.name") else []
         for seed, loss in enumerate(losses):

@@ -138,7 +138,7 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     tree = yaml.safe_load((odd / "config.yaml").read_text())
-    tree["controller"]["signal"]["name"] = "folders_own:Own"
+    tree["controller"]["signal"] = "folders_own:Own"
     (odd / "config.yaml").write_text(yaml.safe_dump(tree))
     for words in ([], ["calibrate=0.1"], ["detect=0.1"]):
         assert "its signal folders_own:Own would be imported" in gnmr("replay", str(odd), *words).mistake
@@ -150,7 +150,7 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
 
 @pytest.mark.parametrize("name", ["../x:Y", ".x:Y", "a b:Y", ":Y", "x:Y.z"])
 def test_a_signal_that_is_no_module(name: str, odd: Path, gnmr) -> None:
-    assert "give the name, package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
+    assert "give the name, or package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
 
 
 # ---- odd contents ----

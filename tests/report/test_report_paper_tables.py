@@ -18,9 +18,9 @@ Write = Callable[..., Path]
 TABLE_5: dict[str, Any] = {"controller__beta": None, "optim__lr": 2.5e-3}
 STAGES = {"controller__alpha_init": 1.5, "controller__alpha": 1.1}
 ADAPT: dict[str, Any] = {
-    "controller__signal__name": "static_k",
-    "controller__signal__options__k_frac": 0.25,
-    "controller__signal__options__calibration_frac": 0.05,
+    "controller__signal": "static_k",
+    "controller__options__k_frac": 0.25,
+    "controller__options__calibration_frac": 0.05,
     "controller__warmup_frac": 0.05,
     "controller__warmup_path": "16bit",
     "paths__unit": "block",
@@ -63,7 +63,7 @@ def test_the_papers_perplexity_needs_the_papers_arm(write_run: Write, comparison
         "optimizer": {"optim.name": "scale"},
         "clipping": {"optim.clip_norm": 1.0},
         "rate": {"optim.lr": 0.1},
-        "history": {"controller.signal.options.history": "ema"},
+        "history": {"controller.options.history": "ema"},
     }
     write_run(arm="int4_int8", scale="60m", experiment="own", settings={"optim.lr": 2.5e-3})
     for place, settings in enumerate(cases.values()):
@@ -170,7 +170,7 @@ def test_table_10_has_the_static_baseline_between_its_neighbours() -> None:
         runs.add(arm, math.log(35), training__steps=10_000)
     assert table_10("stress", runs.comparisons()).rows == [], "no static baseline, no table"
     for signal in ("static_k", "gsnr"):
-        runs.add("int4_int8", math.log(60), **ADAPT | {"controller__signal__name": signal})
+        runs.add("int4_int8", math.log(60), **ADAPT | {"controller__signal": signal})
     assert notes(table_10("stress", runs.comparisons())).startswith("The paper's figures"), "no other baseline is there"
     before = {key: value for key, value in ADAPT.items() if key != "controller__warmup_path"}  # as in old records
     runs.add("int4_int8", math.log(50), **before | {"paths__unit": "operator"})
@@ -190,11 +190,11 @@ def test_table_10_has_the_static_baseline_between_its_neighbours() -> None:
         {"controller__warmup_frac": 0.0},
         {"controller__warmup_path": "recovery"},
         {"paths__unit": "operator"},
-        {"controller__signal__options__calibration_frac": 0.1},
-        {"controller__signal__options__calibration_steps": 400},
-        {"controller__signal__options__k_frac": None, "controller__max_o": 2},
-        {"controller__signal__options__k": 3},
-        {"controller__signal__options__share": 0.1},
+        {"controller__options__calibration_frac": 0.1},
+        {"controller__options__calibration_steps": 400},
+        {"controller__options__k_frac": None, "controller__max_o": 2},
+        {"controller__options__k": 3},
+        {"controller__options__share": 0.1},
         {"paths__low": "e2m3"},
         {"optim__name": "scale"},
     ],
@@ -212,7 +212,7 @@ def test_table_11_needs_the_papers_settings(changed: dict[str, Any]) -> None:
     runs = Recorded(scale="130m")
     rate = {"optim__lr": 3e-3}
     runs.add("int4_int8", 3.0, **rate | changed)
-    runs.add("int4_int8", 3.0, **rate | changed, controller__signal__name="random")
+    runs.add("int4_int8", 3.0, **rate | changed, controller__signal="random")
     assert len(table_11(runs.comparisons()[0]).rows) == 2
 
 
@@ -220,10 +220,10 @@ def test_table_11_has_the_signals_on_one_actuator() -> None:
     runs = Recorded(scale="130m")
     cost = {"hit_max_o_frac": 0.0125, "steps": 4, "wall_time_s": 2.0}
     rate = {"optim__lr": 3e-3}  # E.5
-    gsnr = {"controller__signal__name": "gsnr", "controller__routing": "ranked"}
+    gsnr = {"controller__signal": "gsnr", "controller__routing": "ranked"}
     runs.add("int4_int8", math.log(24), promoted=0.004, summary=cost | {"peak_memory_bytes": 3_732_400_000}, **rate)
     runs.add("int4_int8", math.log(25), promoted=0.004, summary=cost, **gsnr, **rate)
-    runs.add("int4_int8", math.log(26), controller__signal__name="random", controller__max_o=3, **rate)
+    runs.add("int4_int8", math.log(26), controller__signal="random", controller__max_o=3, **rate)
     assert table_11(runs.comparisons()[0]).rows == [
         ["int4_int8-gnmr", "24.000 ± -", "0.0040", "0.0125", "0.5000", "3732"],
         ["  the paper's", "23.685", "0.0040", "0.0043", "0.9972", "3732"],

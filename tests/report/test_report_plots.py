@@ -72,7 +72,7 @@ def test_runs_that_broke_are_drawn(write_run: Write, tmp_path: Path) -> None:
 
 
 def test_signals_without_gnmr_and_quality_against_promotion(write_run: Write, tmp_path: Path) -> None:
-    gap = {"controller.signal.name": "gap", "controller.trigger": 2.0}
+    gap = {"controller.signal": "gap", "controller.trigger": 2.0}
     write_run(steps=12, gnmr=ratios(12, 2), settings=gap, columns=("gap",), summary={"promotion_frac": 0.01})
     write_run(steps=12, ratios=False, summary={"promotion_frac": 0.1})
     write_run(steps=12, ratios=False, arm="int8")

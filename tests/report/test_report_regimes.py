@@ -38,7 +38,7 @@ class Map(Recorded):
 
     def routed(self, loss: float, random: float) -> None:
         self.arm("int4_int8", loss)
-        self.arm("int4_int8", random, controller__signal__name="random")
+        self.arm("int4_int8", random, controller__signal="random")
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_closed_gap_that_random_closes_too_is_told(runs: Map) -> None:
     runs.arm("int4", 3.1, optim__lr=2e-3)
     runs.arm("int8", 3.0, optim__lr=2e-3)
     runs.arm("int4_int8", 3.0, optim__lr=2e-3)
-    runs.arm("int4_int8", 3.0, controller__signal__name="random", optim__lr=2e-3)
+    runs.arm("int4_int8", 3.0, controller__signal="random", optim__lr=2e-3)
     (table,) = regime_tables(runs.comparisons())
     assert table.columns[3:] == ["gnmr", "random"]
     assert table.rows[0][3] == "closes the gap\nno better than random\n100 % @ 1.0 %"
@@ -210,7 +210,7 @@ def test_columns_are_arms_that_stand_in_two_cells(runs: Map) -> None:
     for rate in (1e-3, 2e-3):
         bounds(runs, optim__lr=rate)
         runs.arm("int4_int8", 3.05, optim__lr=rate)
-    runs.arm("int4_int8", 3.0, optim__lr=2e-3, controller__signal__name="gap")
+    runs.arm("int4_int8", 3.0, optim__lr=2e-3, controller__signal="gap")
     assert [list(cell["arms"]) for cell in regime_cells(runs.comparisons())] == [["gnmr"], ["gnmr"]]
     (table,) = regime_tables(runs.comparisons())
     assert table.columns == ["cell", "seeds", "static low", "gnmr"]
@@ -280,7 +280,7 @@ def test_arms_that_differ_in_hold_are_two(runs: Map) -> None:
         bounds(runs, optim__lr=rate)
         for hold in holds:
             runs.arm("int4_int8", 3.03, optim__lr=rate, controller__hold=hold)
-        runs.arm("int4_int8", 3.06, optim__lr=rate, controller__hold=20, controller__signal__name="random")
+        runs.arm("int4_int8", 3.06, optim__lr=rate, controller__hold=20, controller__signal="random")
     cells = regime_cells(runs.comparisons())
     assert [list(cell["arms"]) for cell in cells] == [
         ["gnmr hold=1", "gnmr hold=20", "random"],
@@ -296,8 +296,8 @@ def test_arms_that_differ_in_hold_are_two(runs: Map) -> None:
 def test_records_without_hold_hold_for_a_step(runs: Map) -> None:
     bounds(runs)
     runs.arm("int4_int8", 3.03)
-    runs.arm("int4_int8", 3.06, controller__signal__name="random", controller__hold=1)
-    runs.arm("int4_int8", 3.0, controller__signal__name="random", controller__hold=20)
+    runs.arm("int4_int8", 3.06, controller__signal="random", controller__hold=1)
+    runs.arm("int4_int8", 3.0, controller__signal="random", controller__hold=20)
     (cell,) = regime_cells(runs.comparisons())
     assert cell["arms"]["gnmr"]["vs_random"] == "better"
 
@@ -308,7 +308,7 @@ def test_a_budget_is_told_where_a_cell_has_several(runs: Map) -> None:
         bounds(runs, optim__lr=rate)
         runs.arm("int4_int8", 3.03, optim__lr=rate, controller__trigger=trigger)
         for share in (0.01, 0.05):
-            signal = {"controller__signal__name": "random", "controller__signal__options__share": share}
+            signal = {"controller__signal": "random", "controller__options__share": share}
             runs.arm("int4_int8", 3.06, optim__lr=rate, promoted=share, **signal)
     assert [list(cell["arms"]) for cell in regime_cells(runs.comparisons())] == [
         ["gnmr", "random share=0.01", "random share=0.05"]
@@ -324,7 +324,7 @@ def test_a_sentence_to_quote(runs: Map) -> None:
     ):
         bounds(runs, low, optim__lr=rate)
         runs.arm("int4_int8", gnmr, optim__lr=rate)
-        runs.arm("int4_int8", random, optim__lr=rate, controller__signal__name="random")
+        runs.arm("int4_int8", random, optim__lr=rate, controller__signal="random")
     told = summary(regime_cells(runs.comparisons()))
     assert told == (
         "In 3 of 4 cells the static low path is hurt, in 1 fine. Where it is hurt or failed: gnmr closes at least 90 % "

@@ -133,7 +133,7 @@ def test_diverged_runs_stand_in_the_tables(runs: Recorded) -> None:
 
 def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
     """Of three random arms the one with the nearest promotion; no test where that is over 10 % of the larger away."""
-    random = {"controller__signal__name": "random"}
+    random = {"controller__signal": "random"}
     runs.add("int4", 3.0, 3.1, 3.2)
     runs.add("int4_int8", 2.9, 2.99, 3.11, promoted=0.010)
     for max_o, share in ((1, 0.0095), (2, 0.012), (3, 0.05)):
@@ -160,7 +160,7 @@ def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
 @pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])
 def test_a_budget_is_the_same_within_a_tenth_of_the_larger(runs: Recorded, share: float, meets: bool) -> None:
     runs.add("int4_int8", 3.0, promoted=0.01)
-    runs.add("int4_int8", 3.0, promoted=share, controller__signal__name="random")
+    runs.add("int4_int8", 3.0, promoted=share, controller__signal="random")
     (comparison,) = runs.comparisons()
     gnmr = next(arm for arm in comparison.arms if arm.signal != "random")
     assert (comparison.random(gnmr) is not None) == meets
@@ -172,7 +172,7 @@ def test_an_arm_that_diverged_throughout_meets_its_random_arm(runs: Recorded, lo
     finite, none = [2.9] * 5, [None] * 5
     runs.add("int4", *[3.0] * 5)
     runs.add("int4_int8", *(none if lost == "gnmr" else finite))
-    runs.add("int4_int8", *(none if lost == "random" else finite), controller__signal__name="random")
+    runs.add("int4_int8", *(none if lost == "random" else finite), controller__signal="random")
     (comparison,) = runs.comparisons()
     table = against_random(comparison)
     told = row(table, "int4_int8-gnmr")
@@ -194,7 +194,7 @@ def test_promotion_is_over_seeds_that_ended(runs: Recorded) -> None:
 
 def test_a_recovery_arm_that_lost_a_seed_at_once_is_still_static(runs: Recorded) -> None:
     """Its first step is on the low path, which is much of a short run."""
-    runs.add("int4_int8", 3.0, None, promoted=0.998, controller__signal__name="always_high")
+    runs.add("int4_int8", 3.0, None, promoted=0.998, controller__signal="always_high")
     runs.runs[1].__dict__["summary"]["promotion_frac"] = 0.9
     assert [arm.always for arm in runs.comparisons()[0].arms] == ["int8"]
 
@@ -202,7 +202,7 @@ def test_a_recovery_arm_that_lost_a_seed_at_once_is_still_static(runs: Recorded)
 def test_arms_without_a_static_low_arm_are_named(runs: Recorded) -> None:
     runs.add("int4", 3.0)
     runs.add("int4_int8", 2.9)
-    runs.add("int4_int8", 2.9, controller__signal__name="gap")
+    runs.add("int4_int8", 2.9, controller__signal="gap")
     runs.add("int8_bf16", 2.9)
     assert "a seed that ended: int8_bf16-gnmr." in notes(tradeoff(runs.comparisons()[0]))
 
@@ -226,7 +226,7 @@ def test_quality_against_promotion(runs: Recorded) -> None:
     for trigger, share, loss in ((1.0, 0.1, 2.85), (2.0, 0.01, 2.95)):
         settings = {"controller__trigger": trigger}
         runs.add("int4_int8", loss, loss, promoted=share, **settings)
-    gap = {"controller__signal__name": "gap", "controller__routing": "ranked"}
+    gap = {"controller__signal": "gap", "controller__routing": "ranked"}
     runs.add("int4_int8", 2.9, None, promoted=0.05, **gap)
     (comparison,) = runs.comparisons()
     assert [(cells[0], cells[1], *cells[3:]) for cells in tradeoff(comparison).rows] == [
@@ -265,7 +265,7 @@ def test_a_curve_is_one_signals_budgets(runs: Recorded) -> None:
     """Random's share is its budget; how long a set is held makes another curve."""
     runs.add("int4", 3.0, 3.0)
     for share in (0.01, 0.05):
-        signal = {"controller__signal__name": "random", "controller__signal__options__share": share}
+        signal = {"controller__signal": "random", "controller__options__share": share}
         runs.add("int4_int8", 2.9, 2.9, promoted=share, controller__max_o=28, **signal)
     for hold in (1, 20):
         runs.add("int4_int8", 2.9, 2.9, promoted=0.01 * hold, controller__hold=hold)
@@ -280,7 +280,7 @@ def test_a_curve_is_one_signals_budgets(runs: Recorded) -> None:
 def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recorded) -> None:
     runs.add("int4", 3.0)
     runs.add("int4_int8", 2.95)
-    high = {"controller__signal__name": "always_high"}
+    high = {"controller__signal": "always_high"}
     runs.add("int4_int8", 2.9, promoted=0.995, **high)
     (comparison,) = runs.comparisons()
     (table,) = against_baseline(comparison)
@@ -365,7 +365,7 @@ def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
 
 def test_shares_over_threshold_of_other_signals_and_of_old_records(write_run: Write, comparisons: Callable) -> None:
     """A signal has its own columns, or none; records from before there was a choice have two fixed fields."""
-    gsnr = {"controller.signal.name": "gsnr"}
+    gsnr = {"controller.signal": "gsnr"}
     write_run(settings=gsnr, summary={"over_frac": {"gsnr": 0.02}})
     old = write_run(summary={"gnmr_over_frac": 0.01, "delta_gnmr_over_frac": 0.03})
     blind = write_run(arm="bf16")

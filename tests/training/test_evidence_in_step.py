@@ -85,7 +85,7 @@ def test_true_gap_is_the_squared_distance_of_two_runs_gradients(words, assembled
 
 def test_true_gap_whatever_is_in_force(assembled, one_path, blocks_of):
     """In a step in which some units are on the recovery path, and the others not."""
-    parts = assembled(FP32, "records.evidence=[true_gap]", "controller.signal.name=random")
+    parts = assembled(FP32, "records.evidence=[true_gap]", "controller.signal=random")
     step, batches = train_step(parts), blocks_of(parts, 4).split(2)
     step([batches[0]], LR)
     low, high = (gradients(one_path(parts, fmt, FP32), [batches[1]]) for fmt in ("int4", "int8"))
@@ -187,7 +187,7 @@ def test_a_skipped_step_moves_nothing(assembled, blocks_of):
 @pytest.mark.parametrize("transform", [[], ["optim.transform.name=norm_clip", "optim.transform.options.max_norm=1e-6"]])
 def test_spike_share_is_of_the_gradient_that_backward_left(transform, assembled, blocks_of):
     """Second moments made small in one unit, so that some of its coordinates spike; clipping comes after."""
-    words = [FP32, "controller.signal.name=always_low"]
+    words = [FP32, "controller.signal=always_low"]
     parts, twin = assembled(*words, *transform, "records.evidence=[spike_share]"), assembled(*words)
     step, batches = train_step(parts), blocks_of(parts, 4).split(2)
     assert set(shown(step([batches[0]], LR), "spike_share").values()) == {0.0}  # no moments yet
@@ -246,7 +246,7 @@ def test_a_sample_of_the_tokens(assembled, blocks_of):
 
 def test_a_signal_that_measures_every_third_step(assembled, blocks_of):
     """Its column stands still in between, unless the records ask for the evidence in every step."""
-    words = ["controller.signal.name=gap", "controller.signal.options.every=3"]
+    words = ["controller.signal=gap", "controller.options.every=3"]
     for more in ([], ["records.evidence=[gap_low]"]):
         parts = assembled(*words, *more)
         step = train_step(parts)
@@ -290,7 +290,7 @@ def test_recording_everything_changes_no_bit(name, train, tmp_path):
 @pytest.mark.slow
 def test_the_oracle_leaves_no_trace(train, tmp_path):
     """What a signal needs is measured as what is recorded is: a run whose sets are fixed does not depend on it."""
-    words = ["training.steps=5", "paths.rounding=stochastic", "controller.signal.name=always_low"]
+    words = ["training.steps=5", "paths.rounding=stochastic", "controller.signal=always_low"]
     plain, watched = (
         train(tmp_path / kind, *words, *more) for kind, more in (("a", []), ("b", ["records.evidence=[true_gap]"]))
     )
@@ -298,7 +298,7 @@ def test_the_oracle_leaves_no_trace(train, tmp_path):
     assert losses[0] == losses[1]
     a, b = everything(plain)["state"], everything(watched)["state"]
     assert differences(a, b) == []
-    ranked = train(tmp_path / "c", *words[:2], "controller.signal.name=oracle", "controller.routing=ranked")
+    ranked = train(tmp_path / "c", *words[:2], "controller.signal=oracle", "controller.routing=ranked")
     assert read_json(ranked / "summary.json")["promotion_frac"] == pytest.approx(2 / 7 * 4 / 5)
     first = columns(ranked, 1)["true_gap"]
     assert first == columns(watched, 1)["true_gap"]  # nothing was in force yet
@@ -309,8 +309,8 @@ def test_the_oracle_leaves_no_trace(train, tmp_path):
 HISTORIES = {
     "gsnr": ["training.accumulation=2"],
     "update_norm": [],
-    "static_k": ["controller.signal.options.calibration_steps=4"],
-    "gap": ["controller.signal.options.variant=times_gnmr", "controller.signal.options.every=2"],
+    "static_k": ["controller.options.calibration_steps=4"],
+    "gap": ["controller.options.variant=times_gnmr", "controller.options.every=2"],
 }
 
 
@@ -325,7 +325,7 @@ def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
             raise ZeroDivisionError
         return plain(self, *args)
 
-    words = ["training.steps=6", f"controller.signal.name={name}", "controller.routing=ranked", *HISTORIES[name]]
+    words = ["training.steps=6", f"controller.signal={name}", "controller.routing=ranked", *HISTORIES[name]]
     want = everything(train(tmp_path / "whole", *words))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(TrainStep, "__call__", call)
@@ -339,7 +339,7 @@ def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
 def test_what_was_recorded_gives_the_sets_again(name, train, gnmr, tmp_path):
     """`gnmr replay` of a run whose signal reads more than norms, or the seed."""
     needs = ",".join(SIGNALS[name].needs)
-    words = ["training.steps=8", "training.seed=3", f"controller.signal.name={name}", f"records.evidence=[{needs}]"]
+    words = ["training.steps=8", "training.seed=3", f"controller.signal={name}", f"records.evidence=[{needs}]"]
     folder = train(tmp_path / "run", *words, "controller.routing=ranked", *HISTORIES.get(name, []))
     out = tmp_path / "out.jsonl"
     assert gnmr("replay", str(folder), f"out={out}").code == 0

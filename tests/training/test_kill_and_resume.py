@@ -41,9 +41,9 @@ DELAYED = [*MOE, "model.experts.number=4", "paths.low=fp8_delayed", "paths.recov
 REAL = ["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=scaled_mm", "training.accumulation=2"]
 """In eight bits, which CPUs have too."""
 BLOCKS = ["model.num_layers=4", "paths.low=sim_e2m1", "paths.recovery=fp8_delayed", "paths.unit=block"]
-ADAPT = ["model.num_layers=4", "paths.unit=block", "controller.signal.name=static_k", "controller.routing=ranked"]
+ADAPT = ["model.num_layers=4", "paths.unit=block", "controller.signal=static_k", "controller.routing=ranked"]
 ADAPT += ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "controller.max_o=4"]
-ADAPT += ["controller.signal.options.calibration_frac=0.5", "controller.signal.options.k_frac=0.25"]
+ADAPT += ["controller.options.calibration_frac=0.5", "controller.options.k_frac=0.25"]
 """Four steps in 16 bits, in which blocks are ranked."""
 Hook = Callable[[], None]
 

@@ -80,7 +80,7 @@ def test_an_expert_without_tokens_is_unobserved_and_keeps_its_history(assembled,
 
 
 def test_an_expert_of_one_micro_batch_alone_is_observed(assembled, step_of):
-    parts = assembled(*FIXED, "training.accumulation=2", "controller.signal.name=gsnr")
+    parts = assembled(*FIXED, "training.accumulation=2", "controller.signal=gsnr")
     here, there = (torch.full((2, 17), token) for token in (5, 7))
     step = step_of(parts)
     together = busy_experts(step([here, there], LR))
@@ -112,7 +112,7 @@ def test_a_nonfinite_loss_is_told_by_the_first_module(name, assembled, blocks_of
         ["training.dtype=float32", "training.activation_checkpointing=true"],
         ["paths.site=forward", "paths.rounding=stochastic", "training.accumulation=2"],
         ["optim.name=scale", "model.experts.normalized=false", "model.experts.top_k=1"],
-        ["controller.signal.name=oracle", "paths.site=forward", "controller.routing=ranked", "paths.low=int2"],
+        ["controller.signal=oracle", "paths.site=forward", "controller.routing=ranked", "paths.low=int2"],
         ["optim.transform.name=spam", "optim.clip_norm=0.1", "records.evidence=[mse,gap_exact,spike_share]"],
         ["stress.kind=noise", "stress.windows=[[2,3]]", "stress.targets=[experts.0.*]"],
         ["model.experts.number=40", "model.outlier_channels.number=2", "model.outlier_channels.gain=16"],

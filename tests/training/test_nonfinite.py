@@ -180,7 +180,7 @@ def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampere
         parts.model.get_submodule("layers.1.input_layernorm").register_forward_hook(hook)
 
     tampered(infect)
-    words = [TWO_LAYERS, *MOE_DELAYED, "controller.signal.name=always_low"]
+    words = [TWO_LAYERS, *MOE_DELAYED, "controller.signal=always_low"]
     folder = train(tmp_path / "run", *words)
     rows = read_jsonl(folder / "steps.jsonl")
     assert [row["skipped"] for row in rows] == [row["step"] == 3 for row in rows]

@@ -108,4 +108,4 @@ def test_a_senseless_choice(tiny: Callable, assembled: Callable) -> None:
     with pytest.raises(UserError, match=r"controller.observe=weights: must be one of parameters, adapter, input_grad"):
         tiny("controller.observe=weights")
     with pytest.raises(UserError, match=r"controller: micro_square is of the gradients of the units' parameters"):
-        assembled("controller.observe=input_grad", "controller.signal.name=gsnr", "training.accumulation=2")
+        assembled("controller.observe=input_grad", "controller.signal=gsnr", "training.accumulation=2")

@@ -227,7 +227,7 @@ def test_saturation_is_recorded(train, tmp_path):
         ["model.num_layers=2", "paths.unit=block", "paths.low=fp8_hybrid", "paths.recovery=bf16", "controller.max_o=1",
          "stress.kind=scale_down", "stress.magnitude=8", "stress.windows=[[2,3]]"],
         ["model.num_layers=2", "paths.unit=block", "paths.low=sim_e2m1", "paths.recovery=fp8_hybrid",
-         "controller.max_o=1", "controller.signal.name=gap", "controller.routing=ranked", "paths.probe_tokens=3",
+         "controller.max_o=1", "controller.signal=gap", "controller.routing=ranked", "paths.probe_tokens=3",
          "training.accumulation=2",
          "records.evidence=[gap_low,gap_recovery,gap_exact,underflow,mse,input_std]"],
         ["model.name=moe", "model.experts.number=4", "paths.unit=expert", "paths.targets=[experts.*]"],
@@ -257,7 +257,7 @@ HYBRID = ["model.num_layers=3", "paths.unit=block", "paths.low=fp8_hybrid", "pat
 
 def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, tmp_path):
     """And nowhere else; recovered, the block is not hit."""
-    words = [*HYBRID, "controller.signal.name=always_low", "records.evidence=[mse,gap_low,gap_recovery]"]
+    words = [*HYBRID, "controller.signal=always_low", "records.evidence=[mse,gap_low,gap_recovery]"]
     stress = ["stress.kind=scale_down", "stress.magnitude=64", "stress.targets=[layers.1]", "stress.windows=[[3,2]]"]
     plain, struck = train(tmp_path / "plain", *words), train(tmp_path / "struck", *words, *stress)
     assert [row["unit"] for row in read_jsonl(struck / "faults.jsonl")] == ["layers.1"]
@@ -270,7 +270,7 @@ def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, t
     rows = read_jsonl(struck / "steps.jsonl")
     assert [row["saturation"]["input"][0] > 0 for row in rows] == [step in (3, 4) for step in range(1, 9)]
 
-    high = ["controller.signal.name=always_high", "controller.max_o=3"]
+    high = ["controller.signal=always_high", "controller.max_o=3"]
     losses = [
         [row["loss"] for row in read_jsonl(train(tmp_path / f"high{i}", *HYBRID, *high, *more) / "steps.jsonl")]
         for i, more in enumerate(([], stress))
@@ -279,7 +279,7 @@ def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, t
 
 
 def test_the_gap_finds_the_block_that_fails(train, tmp_path):
-    words = ["controller.signal.name=gap", "controller.routing=ranked", "controller.max_o=1"]
+    words = ["controller.signal=gap", "controller.routing=ranked", "controller.max_o=1"]
     stress = ["stress.kind=scale_down", "stress.magnitude=64", "stress.targets=[layers.1]", "stress.windows=[[3,3]]"]
     ratios = read_ratios(train(tmp_path / "run", *HYBRID, *words, *stress)).to_pylist()
     active = {row["step"]: row["unit"] for row in ratios if row["active"]}

@@ -102,10 +102,10 @@ def test_a_folder_of_another_config_is_refused(word, line, copied, train):
     ],
 )
 def test_an_option_that_only_one_of_both_has_is_a_difference(there, here, line, tiny, tmp_path):
-    words = [[f"controller.signal.options.{word}"] if word else [] for word in (there, here)]
+    words = [[f"controller.options.{word}"] if word else [] for word in (there, here)]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(tiny(*words[0])))))
-    with pytest.raises(UserError, match=f"controller.signal.options.{line}"):
+    with pytest.raises(UserError, match=f"controller.options.{line}"):
         run(tiny(f"run_dir={tmp_path / 'run'}", *words[1]), lambda _: None)
 
 
@@ -237,8 +237,8 @@ def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tm
     [
         (["paths.low=deepseek_v3", "paths.recovery=bf16"], "has 32 inputs: the recipe deepseek_v3 needs a multiple of"),
         (["paths.low=fp8_hybrid", "paths.recovery=bf16", "paths.backend=int_mm"], "backend='int_mm'"),
-        (["controller.signal.name=gap", "paths.recovery=null"], "needs both paths"),
-        (["controller.signal.name=nothing"], "controller: "),
+        (["controller.signal=gap", "paths.recovery=null"], "needs both paths"),
+        (["controller.signal=nothing"], "controller: "),
         (["stress.kind=noise", "stress.windows=[[2,1]]", "stress.targets=[nothing]"], "stress: "),
         (["records.monitor=[nothing]"], "records.monitor: "),
         (
@@ -246,8 +246,8 @@ def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tm
             "records.evidence: gap_exact holds",
         ),
         (
-            ["training.activation_checkpointing=true", "controller.signal.name=gap_exact"],
-            "controller.signal.name=gap_exact: gap_exact holds a copy",
+            ["training.activation_checkpointing=true", "controller.signal=gap_exact"],
+            "controller.signal=gap_exact: gap_exact holds a copy",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_windows_are_recorded(train, tmp_path):
 
 def test_drawn_windows_are_recorded_and_are_those_that_strike(train, tmp_path):
     """Each unit's mse, which nothing but a fault makes so large, stands out in exactly the recorded unit-steps."""
-    quiet = ["controller.signal.name=always_low", "records.evidence=[mse]", "optim.lr=1e-9"]
+    quiet = ["controller.signal=always_low", "records.evidence=[mse]", "optim.lr=1e-9"]
     words = ["stress.kind=scale_up", "stress.magnitude=1000", "stress.rate=100", "stress.duration=2"]
     plain, struck = train(tmp_path / "plain", *quiet), train(tmp_path / "struck", *quiet, *words)
     windows = faults_of(struck)
@@ -88,7 +88,7 @@ def test_drawn_windows_are_recorded_and_are_those_that_strike(train, tmp_path):
 @pytest.mark.parametrize("site", ["saved", "forward"])
 def test_a_run_is_as_without_until_the_first_window(site, train, tmp_path):
     """A fault on what is saved shows in the hit unit's gradient alone at first; the loss shows it a step later."""
-    common = [f"paths.site={site}", "training.dtype=float32", "controller.signal.name=always_low"]
+    common = [f"paths.site={site}", "training.dtype=float32", "controller.signal=always_low"]
     plain = train(tmp_path / "plain", *common)
     struck = train(tmp_path / "struck", *common, *stress("scale_up", (4, 2), magnitude=50))
     losses = [steps_of(folder, "loss") for folder in (plain, struck)]
@@ -108,7 +108,7 @@ def test_a_run_is_as_without_until_the_first_window(site, train, tmp_path):
 )
 def test_nothing_on_the_recovery_path_is_hit(kind, rounding, train, tmp_path):
     """Every unit under warm-up throughout: to the last bit the run without faults."""
-    high = ["controller.signal.name=always_high", "controller.warmup_frac=1.0", f"paths.rounding={rounding}"]
+    high = ["controller.signal=always_high", "controller.warmup_frac=1.0", f"paths.rounding={rounding}"]
     high += ["training.steps=4", "training.accumulation=2"]
     plain = everything_but_faults(train(tmp_path / "plain", *high))
     struck = train(tmp_path / "struck", *high, *stress(kind, (1, 4), targets="*"))
@@ -118,7 +118,7 @@ def test_nothing_on_the_recovery_path_is_hit(kind, rounding, train, tmp_path):
 
 def test_units_that_are_in_recovery_in_time_are_not_hit(train, tmp_path):
     """first_last keeps q and k on the recovery path from step 2 on; v, which reads the same tensor, stays low."""
-    words = ["controller.signal.name=first_last", "controller.routing=ranked", "training.dtype=float32"]
+    words = ["controller.signal=first_last", "controller.routing=ranked", "training.dtype=float32"]
     plain = train(tmp_path / "plain", *words)
     assert all(active == (t > 1) for t in range(1, 9) for active in [_on(plain, t, "q_proj"), _on(plain, t, "k_proj")])
     spared = train(tmp_path / "spared", *words, *stress("scale_up", (2, 7), targets="q_proj,k_proj", magnitude=50))
@@ -191,7 +191,7 @@ def test_units_that_touch_no_outlier_channel_are_not_at_risk(train, tmp_path):
 def test_the_true_gap_sees_the_fault(train, tmp_path):
     """Both paths are run with the fault armed, and it is struck no differently for that."""
     fault = stress("scale_up", (4, 2), magnitude=50)
-    words = ["controller.signal.name=always_low", "optim.lr=1e-9", *fault]
+    words = ["controller.signal=always_low", "optim.lr=1e-9", *fault]
     watched = train(tmp_path / "watched", *words, "records.evidence=[true_gap]")
     gaps = [row[UP] for row in by_unit(watched, "true_gap")]
     assert min(gaps[3:5]) > 3 * max(*gaps[:3], *gaps[5:])
@@ -227,7 +227,7 @@ STOPS: dict[str, tuple[int, list[str]]] = {
     "between_two_windows": (7, stress("noise", (2, 2), (8, 1), targets="up_proj,v_proj", magnitude=3)),
     "random_bits": (5, [*stress("bit_flip", (2, 6), targets="*", share=0.2), "paths.rounding=stochastic"]),
     "drawn": (5, ["stress.kind=scale_down", "stress.magnitude=30", "stress.rate=150", "stress.duration=3"]),
-    "skipped_steps": (6, [*stress("inf", (4, 4)), "controller.signal.name=always_low"]),
+    "skipped_steps": (6, [*stress("inf", (4, 4)), "controller.signal=always_low"]),
     "stale_scale": (5, stress("stale_scale", (4, 4), targets="*", history=3)),
     "stale_scale_forward": (8, [*stress("stale_scale", (5, 4), history=6), "paths.site=forward"]),
     "channels_open": (5, [*OUTLIERS, *_window(2, 6)]),
@@ -265,7 +265,7 @@ def test_a_stop_in_the_midst_of_it(name, train, tmp_path, calm):
 
 def test_the_history_of_stale_scale_is_what_a_checkpoint_holds(train, tmp_path):
     """Of the steps before: the largest input of each, newest first; step 8's is row 0."""
-    words = [*stress("stale_scale", (8, 1), history=4), "controller.signal.name=always_low"]
+    words = [*stress("stale_scale", (8, 1), history=4), "controller.signal=always_low"]
     state: Callable[[Path], torch.Tensor] = lambda folder: everything(folder)["state"]["extras"]["stress_0"]["history"]
     history = state(train(tmp_path / "run", *words))
     assert history.shape == (1, 5) and history.dtype == torch.float64 and (history > 0).all()

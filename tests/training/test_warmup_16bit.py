@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 
 WARM = ["controller.warmup_frac=0.4", "controller.warmup_path=16bit"]
 """Three steps of eight."""
-STATIC = ["controller.signal.name=static_k", "controller.routing=ranked", "controller.max_o=2147483647"]
-STATIC += ["controller.signal.options.calibration_frac=0.4", "controller.signal.options.k_frac=0.25"]
+STATIC = ["controller.signal=static_k", "controller.routing=ranked", "controller.max_o=2147483647"]
+STATIC += ["controller.options.calibration_frac=0.4", "controller.options.k_frac=0.25"]
 BLOCKS = ["model.num_layers=4", "paths.unit=block", *WARM, *STATIC]
 SIXTEEN = ["paths.low=bf16", "paths.recovery=null"]
-LOW = ["controller.signal.name=always_low"]
+LOW = ["controller.signal=always_low"]
 
 
 def losses(folder: Path) -> list[float]:

@@ -278,7 +278,7 @@ def _adapt(kind: Kind, arm: Arm) -> bool:
     steps = kind.steps or 0
 
     def option(name: str) -> Any:
-        return arm.settings.get(f"controller.signal.options.{name}")
+        return arm.settings.get(f"controller.options.{name}")
 
     calibration = option("calibration_steps") or round(steps * (option("calibration_frac") or 0.05))
     warmup = round(steps * (arm.settings.get("controller.warmup_frac") or 0))

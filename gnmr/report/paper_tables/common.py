@@ -56,8 +56,8 @@ def plain(arm: Arm) -> bool:
         and not arm.ranked
         and get("controller.trigger", 1.0) == 1.0
         and get("controller.observe", "parameters") == "parameters"
-        and get("controller.signal.options.history", "cumulative") == "cumulative"
-        and not get("controller.signal.options.two_sided")
+        and get("controller.options.history", "cumulative") == "cumulative"
+        and not get("controller.options.two_sided")
         and arm.hold == 1
     )
 

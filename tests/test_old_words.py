@@ -1,0 +1,74 @@
+"""Whoever types a word of an earlier version is told today's; configs that were saved then are read as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gnmr import config
+from gnmr.config.old_words import is_old, new_words, translated
+from gnmr.controller.signals import SIGNALS
+from gnmr.errors import UserError
+from gnmr.launch import compose
+
+RECORDED = Path(__file__).parent.parent / "runs" / "reference"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("controller/signal=gap", "controller.signal=gap"),
+        ("controller/signal=own", "controller.signal=package.module:Class"),
+        ("controller.signal.name=gap", "controller.signal=gap"),
+        ("+controller.signal.options.every=2", "controller.options.every=2"),
+        ("controller.signal=gap", None),
+        ("controller.signal_name=gap", None),
+    ],
+)
+def test_new_words(old: str, new: str | None) -> None:
+    assert new_words(old) == new
+
+
+def test_an_old_word_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"^controller/signal=gap: is now controller\.signal=gap$"):
+        compose(["controller/signal=gap"])
+
+
+def test_replay_knows_them_too(gnmr, tmp_path: Path) -> None:
+    (tmp_path / "norms.csv").write_text("step,unit,norm\n1,a,1.0\n")
+    line = gnmr("replay", str(tmp_path / "norms.csv"), "signal=gap", "signal.options.every=2").mistake
+    assert line == "signal.options.every=2: is now options.every=2"
+
+
+def saved(name: str, options: dict) -> dict:
+    """A config as earlier versions saved it."""
+    tree = config.to_dict(config.Config())
+    tree["controller"] = {key: value for key, value in tree["controller"].items() if key != "options"}
+    return tree | {"controller": tree["controller"] | {"signal": {"name": name, "options": options}}}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_options_that_repeat_the_defaults_are_left_out(name: str) -> None:
+    own = {key: value for key, value in SIGNALS[name].options().items() if key not in ("alpha", "beta", "delta")}
+    own = {key: value for key, value in own.items() if key != "eps" or "gnmr" not in name}
+    tree = saved(name, own)
+    assert is_old(tree) and not is_old(translated(tree))
+    controller = config.load(tree).controller
+    assert (controller.signal, controller.options) == (name, {})
+    kept = dict.fromkeys(list(own)[:1], 7)
+    assert config.load(saved(name, own | kept)).controller.options == kept
+
+
+def test_an_old_and_a_new_config_of_one_run_are_one_arm() -> None:
+    assert config.identity(config.load(saved("gnmr_delta", {"window": 100}))) == config.identity(config.Config())
+
+
+def test_a_run_of_an_earlier_version_is_read_and_not_continued(tmp_path: Path) -> None:
+    from gnmr.training.folder import check_folder
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved("gnmr_delta", {})))
+    assert config.read(tmp_path / "config.yaml") == config.Config()
+    with pytest.raises(UserError, match="earlier version"):
+        check_folder(tmp_path, config.Config())
