@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from test_formats import TABLES
@@ -11,16 +13,21 @@ MAX = {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0, "e4m3": 448.0, "e5m2": 57344.0, "
 EXPONENT_OF_MAX = {"e2m1": 2, "e2m3": 2, "e3m2": 4, "e4m3": 8, "e5m2": 15, "int4": 2, "int8": 6}
 
 
-def nearest(scaled: np.ndarray, name: str) -> np.ndarray:
-    """The nearest value of the format's table; of two equally near ones that with the even code."""
+@cache
+def magnitudes(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The format's finite values from 0 to its largest, in order, and whether each has an even code."""
     table = [(value, code) for code, value in enumerate(TABLES[name]) if np.isfinite(value) and 0 <= value <= MAX[name]]
     table.sort()
-    values = np.array([value for value, _ in table])
+    return np.array([value for value, _ in table]), np.array([code % 2 == 0 for _, code in table])
+
+
+def nearest(scaled: np.ndarray, name: str) -> np.ndarray:
+    """The nearest value of the format's table; of two equally near ones that with the even code."""
+    values, even = magnitudes(name)
     magnitude = np.minimum(np.abs(scaled.astype(np.float64)), MAX[name])
     above = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
     low, high = values[above - 1], values[above]
-    even_is_low = np.array([code % 2 == 0 for _, code in table])[above - 1]
-    down = (magnitude - low < high - magnitude) | ((magnitude - low == high - magnitude) & even_is_low)
+    down = (magnitude - low < high - magnitude) | ((magnitude - low == high - magnitude) & even[above - 1])
     return np.where(down, low, high) * np.sign(scaled)
 
 
