@@ -32,8 +32,8 @@ from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals import SIGNALS
 from gnmr.controller.signals.base import whole
 from gnmr.paths import Plan, Recipe, convert
-from gnmr.paths.groups import Group
 from gnmr.paths.plan import nominal_bits
+from gnmr.paths.units import PathUnit
 
 _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 """A module's modules or parameters by name, one of the names, what stood there."""
@@ -50,19 +50,19 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
     """
     more_bits = 0 if plan.recovery is None else nominal_bits(plan.recovery) - nominal_bits(plan.low)
 
-    def parameters(group: Group) -> tuple[nn.Parameter, ...]:
+    def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
         if observe == "adapter" and model is not None:
-            return adapters(model, group.name)
-        return tuple(parameter for operator in group.operators for parameter in operator.parameters())
+            return adapters(model, unit.name)
+        return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
 
     return [
         Unit(
-            group.name,
-            parameters(group),
-            group.switch if plan.recovery else None,
-            cost=sum(o.in_features for o in group.operators) * more_bits / 8 if more_bits > 0 else 1.0,
+            unit.name,
+            parameters(unit),
+            unit.switch if plan.recovery else None,
+            cost=sum(o.in_features for o in unit.operators) * more_bits / 8 if more_bits > 0 else 1.0,
         )
-        for group in plan.groups
+        for unit in plan.units
     ]
 
 
@@ -128,7 +128,7 @@ class AttachedController(Controller):
         inside = set(self._model.modules())
         for module in self._modules:
             if module not in inside:
-                name = getattr(module, "unit_name", type(module).__name__)
+                name = getattr(module, "operator_name", type(module).__name__)
                 raise ValueError(
                     f"{name}: its module is no longer in the model (replaced or taken out since attach), so nothing "
                     "runs on its paths: exchange its parameters instead, or detach and attach again"
@@ -182,12 +182,12 @@ class AttachedController(Controller):
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
             return advice
-        for group in self.plan.groups:
-            for operator in group.operators:
+        for unit in self.plan.units:
+            for operator in unit.operators:
                 ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
                 if not ran and operator.weight.grad is not None:
                     return (
-                        f"{operator.unit_name}: has a gradient but never ran: something reads its weight without "
+                        f"{operator.operator_name}: has a gradient but never ran: something reads its weight without "
                         "calling the module (a fused projection, F.linear), so its path is never in force; leave it "
                         "out of the targets"
                     )

@@ -89,7 +89,7 @@ def tiny_words(text_file: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Transformer Engine's stub (`stub_te`), on a machine that seems to have the GPU for it."""
-    from gnmr.paths import te
+    from gnmr.paths.kernels import te
 
     def forget() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:

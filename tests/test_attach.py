@@ -43,7 +43,7 @@ def test_attach_routes_operators() -> None:
     controller = gnmr.attach(model, low="int4", recovery="int8", max_o=2, alpha=1.2, beta=1.2, targets=["?"])
     sets = train(model, 12, controller)
     assert any(sets) and max(map(len, sets)) <= 2
-    on = [m.unit_name for m in model if isinstance(m, PathLinear) and m.recovering]
+    on = [m.operator_name for m in model if isinstance(m, PathLinear) and m.recovering]
     assert on == sets[-1] == controller.active
 
 

@@ -432,10 +432,10 @@ def test_what_a_cpu_simulates_is_shown_and_no_warning(gnmr, tiny_words):
 
 @pytest.mark.slow
 def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch):
-    from gnmr.paths import fp8
+    from gnmr.paths.kernels import scaled_mm
 
     missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
-    monkeypatch.setattr(fp8, "_device_missing", lambda *_: missing)
+    monkeypatch.setattr(scaled_mm, "_device_missing", lambda *_: missing)
     line = gnmr("train", *tiny_words, "hierarchy=8/16", "paths.backend=scaled_mm").mistake
     assert line == f"paths: backend='scaled_mm': {missing}; use backend='auto'"
     assert not (tmp_path / "runs").exists()

@@ -46,7 +46,7 @@ def own_loop() -> Seen:
 
         def noted_step() -> Decision:
             operators = controller.plan.operators
-            seen.in_force.append({o.unit_name for o in operators if o.path.name == options["recovery"]})
+            seen.in_force.append({o.operator_name for o in operators if o.path.name == options["recovery"]})
             seen.decisions.append(step())
             return seen.decisions[-1]
 

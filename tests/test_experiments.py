@@ -498,8 +498,8 @@ def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
     assert first.saved_bytes == first.saved_bytes_predicted
     experts = [f"layers.{i}.mlp.experts.{e}" for i in range(2) for e in range(loaded.model.experts.number)]
     units = {"block": ["layers.0", "layers.1"], "expert": experts, "layer": ["layers.0.mlp", "layers.1.mlp"]}
-    assert parts.controller.names == units.get(loaded.paths.unit, [o.unit_name for o in parts.plan.operators])
-    for group in parts.plan.groups:
+    assert parts.controller.names == units.get(loaded.paths.unit, [o.operator_name for o in parts.plan.operators])
+    for group in parts.plan.units:
         assert {operator.recovering for operator in group.operators} == {group.name in parts.controller.active}
     active, control = len(parts.controller.active), loaded.controller
     assert active <= (0 if loaded.paths.recovery is None else control.max_o) or active == len(parts.controller.units)
@@ -529,5 +529,5 @@ def test_the_papers_size_has_its_units(size):
         model = models.build(loaded.model, loaded.data.vocab_size, loaded.training.seq_len)
     paths = loaded.paths
     plan = convert(model, paths.low, paths.recovery, paths.targets, unit=paths.unit)
-    assert len(plan.groups) // 4 == loaded.controller.max_o
+    assert len(plan.units) // 4 == loaded.controller.max_o
     assert len(plan.operators) == {"recipe_3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]

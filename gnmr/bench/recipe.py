@@ -59,7 +59,7 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
     steps = {name: same_step(parts) for name, parts in arms.items()}
 
     def switch(arm: str, recovering: bool) -> None:
-        for group in arms[arm].plan.groups:
+        for group in arms[arm].plan.units:
             group.switch(recovering)
 
     def switching() -> None:
@@ -71,7 +71,7 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
     clock = clock_of(arms["low"].device, setting.clock)
     rounds = setting.rounds(f"recipe: steps that switch every block, {hierarchy}", 30, warm_up=3)
     seconds = alternate({**steps, "switching": switching}, rounds, clock)
-    note = f"{len(arms['low'].plan.groups)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
+    note = f"{len(arms['low'].plan.units)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
     ratio = seconds["switching"] / (seconds["low"] + seconds["recovery"])
     return median(f"step that switches every block, {hierarchy}", ratio, "x", SWITCHING, note, interval=True)
 

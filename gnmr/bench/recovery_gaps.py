@@ -73,8 +73,8 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
-        with plan.rehearsal():
-            for index, group in enumerate(plan.groups):
+        with plan.no_side_effects():
+            for index, group in enumerate(plan.units):
                 group.switch(index in recovering)
             backward()
         grads = [
@@ -84,7 +84,7 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
                 for p in operator.parameters()
                 if p.requires_grad
             ]
-            for group in plan.groups
+            for group in plan.units
         ]
         model.zero_grad(set_to_none=True)
         return [torch.cat([grad.flatten().double() for grad in own]) for own in grads]
@@ -92,10 +92,10 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
     def squares(ones: list[Tensor], others: list[Tensor]) -> np.ndarray:
         return np.array([float((a - b).square().sum()) for a, b in zip(ones, others, strict=True)])
 
-    everything = range(len(plan.groups))
+    everything = range(len(plan.units))
     earlier = plan.shared.probe
     plan.unprobe()
-    with plan.exact():
+    with plan.high_precision():
         exact = gradients(())
     high = gradients(everything)
     probe = plan.probe(("gap_low", "gap_recovery"))
@@ -105,7 +105,7 @@ def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
 
     nothing = [torch.zeros_like(grad) for grad in exact]
     return Gaps(
-        [group.name for group in plan.groups],
+        [group.name for group in plan.units],
         squares(low, exact) - squares(high, exact),
         {
             ESTIMATE: measured["gap_low"] - measured["gap_recovery"],

@@ -102,10 +102,10 @@ def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
         yield
         return
     if path == "16bit":
-        with plan.exact():
+        with plan.high_precision():
             yield
         return
-    with plan.rehearsal():
+    with plan.no_side_effects():
         for operator in plan.operators:
             operator.switch(False)
             operator.fault = None  # a fault is the run's, not the model's

@@ -107,7 +107,7 @@ class GnmrCallback(TrainerCallback):
     def _prediction_step(self, prediction_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.controller is None:
             return prediction_step(*args, **kwargs)
-        with self.controller.plan.exact():
+        with self.controller.plan.high_precision():
             return prediction_step(*args, **kwargs)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -1,15 +1,15 @@
 """Low-cost and recovery paths of linear operators. Knows nothing of the controller."""
 
 from gnmr.paths.backends import BACKENDS
-from gnmr.paths.convert import convert
-from gnmr.paths.faults import Fault, FaultSchedule, Window
+from gnmr.paths.conversion import WEIGHTS, convert
+from gnmr.paths.faults import Fault
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.groups import UNITS
-from gnmr.paths.int8 import WEIGHTS
+from gnmr.paths.linear import PathLinear
 from gnmr.paths.plan import Plan
 from gnmr.paths.probe import STATISTICS, Probe
 from gnmr.paths.recipes import RECIPES, Recipe
-from gnmr.paths.saved import PathLinear
+from gnmr.paths.schedule import FaultSchedule, Window
+from gnmr.paths.units import UNITS
 
 __all__ = [
     "BACKENDS",

@@ -1,11 +1,11 @@
 """Which backend runs a recipe.
 
-simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`simulated.py`): anywhere
-scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`fp8.py`): GPUs of compute capability 8.9 or
-             newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the first function
-             too, without being faster: good for testing
-int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
-te           Transformer Engine, for the recipes that it has (`te.py`); never chosen by itself
+simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`kernels/simulated.py`): anywhere
+scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`): GPUs of compute
+             capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the
+             first function too, without being faster: good for testing
+int_mm       `torch._int_mm`, for recipes that multiply integers (`kernels/int8.py`)
+te           Transformer Engine, for the recipes that it has (`kernels/te.py`); never chosen by itself
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and
              a warning says why of recipes that are no simulations by name: on GPUs, and where nobody prints the plan
 """
@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gnmr.paths import fp8, int8, te
+from gnmr.paths.kernels import int8, scaled_mm, te
 from gnmr.paths.recipes import Recipe
 
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
@@ -59,7 +59,7 @@ def _missing(
     if kind == "te":
         return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
     # A GPU that is elsewhere is taken to have FP8 by whoever asks for it.
-    return fp8.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='auto'"
+    return scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='auto'"
 
 
 def check_backend(backend: str) -> None:

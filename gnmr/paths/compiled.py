@@ -1,36 +1,37 @@
 """A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`Plan.compile`).
 
-The arithmetic is that of `simulated.py` and `fp8.py`, written without what a graph cannot hold: scratch memory, looks
-at values, and what is found again by the identity of tensors. q, k and v cast the tensor that they all read each for
-itself; the compiler finds that it is one. What backward keeps is the compiler's choice, so it is not measured.
+The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
+scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that
+they all read each for itself; the compiler finds that it is one. What backward keeps is the compiler's choice, so it is
+not measured.
 
-What the casts met leaves the graph as a gradient: each operator has a leaf tensor, its tally, that takes part in no
-arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So they add
-up over micro-batches, and neither evaluation nor a recomputed forward pass shows, as in the `Ledger`, which gets them
-at the end of the step.
+The statistics of the casts leave the graph as a gradient: each operator has a leaf tensor, its tally, that takes part
+in no arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So
+they add up over micro-batches, evaluation and recomputed forward passes are not counted, and `AmaxHistory` gets them at
+the end of the step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnmr.paths.fp8 import RealPass, ScaledLinear
+from gnmr.paths.cast_stats import OPERANDS, AmaxHistory, CastStats
+from gnmr.paths.casting import Reference, as_matrix, scaled
+from gnmr.paths.hooks import Casts, GraphLinear
+from gnmr.paths.kernels.scaled_mm import ScaledContext, ScaledLinear
+from gnmr.paths.kernels.simulated import GemmContext, SimulatedLinear, linear_backward
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import count_nonfinite
-from gnmr.paths.simulated import OPERANDS, Ledger, Met, Pass, SimulatedLinear, as_matrix, linear_backward, scaled
-
-GraphLinear = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool], Tensor]
-"""(input, weight, bias, tally, dtype that autocast computes in, whether wgrad will run) -> output."""
 
 
 def new_tally(device: torch.device) -> Tensor:
-    """(operands, 2) float64: a leaf whose gradient counts as `Ledger.counts` does."""
+    """(operands, 2) float64: a leaf whose gradient counts as `AmaxHistory.counts` does."""
     return torch.zeros(len(OPERANDS), 2, dtype=torch.float64, device=device, requires_grad=True)
 
 
@@ -51,7 +52,7 @@ def missing(*paths: object) -> str | None:
 def graph_linear(recipe: Recipe) -> GraphLinear:
     """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees."""
     real = recipe.backend == "scaled_mm"
-    pass_kind, kind = (_CodesPass, ScaledLinear) if real else (_ValuesPass, SimulatedLinear)
+    context_kind, function = (_CodesContext, ScaledLinear) if real else (_ValuesContext, SimulatedLinear)
     read = _Read()
 
     def linear(
@@ -60,12 +61,12 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         x = input
         if dtype is not None:
             x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        the_pass: Pass = pass_kind(recipe, _Counts(), 0)
-        rows, made = x.detach().reshape(-1, x.shape[-1]), dict[Any, tuple[Any, Met]]()
-        x_fprop = the_pass.cast("input", rows, recipe.fprop.input, 1, made)
-        x_wgrad = the_pass.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+        context: GemmContext = context_kind(recipe, _Counts(), 0)
+        rows, made = x.detach().reshape(-1, x.shape[-1]), Casts()
+        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
+        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
         read.tell_once(input, made)
-        output: Tensor = _CountedLinear.apply(x, weight, bias, the_pass, x_fprop, x_wgrad, None, tally, kind)
+        output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally, function)
         return output
 
     found: GraphLinear = torch.compiler.allow_in_graph(linear)
@@ -83,26 +84,26 @@ class _Read:
         self._tensor: weakref.ref[Tensor] | None = None
         self._told: set[Any] = set()
 
-    def tell_once(self, x: Tensor, made: dict[Any, tuple[Any, Met]]) -> None:
+    def tell_once(self, x: Tensor, made: Casts) -> None:
         """Leaves to the earlier readers of `x` to tell of the casts that they have `made` too."""
         if self._tensor is None or self._tensor() is not x:
             self._tensor, self._told = weakref.ref(x), set()
-        for key, (_, met) in made.items():
-            met.counted = key in self._told
+        for key, (_, stats) in made.items():
+            stats.counted = key in self._told
             self._told.add(key)
 
 
-class _Counts(Ledger):
-    """The ledger of one pass, without a history: what is written becomes the gradient of a tally."""
+class _Counts(AmaxHistory):
+    """The counts of one pass, without a history: what is written becomes the gradient of a tally."""
 
     def __init__(self) -> None:
         self.history = None
         self._found: dict[tuple[int, int], list[Tensor]] = {}
 
-    def write(self, unit: int, counted: Iterable[tuple[int, Met]], largest: dict[int, Tensor]) -> None:
-        for operand, met in counted:
-            for kind, number in enumerate((met.saturated, met.nonfinite)):
-                if number is not None and not met.counted:
+    def write(self, operator: int, found: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
+        for operand, stats in found:
+            for kind, number in enumerate((stats.saturated, stats.nonfinite)):
+                if number is not None and not stats.counted:
                     self._found.setdefault((operand, kind), []).append(number)
 
     def gradient(self, device: torch.device) -> Tensor:
@@ -112,27 +113,25 @@ class _Counts(Ledger):
         return torch.stack([torch.stack(list(row)) for row in rows])
 
 
-class _InGraph(Pass):
-    """A pass that looks at no value."""
+class _InGraph(GemmContext):
+    """A context that looks at no value."""
 
-    ledger: _Counts
+    amax: _Counts
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
         return count_nonfinite(x)
 
 
-class _ValuesPass(_InGraph):
+class _ValuesContext(_InGraph):
     """Its casts are those of the simulation, in whole tensors."""
 
-    def quantize(
-        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Any, Met]:
+    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
         values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
-        return values, Met(largest, saturated, self.nonfinite(x, largest))
+        return values, CastStats(largest, saturated, self.nonfinite(x, largest))
 
 
-class _CodesPass(_InGraph, RealPass):
+class _CodesContext(_InGraph, ScaledContext):
     """Its casts are the hardware's codes."""
 
 
@@ -149,5 +148,5 @@ class _CountedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *of_operands, _, _ = linear_backward(ctx, *grads)
-        counts: _Counts = ctx.the_pass.ledger
+        counts: _Counts = ctx.context.amax
         return *of_operands, counts.gradient(grads[0].device), None

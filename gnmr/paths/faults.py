@@ -30,25 +30,16 @@ generator that moves on: resuming and recomputing meet the same faults, and the 
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.names import select
-from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.plan import Plan
-from gnmr.paths.recipes import Cast, Recipe
+from gnmr.paths.cast_stats import CastStats
+from gnmr.paths.casting import BEYOND, Reference, scale_of_each, scale_under
+from gnmr.paths.formats import Format
+from gnmr.paths.recipes import Cast
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
-from gnmr.paths.simulated import BEYOND, Met, scale_of_each, scale_under
-
-if TYPE_CHECKING:
-    from gnmr.paths.saved import SharedState
 
 KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 
@@ -108,13 +99,13 @@ class Fault:
         x: Tensor,
         cast: Cast,
         contraction_dim: int,
-        reference: Callable[[Tensor], Tensor] | None,
+        reference: Reference,
         generator: torch.Generator,
         largest: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Met]:
-        """As `simulated.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), and what was met.
+    ) -> tuple[Tensor, Tensor, CastStats]:
+        """As `casting.quantize_with_stats`, broken: values and scales, (N, D) float32, of `x` (N, D), and what was met.
 
-        `reference`: of delayed scales, see `simulated`; `largest` as above. Does not wait for the device.
+        `reference`: of delayed scales, see `casting`; `largest` as above. Does not wait for the device.
         """
         fmt, count = cast.format, len(x)
         hit = self._order(count, generator)[: self._hits(count)]
@@ -136,7 +127,7 @@ class Fault:
             values[hit] = flipped
         values.mul_(scale)
         nonfinite = torch.where(lost, ~x.isfinite(), ~values.isfinite()).sum()
-        return values, scale, Met(groups, saturated, nonfinite)
+        return values, scale, CastStats(groups, saturated, nonfinite)
 
     def _hits(self, count: int) -> int:
         return max(1, round(self.share * count))
@@ -172,17 +163,6 @@ def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
     return codes ^ torch.zeros_like(codes).scatter_(1, column, flips)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A fault of one unit, in the operators of it that are targets: steps `start` to `end`, both included."""
-
-    unit: str
-    start: int
-    end: int
-    kind: str
-    magnitude: float
-
-
 class Injector:
     """A fault in one unit's low path. The schedule arms it for a step; the operator asks it."""
 
@@ -202,16 +182,14 @@ class Injector:
             self._history[0] = torch.maximum(self._history[0], largest)
         return None if self._seed is None else self
 
-    def compress(self, input: Tensor, fmt: Format, shared: SharedState) -> tuple[Tensor, Tensor]:
+    def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
         """The broken copy of `input` (..., D); the same each time it is asked for in a step."""
         rows = input.detach().reshape(-1, input.shape[-1])
-        return self._fault.compress(
-            rows, fmt, self._generator(rows), shared.generator is not None, self._largest_before()
-        )
+        return self._fault.compress(rows, fmt, self._generator(rows), stochastic, self._largest_before())
 
     def quantize(
-        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Tensor, Tensor, Met]:
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
+    ) -> tuple[Tensor, Tensor, CastStats]:
         """The broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
         return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
 
@@ -225,127 +203,3 @@ class Injector:
             return None
         before = self._history[1:].amax()
         return torch.where(before > 0, before, self._history[0]).float()
-
-
-class FaultSchedule:
-    """When `fault` hits which units of `plan`, known for the whole run from the start. Call `begin_step` each step."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        fault: Fault,
-        targets: Sequence[str],
-        steps: int,
-        *,
-        windows: Sequence[Sequence[int]] = (),
-        rate: float = 0.0,
-        duration: int = 1,
-        seed: int = 0,
-    ) -> None:
-        """Steps count from 1. `windows` says when, or else `rate`.
-
-        Args:
-            targets: patterns of the units or of their operators, as `convert`'s. A fault hits operators: all those of
-                a unit that match, or whose unit does, at the same time.
-            windows: (first step, number of steps) of each window, in which every target is hit.
-            rate: expected windows per 1,000 unit-steps of the targets, each of `duration` steps (the last one ends with
-                the run); drawn for each unit by itself, those of a unit do not overlap.
-            seed: of the drawn windows and of everything random within them.
-
-        ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
-        or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
-        """
-        low = plan.low
-        if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
-            raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
-        if plan.shared.engine is not None:
-            raise ValueError(
-                "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"
-            )
-        names = [group.name for group in plan.groups]
-        chosen, empty = select([operator.unit_name for operator in plan.operators], targets)
-        whole, no_unit = select(names, targets)
-        if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
-            units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-            raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
-        self._seed, self._num_units = seed, len(names)
-        self._unit = {  # of each operator that may be hit, both by their places in the plan
-            operator.index: unit
-            for unit, group in enumerate(plan.groups)
-            for operator in group.operators
-            if group.name in whole or operator.unit_name in chosen
-        }
-        hit = sorted(set(self._unit.values()))
-        if windows:
-            spans = {i: _checked(windows, steps) for i in hit}
-        else:
-            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in hit}
-        self.windows: list[Window] = sorted(
-            (Window(names[i], *span, fault.kind, fault.magnitude) for i in hit for span in spans[i]),
-            key=lambda window: window.start,
-        )
-        self._spans = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
-        if not self.windows:
-            warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
-
-        self._step = 0
-        self._history = None
-        if fault.kind == "stale_scale":  # row 0 is the current step's
-            device = plan.operators[0].weight.device
-            self._history = torch.zeros(len(self._unit), 1 + fault.history, dtype=torch.float64, device=device)
-        self._injectors: list[Injector] = []
-        for k, i in enumerate(self._unit):
-            self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
-            plan.operators[i].fault = self._injectors[-1]
-
-    def at(self, step: int) -> np.ndarray:
-        """(num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
-        unit, start, end = self._spans.T
-        hit = np.zeros(self._num_units, dtype=bool)
-        hit[unit[(start <= step) & (step <= end)]] = True
-        return hit
-
-    def begin_step(self, step: int) -> None:
-        """Arms the faults of `step` and disarms all others. Does not wait for the device."""
-        if self._history is not None and step != self._step:
-            self._history.copy_(self._history.roll(1, dims=1))
-            self._history[:, 0] = 0
-        self._step = step
-        at = self.at(step)
-        for (index, unit), injector in zip(self._unit.items(), self._injectors, strict=True):
-            numbers = np.random.SeedSequence([self._seed, step, index])
-            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if at[unit] else None)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The sizes that stale_scale remembers; empty for every other kind."""
-        return {} if self._history is None else {"history": self._history.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._history is not None:
-            self._history.copy_(state["history"])
-
-
-def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:
-    """(start, end) of each, ascending."""
-    spans: list[tuple[int, int]] = []
-    for start, length in sorted(map(tuple, windows)):
-        if start < 1 or length < 1 or start + length - 1 > steps:
-            raise ValueError(f"window [{start}, {length}]: must lie within the run's steps 1 to {steps}")
-        if spans and start <= spans[-1][1]:
-            raise ValueError(f"window [{start}, {length}]: begins before the one from step {spans[-1][0]} has ended")
-        spans.append((start, start + length - 1))
-    return spans
-
-
-def _drawn(rate: float, duration: int, steps: int, generator: np.random.Generator) -> list[tuple[int, int]]:
-    """(start, end) of each, ascending; from one start to the next it takes 1000 / rate steps on average."""
-    if not (rate > 0 and duration >= 1 and rate * duration <= 1000):
-        raise ValueError(f"rate={rate}, duration={duration}: their product must be above 0 and at most 1000")
-    spans: list[tuple[int, int]] = []
-    end = 0
-    while True:
-        start = end + int(generator.geometric(1 / (1000 / rate - duration + 1)))
-        if start > steps:
-            return spans
-        end = start + duration - 1
-        spans.append((start, min(end, steps)))

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.paths import te
+from gnmr.paths.cast_stats import OPERANDS
 from gnmr.paths.compiled import graph_linear, missing, new_tally
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
-from gnmr.paths.groups import Group, unit_of
-from gnmr.paths.int8 import Int8Linear
+from gnmr.paths.int8_linear import Int8Linear
+from gnmr.paths.kernels.te import UNREADABLE
+from gnmr.paths.linear import PathLinear
 from gnmr.paths.probe import Probe
-from gnmr.paths.recipes import RECIPES, Recipe
-from gnmr.paths.saved import Path, PathLinear, SharedState, exact
+from gnmr.paths.recipes import RECIPES, ExecutionPath, Recipe
 from gnmr.paths.scaling import row_bytes, scale_dtype
-from gnmr.paths.simulated import OPERANDS
+from gnmr.paths.shared import SharedState
+from gnmr.paths.units import PathUnit, unit_of
 
 
 @dataclass(eq=False)
@@ -31,9 +32,9 @@ class Plan:
     """The converted operators of a model, in module order, the units that they make up, and what they share."""
 
     operators: list[PathLinear]
-    groups: list[Group]
-    low: Path
-    recovery: Path | None
+    units: list[PathUnit]
+    low: ExecutionPath
+    recovery: ExecutionPath | None
     shared: SharedState
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
@@ -57,12 +58,12 @@ class Plan:
             if isinstance(operator, Int8Linear):
                 operator.store(weights)
 
-    def exact(self) -> AbstractContextManager[None]:
+    def high_precision(self) -> AbstractContextManager[None]:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation).
 
         A copy of the model (an average of its weights) is not the plan's: it stays on the paths that it was copied on.
         """
-        return exact(self.shared)
+        return self.shared.in_high_precision()
 
     def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
         """`block.compile(**options)` of each, the operators in them taken into the graphs where that makes few.
@@ -80,8 +81,8 @@ class Plan:
         that it fuses, as in any model.
         """
         blocks, why = list(blocks), missing(self.low, self.recovery)
-        together = {unit_of(operator.unit_name, "block") for operator in self.operators}
-        if self.recovery is not None and len(together) != len(self.groups):
+        together = {unit_of(operator.operator_name, "block") for operator in self.operators}
+        if self.recovery is not None and len(together) != len(self.units):
             why = "units are smaller than blocks, and each combination of their paths would be a graph"
         if why is None:
             graphs = tuple(graph_linear(path) for path in (self.low, self.recovery) if isinstance(path, Recipe))
@@ -98,20 +99,20 @@ class Plan:
         """Whether `compile` took the operators into its graphs."""
         return any(operator.in_graphs is not None for operator in self.operators)
 
-    def _collect(self, into_ledger: bool = True) -> None:
-        """Moves what the casts in graphs met into the ledger, or nowhere."""
+    def _collect(self, into_counts: bool = True) -> None:
+        """Moves what the casts in graphs met into the counts, or nowhere."""
         tallies = [operator.tally for operator in self.operators]
         found = [None if tally is None else tally.grad for tally in tallies]
-        if into_ledger and (first := next((one for one in found if one is not None), None)) is not None:
-            assert self.shared.ledger is not None
+        if into_counts and (first := next((one for one in found if one is not None), None)) is not None:
+            assert self.shared.amax is not None
             zero = torch.zeros_like(first)
-            self.shared.ledger.add(torch.stack([zero if one is None else one for one in found]))
+            self.shared.amax.add(torch.stack([zero if one is None else one for one in found]))
         for tally in tallies:
             if tally is not None:
                 tally.grad = None
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def no_side_effects(self) -> Iterator[None]:
         """Inside, passes are not the run's own: they leave no trace in what faults and casts remember.
 
         The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
@@ -121,13 +122,13 @@ class Plan:
         self._collect()
         shared, state = self.shared, self.state_dict()
         in_force = [(operator.recovering, operator.fault) for operator in self.operators]
-        rehearsing, shared.rehearsing = shared.rehearsing, True
+        before, shared.no_side_effects = shared.no_side_effects, True
         warmup, shared.warmup = shared.warmup, None
         try:
             yield
         finally:
-            self._collect(into_ledger=False)
-            shared.rehearsing, shared.warmup = rehearsing, warmup
+            self._collect(into_counts=False)
+            shared.no_side_effects, shared.warmup = before, warmup
             shared.forget()
             self._load(state)  # unlooked at: that waits for the device
             for operator, (recovering, fault) in zip(self.operators, in_force, strict=True):
@@ -139,16 +140,16 @@ class Plan:
 
         Until they are over operators in recovery run in 16 bits, whatever the recovery path is.
         """
-        sixteen: Path = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
+        sixteen: ExecutionPath = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
         self.shared.warmup = sixteen if step <= self.warmup_steps else None
 
     def end_step(self) -> None:
         """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
         note of the step, and `saturation` begins anew."""
         self.shared.forget()
-        self._collect(into_ledger=False)
-        if self.shared.ledger is not None:
-            self.shared.ledger.end_step()
+        self._collect(into_counts=False)
+        if self.shared.amax is not None:
+            self.shared.amax.end_step()
 
     def saturation(self) -> dict[str, Tensor]:
         """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that were Inf
@@ -157,8 +158,8 @@ class Plan:
         cast once: of a tensor that several operators read, for the first that cast it. Does not wait for the device.
         """
         self._collect()
-        ledger = self.shared.ledger
-        return {} if ledger is None else {name: ledger.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
+        amax = self.shared.amax
+        return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
         """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time.
@@ -169,7 +170,7 @@ class Plan:
         for operator in self.operators:
             if isinstance(operator, PathLinear) and type(operator) not in (PathLinear, Int8Linear):
                 raise ValueError(
-                    f"{operator.unit_name} has become a {type(operator).__name__} since: undo that first (of a "
+                    f"{operator.operator_name} has become a {type(operator).__name__} since: undo that first (of a "
                     "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
                 )
         if self.shared.engine is not None:
@@ -191,7 +192,7 @@ class Plan:
         where both recipes have the same wgrad: it is 0.
         """
         if self.shared.engine is not None:
-            raise ValueError(f"{', '.join(names)}: {te.UNREADABLE}")
+            raise ValueError(f"{', '.join(names)}: {UNREADABLE}")
         if self.frozen:
             raise ValueError(
                 f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen"
@@ -202,7 +203,7 @@ class Plan:
         if gaps and _same_wgrad(self.low, self.recovery):
             warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
         self.shared.forget()  # and what an earlier probe measured of the last tensor
-        self.shared.probe = Probe(self.groups, names, tokens)
+        self.shared.probe = Probe(self.units, names, tokens)
         return self.shared.probe
 
     def unprobe(self) -> None:
@@ -218,7 +219,7 @@ class Plan:
         ValueError under backend=te, and where `compile` took the operators into graphs.
         """
         if self.shared.engine is not None:
-            raise ValueError(f"saved_bytes: {te.UNREADABLE}")
+            raise ValueError(f"saved_bytes: {UNREADABLE}")
         if self.in_graphs:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
         storages: dict[int, int] = {}
@@ -238,7 +239,7 @@ class Plan:
         first: dict[object, str] = {}
         """Operator by what it keeps: where a tensor lies is another place in each step."""
         reads = [
-            (o.recovering, o.read and (o.read[0], first.setdefault(o.read[1], o.unit_name), o.read[2]))
+            (o.recovering, o.read and (o.read[0], first.setdefault(o.read[1], o.operator_name), o.read[2]))
             for o in self.operators
         ]
         now = self.shared.warmup, reads
@@ -263,10 +264,10 @@ class Plan:
 
     def extra_bytes_bound(self, max_o: int) -> float:
         """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); `extra_bytes` exceeds it in a warm-up alone."""
-        extra = (sum(self._extra(o, self.recovery) for o in group.operators) for group in self.groups)
+        extra = (sum(self._extra(o, self.recovery) for o in unit.operators) for unit in self.units)
         return sum(sorted(extra, reverse=True)[:max_o])
 
-    def _extra(self, operator: PathLinear, path: Path | None) -> float:
+    def _extra(self, operator: PathLinear, path: ExecutionPath | None) -> float:
         if path is None or operator.read is None:
             return 0.0
         more_bits = max(0, _kept_bits(path) - _kept_bits(self.low))
@@ -287,9 +288,11 @@ class Plan:
         groups: dict[tuple[str, str], list[str]] = {}
         for operator in self.operators:
             shape = f"Linear {operator.in_features} -> {operator.out_features}"
-            groups.setdefault((re.sub(r"\b\d+\b", "*", operator.unit_name), shape), []).append(operator.unit_name)
+            groups.setdefault((re.sub(r"\b\d+\b", "*", operator.operator_name), shape), []).append(
+                operator.operator_name
+            )
         low, recovery = described(self.low), "none (static)" if self.recovery is None else described(self.recovery)
-        kind = "units" if len(self.groups) == len(self.operators) else "operators"
+        kind = "units" if len(self.units) == len(self.operators) else "operators"
         return [
             (names[0] if len(names) == 1 else f"{pattern}  ({len(names)} {kind})", shape, low, recovery)
             for (pattern, shape), names in groups.items()
@@ -299,9 +302,9 @@ class Plan:
         rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
-        if len(self.groups) < len(self.operators):
-            first, last = self.groups[0].name, self.groups[-1].name
-            lines.append(f"{len(self.groups)} units of {len(self.operators)} operators: {first} ... {last}")
+        if len(self.units) < len(self.operators):
+            first, last = self.units[0].name, self.units[-1].name
+            lines.append(f"{len(self.units)} units of {len(self.operators)} operators: {first} ... {last}")
         if self.shared.engine is not None:
             lines.append("Transformer Engine casts: saturation, the paths' errors and saved bytes are not measured")
         if isinstance(self.operators[0], Int8Linear):
@@ -322,7 +325,7 @@ class Plan:
             state["generator"] = self.shared.generator.get_state()
         if self.shared.engine is not None and self.shared.engine.delayed:
             state["te"] = self.shared.engine.state()
-        history = None if self.shared.ledger is None else self.shared.ledger.history
+        history = None if self.shared.amax is None else self.shared.amax.history
         return state if history is None else state | {"largest": history.clone()}
 
     def check_state(self, state: Any) -> None:
@@ -336,7 +339,7 @@ class Plan:
                 torch.Generator(shared.generator.device).set_state(state["generator"].cpu())
             if "te" in state:
                 torch.load(BytesIO(state["te"]), weights_only=True)
-            if shared.ledger is not None and (history := shared.ledger.history) is not None:
+            if shared.amax is not None and (history := shared.amax.history) is not None:
                 largest = state["largest"]
                 if largest.shape != history.shape or not bool((largest.isfinite() & (largest >= 0)).all()):
                     raise ValueError(f"must be {tuple(history.shape)} magnitudes")
@@ -364,18 +367,24 @@ class Plan:
 
     def _load(self, state: dict[str, Any]) -> None:
         if "te" in state and self.shared.engine is not None:
-            self.shared.engine.load(state["te"], self.operators)
+            runs = [
+                (operator.index, operator, path)
+                for operator in self.operators
+                for path in (operator.low, operator.recovery)
+                if isinstance(path, Recipe)
+            ]
+            self.shared.engine.load(state["te"], runs)
         if self.shared.generator is not None:
             self.shared.generator.set_state(state["generator"].cpu())
-        if self.shared.ledger is not None and self.shared.ledger.history is not None:
-            self.shared.ledger.history.copy_(state["largest"])
+        if self.shared.amax is not None and self.shared.amax.history is not None:
+            self.shared.amax.history.copy_(state["largest"])
 
 
-def _same_wgrad(low: Path, recovery: Path | None) -> bool:
+def _same_wgrad(low: ExecutionPath, recovery: ExecutionPath | None) -> bool:
     return isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad
 
 
-def described(path: Path) -> str:
+def described(path: ExecutionPath) -> str:
     """Its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
     if not isinstance(path, Recipe) or not path.casts:
         return path.name
@@ -383,14 +392,14 @@ def described(path: Path) -> str:
     return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"
 
 
-def kept_as(path: Path) -> str:
+def kept_as(path: ExecutionPath) -> str:
     """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
     if isinstance(path, Format):
         return path.name
     return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
 
 
-def kept_bytes(operator: PathLinear, path: Path, rows: int, dtype: torch.dtype) -> int:
+def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
     """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
     width = operator.in_features
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
@@ -404,14 +413,14 @@ def kept_bytes(operator: PathLinear, path: Path, rows: int, dtype: torch.dtype) 
     return rows * width * dtype.itemsize
 
 
-def nominal_bits(path: Path) -> int:
+def nominal_bits(path: ExecutionPath) -> int:
     """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
     if isinstance(path, Format):
         return path.bits
     return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
 
 
-def _kept_bits(path: Path) -> int:
+def _kept_bits(path: ExecutionPath) -> int:
     """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
     if isinstance(path, Format):
         return path.bits

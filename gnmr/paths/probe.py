@@ -50,21 +50,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.int8 import pass_kind
+from gnmr.paths.hooks import Casts, FaultInjection
+from gnmr.paths.kernels import GemmContext
+from gnmr.paths.linear import PathLinear
+from gnmr.paths.reads import Read
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import compress, decompress
-from gnmr.paths.simulated import Met, Pass
-
-if TYPE_CHECKING:
-    from gnmr.paths.faults import Injector
-    from gnmr.paths.groups import Group
-    from gnmr.paths.saved import PathLinear, Read
+from gnmr.paths.units import PathUnit
 
 STATISTICS = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
 _SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_error", "x", "x_square", "elements")
@@ -76,8 +74,8 @@ class Probe:
     Set `enabled` to False for the steps whose numbers nobody reads: they cost nothing then.
     """
 
-    def __init__(self, groups: Sequence[Group], names: Collection[str], tokens: int = 1) -> None:
-        """`groups`: the units; what their operators add up to is theirs.
+    def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 1) -> None:
+        """`units`: what their operators add up to is theirs.
 
         `tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
         divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1.
@@ -88,9 +86,10 @@ class Probe:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._index = {operator.unit_name: i for i, group in enumerate(groups) for operator in group.operators}
-        device = groups[0].operators[0].weight.device
-        self._sums = {name: torch.zeros(len(groups), dtype=torch.float64, device=device) for name in _SUMS}
+        self._index = {operator.index: i for i, unit in enumerate(units) for operator in unit.operators}
+        self._operators = {operator.index: operator for unit in units for operator in unit.operators}
+        device = units[0].operators[0].weight.device
+        self._sums = {name: torch.zeros(len(units), dtype=torch.float64, device=device) for name in _SUMS}
 
     def read(self) -> dict[str, Tensor]:
         """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
@@ -122,11 +121,11 @@ class Probe:
 
     def measure(
         self,
-        operator: PathLinear,
+        index: int,
         read: Read,
         input: Tensor,
         x: Tensor,
-        fault: Injector | None,
+        fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
     ) -> Measured:
         """What the forward pass knows of `input`, which was `read`: x is its cast, `copy` what backward will read,
@@ -138,11 +137,14 @@ class Probe:
         sampled = rows[:: self.tokens]
         errors: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
+        operator = self._operators[index]
         low, recovery = operator.low, operator.recovery
         assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
         if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
             if fault is not None:  # whole, for a sample would not have the same rows hit
-                whole = fault.compress(input, low, operator.shared) if operator.recovering else copy
+                whole = (
+                    fault.compress(input, low, operator.shared.generator is not None) if operator.recovering else copy
+                )
                 found = self._compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
             else:
                 found = self._error(operator, read, input, sampled, low)
@@ -158,7 +160,7 @@ class Probe:
         errors = {name: rows for name, rows in errors.items() if name in self.names}
         return Measured(
             self,
-            self._index[operator.unit_name],
+            self._index[index],
             errors,
             sums,
             sampled.numel(),
@@ -168,23 +170,24 @@ class Probe:
 
     def measure_casts(
         self,
-        operator: PathLinear,
+        index: int,
         read: Read,
+        fault: FaultInjection | None,
         rows: Tensor,
-        fault: Injector | None,
-        the_pass: Pass,
-        made: dict[Any, tuple[Any, Met]],
+        context: GemmContext,
+        made: Casts,
     ) -> MeasuredCasts:
         """As `measure`, of an operator whose paths are recipes; `rows` (T, D) are its input.
 
-        `the_pass` is under way and has `made` casts of them.
+        `context` is under way and has `made` casts of them.
         """
 
-        def looking(recipe: Recipe, fault: Injector | None) -> tuple[Pass, dict[Any, tuple[Any, Met]]]:
-            look = pass_kind(recipe).of(operator, recipe, fault, looks_on=True)
-            same = fault is the_pass.fault and type(look) is type(the_pass)
+        def looking(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
+            look = operator.gemm_context(recipe, fault=fault, dry_run=True)
+            same = fault is context.fault and type(look) is type(context)
             return look, made if same else look.casts_of(read, rows.dtype)
 
+        operator = self._operators[index]
         assert isinstance(operator.low, Recipe)
         paths = {"low": looking(operator.low, fault)}
         if isinstance(operator.recovery, Recipe):
@@ -202,15 +205,15 @@ class Probe:
             if "square" not in read.measured:
                 read.measured["square"] = _squares(rows[:: self.tokens], 1)
             square = read.measured["square"]
-        others: list[tuple[Pass, Any]] = []
+        others: list[tuple[GemmContext, Any]] = []
         if "gap_exact" in self.names:
             for look, own in paths.values():
-                if look.recipe is not the_pass.recipe:
+                if look.recipe is not context.recipe:
                     others.append((look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)))
         count, width = rows[:: self.tokens].shape
         return MeasuredCasts(
             self,
-            self._index[operator.unit_name],
+            self._index[index],
             errors,
             sums,
             count * width,
@@ -222,12 +225,12 @@ class Probe:
 
     def _error_of(
         self,
-        look: Pass,
+        look: GemmContext,
         read: Read,
         rows: Tensor,
         cast: Cast | None,
         contraction_dim: int,
-        made: dict[Any, tuple[Any, Met]],
+        made: Casts,
     ) -> _Error:
         """Of a cast of the input, once for all its readers where it is not an operator's own."""
         known: dict[Any, _Error] = {} if look.fault is not None else read.measured
@@ -239,12 +242,12 @@ class Probe:
 
     def _kept(
         self,
-        look: Pass,
+        look: GemmContext,
         operand: str,
         rows: Tensor,
         cast: Cast | None,
         contraction_dim: int,
-        made: dict[Any, tuple[Any, Met]],
+        made: Casts,
     ) -> Tensor:
         """The measured rows of `rows` in `cast`, float32."""
         if (
@@ -275,18 +278,18 @@ class Probe:
         read: Read,
         input: Tensor,
         rows: Tensor,
-        fault: Injector | None,
+        fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
     ) -> tuple[_Copy, ...]:
         """The copies of both paths, packed; the one that backward keeps anyway is that very one."""
         low, recovery, shared = operator.low, operator.recovery, operator.shared
         assert isinstance(low, Format) and isinstance(recovery, Format)
 
-        def packed(fmt: Format, broken: Injector | None) -> tuple[Tensor, ...]:
+        def packed(fmt: Format, broken: FaultInjection | None) -> tuple[Tensor, ...]:
             if isinstance(fmt, KeepFormat):
                 return (rows,)
             if broken is not None:
-                return broken.compress(input, fmt, shared) if operator.recovering else copy
+                return broken.compress(input, fmt, shared.generator is not None) if operator.recovering else copy
             if shared.generator is None:
                 return read.copy_of(input, fmt)
             return compress(rows, fmt)
@@ -388,21 +391,19 @@ class Measured:
 class MeasuredCasts(Measured):
     """One forward pass of a unit whose paths are recipes."""
 
-    looks: dict[str, Pass] = field(default_factory=dict)
+    looks: dict[str, GemmContext] = field(default_factory=dict)
     """By the gap for whose cast of grad_output each stands."""
     square: Tensor | None = None
     """(measured rows,) float64: ||x_t||^2."""
-    others: tuple[tuple[Pass, Any], ...] = ()
+    others: tuple[tuple[GemmContext, Any], ...] = ()
     """Of the path that is not in force, of both in a warm-up in 16 bits, for gap_exact: the pass, and the input as its
     wgrad reads it."""
 
-    def add_backward(
-        self, grad_2d: Tensor, grad_weight: Tensor, the_pass: Pass, made: dict[Any, tuple[Any, Met]]
-    ) -> None:
-        """As `add`; `the_pass` made `grad_weight` and has `made` casts of `grad_2d` (rows, out_features)."""
+    def add_backward(self, grad_2d: Tensor, grad_weight: Tensor, context: GemmContext, made: Casts) -> None:
+        """As `add`; `context` made `grad_weight` and has `made` casts of `grad_2d` (rows, out_features)."""
         self.add(grad_2d)
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
-        made_by = {type(the_pass): made}
+        made_by = {type(context): made}
         for name, look in self.looks.items():
             assert self.square is not None
             if (cast := look.recipe.wgrad.grad_output) is None:

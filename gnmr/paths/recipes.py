@@ -65,7 +65,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
 
@@ -311,3 +311,6 @@ RECIPES: dict[str, Recipe] = {
 KEPT = ("lm_head", "gate", "router")
 """Linears of these names are left in 16 bits by every recipe: output head and gates of experts, from the list of
 DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head, MoE gates, normalization and attention operators)."""
+
+ExecutionPath: TypeAlias = Format | Recipe
+"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from gnmr import models
 from gnmr.config import Config
 from gnmr.paths import Plan, Recipe
-from gnmr.paths.int8 import Int8Linear
+from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.plan import described
 from gnmr.training.least import GB, refuse_plan
 from gnmr.training.parts import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
@@ -68,7 +68,7 @@ def plan_run(config: Config) -> MemoryPlan:
     optimizer, transform = build_optim(model, config)
     check_control(config, model, plan)
     checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
-    max_o = min(config.controller.max_o, len(plan.groups)) if config.paths.recovery is not None else 0
+    max_o = min(config.controller.max_o, len(plan.units)) if config.paths.recovery is not None else 0
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]
     state += [] if transform is None else transform.state.values()
     warmup = config.controller.warmup_steps(training.steps) > 0
@@ -126,7 +126,7 @@ def _rows(
     saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
     recovery, note = round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"
     if warmup:
-        for group in plan.groups:
+        for group in plan.units:
             group.switch(True)
         plan.begin_step(1)
         all_of_them = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)

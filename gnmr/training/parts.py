@@ -34,7 +34,7 @@ from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
-from gnmr.paths.te import UNREADABLE
+from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.least import refuse_run
 from gnmr.training.optim import build_optimizer

@@ -80,7 +80,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
     for stress in parts.stress:
         if isinstance(stress, models.OutlierWindow):
             touched = set(stress.touched())
-            hit = [group for group in parts.plan.groups if any(o.unit_name in touched for o in group.operators)]
+            hit = [group for group in parts.plan.units if any(o.operator_name in touched for o in group.operators)]
             windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]

@@ -257,7 +257,7 @@ class TrainStep:
             self._outputs.enabled = False
         for recovering in (False, True):
             # Dropout draws in each of them what the step will draw.
-            with plan.rehearsal(), torch.random.fork_rng(self._devices):
+            with plan.no_side_effects(), torch.random.fork_rng(self._devices):
                 for operator in plan.operators:
                     operator.switch(recovering)
                 for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
@@ -331,7 +331,7 @@ def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: i
     """Mean cross-entropy over the targets of `blocks` on the 16-bit path, nats. Waits for the device."""
     was_training = model.training
     model.eval()
-    with plan.exact():
+    with plan.high_precision():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for batch in blocks.split(batch_size):
             total += loss_of(model, batch.to(total.device)).double() * num_targets(batch)

@@ -115,13 +115,13 @@ def test_measuring_leaves_paths_probe_and_generator_as_they_were():
 
 def test_a_recipe_remembers_nothing_of_the_measured_passes():
     model, plan = tiny_plan(low="fp8_delayed", recovery="bf16")
-    plan.shared.ledger.history[:, :, 1] = 1e-6  # of the step before: what comes now saturates
+    plan.shared.amax.history[:, :, 1] = 1e-6  # of the step before: what comes now saturates
     measured(model, plan)
     assert not any(counts.any() for counts in plan.saturation().values())
-    before = plan.shared.ledger.history.clone()
+    before = plan.shared.amax.history.clone()
     plan.end_step()
-    assert torch.equal(plan.shared.ledger.history, before), "no step was taken"
-    assert plan.shared.rehearsing is False
+    assert torch.equal(plan.shared.amax.history, before), "no step was taken"
+    assert plan.shared.no_side_effects is False
 
 
 def test_an_expert_without_tokens_has_no_gap():

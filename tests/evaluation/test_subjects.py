@@ -99,11 +99,11 @@ def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpu
             found[path] = nll(subject.logits, blocks)
             assert not parts.model.training
     assert parts.model.training and [o.recovering for o in parts.plan.operators].count(True) == 1
-    assert not parts.plan.shared.exact and not parts.plan.shared.rehearsing
+    assert not parts.plan.shared.high_precision and not parts.plan.shared.no_side_effects
     mixed = nll(parts.model, blocks)
     parts.plan.operators[2].switch(False)
     assert found["low"] == nll(parts.model, blocks) != mixed
-    with parts.plan.exact():
+    with parts.plan.high_precision():
         assert found["16bit"] == nll(parts.model, blocks) != found["low"]
 
 

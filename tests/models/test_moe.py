@@ -278,10 +278,12 @@ def test_convert_finds_exactly_the_eligible_linears(build):
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     experts = [f"mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("up", "down")]
     plan = convert(model, "int4", "int8")
-    assert [o.unit_name for o in plan.operators] == [f"layers.{i}.{n}" for i in range(2) for n in attention + experts]
+    assert [o.operator_name for o in plan.operators] == [
+        f"layers.{i}.{n}" for i in range(2) for n in attention + experts
+    ]
     plan.restore()
     one = convert(model, "int4", "int8", ["experts.1.*"])
-    assert [o.unit_name for o in one.operators] == [
+    assert [o.operator_name for o in one.operators] == [
         f"layers.{i}.mlp.experts.1.{name}_proj" for i in range(2) for name in ("up", "down")
     ]
     one.restore()

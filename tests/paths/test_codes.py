@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gnmr.paths import Plan, convert, fp8
-from gnmr.paths.codes import Codes
-from gnmr.paths.faults import Fault, FaultSchedule
+from gnmr.paths import Fault, FaultSchedule, Plan, convert
+from gnmr.paths.kernels import scaled_mm
+from gnmr.paths.kernels.scaled_mm import Codes
 from gnmr.paths.recipes import GEMMS, RECIPES, Recipe
 
 Scaling, Swizzle = F.ScalingType, F.SwizzleType
@@ -72,7 +72,7 @@ def hardware(
 @pytest.fixture
 def on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_mm", hardware)
-    monkeypatch.setattr(fp8, "_device_missing", lambda *_: None)
+    monkeypatch.setattr(scaled_mm, "_device_missing", lambda *_: None)
 
 
 def spread(*shape: int, seed: int) -> Tensor:
@@ -283,7 +283,7 @@ def test_on_hardware_it_is_the_simulation_within_rounding(low: str, capability: 
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     linear = nn.Linear(256, 512, bias=False).to("cuda", torch.bfloat16)
-    if (lacking := fp8.missing(RECIPES[low], {"0": linear}, torch.device("cuda"), auto=False)) is not None:
+    if (lacking := scaled_mm.missing(RECIPES[low], {"0": linear}, torch.device("cuda"), auto=False)) is not None:
         pytest.skip(lacking)
     assert torch.cuda.get_device_capability() >= capability
     made = []

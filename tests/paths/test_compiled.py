@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import gnmr
 from gnmr import models
 from gnmr.config.model import ExpertsConfig, ModelConfig
-from gnmr.paths import Plan, convert
-from gnmr.paths.faults import Fault, FaultSchedule
+from gnmr.paths import Fault, FaultSchedule, Plan, convert
 from gnmr.paths.recipes import Recipe
 
 pytestmark = pytest.mark.slow
@@ -71,7 +70,7 @@ def pair(
 
 
 def switch(plan: Plan, recovering: set[int]) -> None:
-    for i, group in enumerate(plan.groups):
+    for i, group in enumerate(plan.units):
         group.switch(i in recovering)
 
 
@@ -109,7 +108,7 @@ def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path(
     _, (net, plan) = pair("mxfp8", None, unit="operator")
     step(net, plan)
     assert graphs() == 1
-    with torch.no_grad(), plan.exact():
+    with torch.no_grad(), plan.high_precision():
         seen = net(tokens())
         assert graphs() == 2
     expected = model()
@@ -146,7 +145,7 @@ def test_a_rehearsal_leaves_no_counts() -> None:
     expected = step(net, plan)
     compiled.zero_grad()
     compiled(tokens()).float().square().mean().backward()
-    with other.rehearsal():
+    with other.no_side_effects():
         compiled(tokens(2)).float().square().mean().backward()
     assert same(list(other.saturation().values()), expected[-4:])
 
@@ -192,7 +191,7 @@ def test_the_experts_of_a_mixture_stay_between_the_graphs_and_count() -> None:
         for each in (plan, other):
             switch(each, recovering)
         assert same(step(compiled, other), step(net, plan))
-    kinds = [operator.unit_name.rpartition(".")[2] for operator in other.operators if operator.read is not None]
+    kinds = [operator.operator_name.rpartition(".")[2] for operator in other.operators if operator.read is not None]
     assert set(kinds) == {"up_proj", "down_proj"}
 
 
@@ -216,7 +215,7 @@ def test_what_would_make_many_graphs_or_remembers_stays_between_them(low: str, r
         found.append(step(net, plan))
     assert why and not plan.in_graphs and same(*found)
     before = graphs()
-    for i in range(len(plan.groups)):
+    for i in range(len(plan.units)):
         switch(plan, {i})
         step(net, plan)
     assert graphs() == before
@@ -256,7 +255,7 @@ def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
 def test_evaluation_is_one_graph_beside_a_probe_too() -> None:
     _, (net, plan) = pair("sim_e2m1", "bf16")
     plan.probe(["mse"])
-    with torch.no_grad(), plan.exact():
+    with torch.no_grad(), plan.high_precision():
         net(tokens())
     assert graphs() == 1
 

@@ -22,7 +22,7 @@ def net(layers: int = 3) -> nn.Module:
 def converted(model: nn.Module, *targets: str) -> list[str]:
     plan = convert(model, "int4", "int8", targets)
     found = [name for name, module in model.named_modules() if isinstance(module, PathLinear)]
-    assert found == [operator.unit_name for operator in plan.operators]
+    assert found == [operator.operator_name for operator in plan.operators]
     return found
 
 
@@ -118,7 +118,7 @@ def mixture() -> nn.Module:
 def test_recipes_pass_over_heads_and_gates(target: str) -> None:
     for low, recovery in (("sim_int4", None), ("sim_e2m1", "fp8_hybrid"), ("llm_int8", "bf16"), ("bf16", "sim_int8")):
         with warnings.catch_warnings(action="ignore"):
-            assert [o.unit_name for o in convert(mixture(), low, recovery, target).operators] == ["mlp.gate_proj"]
+            assert [o.operator_name for o in convert(mixture(), low, recovery, target).operators] == ["mlp.gate_proj"]
     assert len(convert(mixture(), "int4", "int8", ["*"]).operators) == 5, "formats convert what they are told to"
 
 

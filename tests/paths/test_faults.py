@@ -11,15 +11,16 @@ import pytest
 import torch
 import yaml
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast
-from test_fp8 import DY, W, X
+from test_scaled_mm import DY, W, X
 from test_simulated import BY_HAND
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.paths import FORMATS, Fault, FaultSchedule, Plan, Window, convert, simulated
+from gnmr.paths import FORMATS, Fault, FaultSchedule, Plan, Window, convert
+from gnmr.paths.cast_stats import CastStats
+from gnmr.paths.casting import quantize, quantize_with_stats
 from gnmr.paths.recipes import Cast
 from gnmr.paths.scaling import compress, decompress, unpack
-from gnmr.paths.simulated import Met, quantize
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 ROW = [7.0, -3.5, 1.0, 0.4]  # in int4 its scale is 1
@@ -215,7 +216,7 @@ def test_the_weight_gradient_reads_the_broken_copy_and_the_forward_pass_with_sit
         assert y.item() == pytest.approx(4.9 if site == "saved" else 8.0)
         with torch.no_grad():
             assert net(torch.tensor([ROW])).item() == pytest.approx(4.9 if site == "saved" else 8.0)
-            with plan.exact():
+            with plan.high_precision():
                 assert net(torch.tensor([ROW])).item() == pytest.approx(4.9)
 
 
@@ -437,7 +438,7 @@ def spread(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=seeded(seed)) * torch.randn(shape, generator=seeded(seed + 100)).exp()
 
 
-def broken_cast(fault: Fault, x: Tensor, word: str, dim: int, largest: float | None = None) -> tuple[Tensor, Met]:
+def broken_cast(fault: Fault, x: Tensor, word: str, dim: int, largest: float | None = None) -> tuple[Tensor, CastStats]:
     cast = Cast.of(word)
     assert cast is not None
     values, _, met = fault.quantize(
@@ -468,7 +469,7 @@ def test_a_fault_that_breaks_nothing_is_the_sound_cast_to_the_last_bit(scale: st
     x[70, 9] = math.nan
     for name in ("e2m1", "e4m3", "int8"):
         cast = Cast.of(f"{name}/{scale}")
-        sound, met = simulated._quantize(x, cast, dim)
+        sound, met = quantize_with_stats(x, cast, dim)
         values, broken_met = broken_cast(Fault("scale_up", 1.0), x, f"{name}/{scale}", dim)
         torch.testing.assert_close(values, sound, rtol=0, atol=0, equal_nan=True)
         assert broken_met.nonfinite == met.nonfinite and broken_met.saturated == (met.saturated or 0)
@@ -606,8 +607,8 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
     sound = outcome(net, x, dy)
     of_b = plan.saturation()["input"][1].tolist()
     plan.end_step()
-    if plan.shared.ledger.history is not None:
-        plan.shared.ledger.history.zero_()
+    if plan.shared.amax.history is not None:
+        plan.shared.amax.history.zero_()
     armed(plan, "scale_down", share=0.5)
     y, grad, *other = outcome(net, x, dy)
     assert same(other, sound[2:])
@@ -625,8 +626,8 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
         assert counted[1][0] == by_hand(x, x_fprop, 1, [], 1)[1] + by_hand(x, x_wgrad, 0, [], 1)[1] > 0
     else:
         assert counted[1] == shared == [0, 0]
-    if plan.shared.ledger.history is not None:
-        assert plan.shared.ledger.history[0, 0, 0] == x.abs().max(), "what was there, not what became of it"
+    if plan.shared.amax.history is not None:
+        assert plan.shared.amax.history[0, 0, 0] == x.abs().max(), "what was there, not what became of it"
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

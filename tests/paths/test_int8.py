@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr import config
-from gnmr.paths import RECIPES, WEIGHTS, Fault, FaultSchedule, Plan, backends, convert, int8
-from gnmr.paths.int8 import Int8Linear, integers, products
+from gnmr.paths import RECIPES, WEIGHTS, Fault, FaultSchedule, Plan, backends, convert, int8_linear
+from gnmr.paths.int8_linear import Int8Linear
+from gnmr.paths.kernels import int8
+from gnmr.paths.kernels.int8 import integers, products
 
 BF16 = torch.bfloat16
 FROZEN = ("beside", "instead")
@@ -192,7 +194,8 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
 
 def test_readers_of_one_tensor_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     cast: list[tuple[int, ...]] = []
-    monkeypatch.setattr(int8, "integers", lambda x, *a, plain=integers: cast.append(tuple(x.shape)) or plain(x, *a))
+    for module in (int8, int8_linear):
+        monkeypatch.setattr(module, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
     net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).requires_grad_(False)
     plan = convert(net, "llm_int8_dgrad", "llm_int8", ["a", "b"], weights="beside")
     plan.operators[1].switch(True)
@@ -254,7 +257,7 @@ def test_evaluation_and_restore_are_plain(weights: str) -> None:
     net, plan = converted(weights=weights)
     expected, (_, dx) = plain(x), passed(plain, x)
     assert not torch.equal(net(x), expected)
-    with plan.exact():
+    with plan.high_precision():
         assert torch.equal(net(x), expected) and torch.equal(passed(net, x)[1], dx)
         with torch.autocast("cpu", dtype=torch.float16):
             assert net(x).dtype == torch.float16
@@ -552,8 +555,8 @@ def test_under_lora(before: bool, weights: str) -> None:
     else:
         model = with_adapters(model)
         plan = convert(model, "llm_int8", "bf16", ["*_proj.base_layer"], **options)
-    assert [group.name for group in plan.groups] == ["model.layers.0", "model.layers.1"]
-    assert plan.operators[0].unit_name == "model.layers.0.self_attn.q_proj" and len(plan.operators) == 14
+    assert [group.name for group in plan.units] == ["model.layers.0", "model.layers.1"]
+    assert plan.operators[0].operator_name == "model.layers.0.self_attn.q_proj" and len(plan.operators) == 14
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert len(adapters) == 28 and all("lora" in name and p.dtype == BF16 for name, p in adapters.items())
@@ -561,13 +564,13 @@ def test_under_lora(before: bool, weights: str) -> None:
     ran: set[str] = set()
 
     def note(module: Int8Linear, *_: Any) -> None:
-        ran.add(f"{module.unit_name[:14]} {module.path.name}")
+        ran.add(f"{module.operator_name[:14]} {module.path.name}")
 
     hooks = [operator.register_forward_hook(note) for operator in plan.operators]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(3):
-        plan.groups[1].switch(step == 2)
+        plan.units[1].switch(step == 2)
         loss = model(input_ids=tokens, labels=tokens).loss
         assert plan.saved_bytes() == plan.predicted_bytes() == 0
         loss.backward()
@@ -590,7 +593,7 @@ def test_under_lora(before: bool, weights: str) -> None:
         for name, module in plain.named_modules():
             if name.endswith("base_layer"):
                 module.weight.copy_(slow_cast(module.weight, "int8/row", 0))
-    with torch.no_grad(), plan.exact():
+    with torch.no_grad(), plan.high_precision():
         assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
     plan.restore()
     with torch.no_grad():

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 from slow_casts import slow_cast
-from test_fp8 import DY, W, X
+from test_scaled_mm import DY, W, X
 from test_simulated import BY_HAND, by_us, single
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.paths import FORMATS, STATISTICS, PathLinear, Plan, convert, simulated
+from gnmr.paths import FORMATS, STATISTICS, PathLinear, Plan, convert
+from gnmr.paths.kernels import simulated
 from gnmr.paths.scaling import compress, decompress
 
 ROWS, WIDTH, OUT = 48, 32, 16
@@ -170,7 +171,7 @@ def test_readers_of_one_tensor_quantize_it_once(tokens: int, monkeypatch: pytest
         calls.append((fmt.name, rows.shape))
         return compress(rows, fmt, *rest)
 
-    monkeypatch.setattr("gnmr.paths.saved.compress", counted)
+    monkeypatch.setattr("gnmr.paths.reads.compress", counted)
     monkeypatch.setattr("gnmr.paths.probe.compress", counted)
     net, plan = make()
     plan.operators[1].switch(True)
@@ -278,7 +279,7 @@ def test_off_in_between_and_off_for_good() -> None:
     assert (probe.read()["gap_low"] > first).all()
     with torch.no_grad():
         net(inputs(3))
-    with plan.exact():
+    with plan.high_precision():
         gradients(net, inputs(3))
     second = probe.read()["gap_low"]
     plan.unprobe()
@@ -516,13 +517,13 @@ def test_a_recovery_that_leaves_wgrad_alone_gains_nothing_of_it_and_says_so() ->
 @pytest.mark.parametrize(("low", "recovery"), [*PAIRS, ("fp8_delayed", "sim_int8")])
 def test_sharing_a_tensor_changes_nothing_but_the_number_of_casts(low, recovery, tokens, monkeypatch) -> None:
     casts = []
-    plain = simulated._quantize
+    plain = simulated.quantize_with_stats
 
     def counting(x: Tensor, cast, *rest):
         casts.append((x.shape[1], str(cast)))
         return plain(x, cast, *rest)
 
-    monkeypatch.setattr(simulated, "_quantize", counting)
+    monkeypatch.setattr(simulated, "quantize_with_stats", counting)
     read = []
     for shared in (True, False):
         net, plan = make(low, recovery)
@@ -611,7 +612,7 @@ def test_frozen_units_and_empty_batches_and_pauses_of_recipes_measure_nothing() 
         assert first[0] > 0 and first[1] == 0
         probe.enabled = False
         net(inputs()).sum().backward()
-        with plan.exact():
+        with plan.high_precision():
             net(inputs()).sum().backward()
         assert torch.equal(probe.read()["gap_low"], first)
         probe.enabled = True

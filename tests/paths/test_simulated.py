@@ -15,15 +15,16 @@ import pytest
 import torch
 import torchao_casts
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast, slow_integer_linear
-from test_saved import Block, gradients
+from test_linear import Block, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.paths import RECIPES, Plan, convert, simulated
+from gnmr.paths import RECIPES, Plan, casting, convert
+from gnmr.paths.casting import quantize, quantize_with_stats
+from gnmr.paths.kernels import simulated
 from gnmr.paths.recipes import GEMMS, Cast, Recipe
-from gnmr.paths.simulated import quantize
 
 SCALES = ("tensor", "row", "tile", "block", "mx")
 
@@ -52,7 +53,7 @@ def test_a_cast_is_the_one_written_out_by_hand(scale: str, name: str, dim: int) 
 
 
 def cast_and_counts(x: Tensor, cast: Cast, dim: int) -> list[Tensor]:
-    values, met = simulated._quantize(x, cast, dim)
+    values, met = quantize_with_stats(x, cast, dim)
     return [values, *(found for found in vars(met).values() if isinstance(found, Tensor))]
 
 
@@ -62,10 +63,10 @@ def test_pieces_give_the_same_numbers_and_counts_as_the_whole(scale: str, monkey
     x[200, 7] = math.nan
     assert cast is not None
     for dim in (0, 1):
-        monkeypatch.setattr(simulated, "_AT_ONCE", 10**9)
+        monkeypatch.setattr(casting, "_AT_ONCE", 10**9)
         whole = cast_and_counts(x, cast, dim)
         for at_once in (1, 136 * 64):
-            monkeypatch.setattr(simulated, "_AT_ONCE", at_once)
+            monkeypatch.setattr(casting, "_AT_ONCE", at_once)
             pieces = cast_and_counts(x, cast, dim)
             for ours, theirs in zip(pieces, whole, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -88,7 +89,7 @@ def test_a_group_with_a_bad_number_comes_back_as_nan_and_no_other(scale: str, ba
         for place in (places[0], places[-1]):
             x, expected = sound.clone(), quantize(sound, cast, dim)
             x[place][-1, -1] = bad
-            values, met = simulated._quantize(x, cast, dim)
+            values, met = quantize_with_stats(x, cast, dim)
             expected[place] = math.nan
             torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
             assert met.nonfinite == 1, "the element alone"
@@ -408,13 +409,13 @@ def test_nothing_but_the_weights_casts_is_held_besides_what_nn_linear_holds(low:
 
 def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, int]] = []
-    plain = simulated._quantize
+    plain = quantize_with_stats
 
     def counting(x: Tensor, cast: Cast, dim: int, *rest: object) -> object:
         made.append((str(cast), dim))
         return plain(x, cast, dim, *rest)
 
-    monkeypatch.setattr(simulated, "_quantize", counting)
+    monkeypatch.setattr(simulated, "quantize_with_stats", counting)
     expected = {
         "sim_int8": 4 + 7 * 5,  # inputs that are shared; weight, grad_output and three results of each operator
         "fp8_hybrid": 4 + 7 * 2,
@@ -450,7 +451,7 @@ def test_evaluation_is_exact_and_leaves_no_trace() -> None:
     plan = convert(net, "fp8_delayed", "bf16")
     with torch.no_grad():
         assert not torch.equal(net(inputs()), plain(inputs())), "the recipe is read without gradients too"
-        with plan.exact():
+        with plan.high_precision():
             assert torch.equal(net(inputs()), plain(inputs()))
     plan.end_step()
     assert plan.state_dict()["largest"].count_nonzero() == 0
@@ -696,11 +697,11 @@ def test_what_a_delayed_scale_remembers() -> None:
     net[0].switch(False)
     with torch.no_grad():
         net(10 * x)
-    with plan.exact():
+    with plan.high_precision():
         by_us(10 * x, net[0], dy)
-    plan.shared.rehearsing = True
+    plan.shared.no_side_effects = True
     by_us(10 * x, net[0], dy)
-    plan.shared.rehearsing = False
+    plan.shared.no_side_effects = False
     assert history() == [0, 2, 3, 0] and plan.saturation()["input"].count_nonzero() == 0
     for bad in (math.nan, math.inf):
         spoilt = x.clone()

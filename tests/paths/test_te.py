@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr import attach
 from gnmr.controller.signals.gap import Gap
-from gnmr.paths import RECIPES, Fault, FaultSchedule, Recipe, convert, te
+from gnmr.paths import RECIPES, Fault, FaultSchedule, Recipe, convert
+from gnmr.paths.kernels import te
 
 
 def net(seed: int = 0, bias: bool = True) -> nn.Sequential:
@@ -126,13 +127,13 @@ def test_it_switches_between_the_engine_and_the_plain_linear(bias: bool, stub: A
     plan, x = plan_of(model), batch().view(2, 5, 32)
     outputs = []
     for recovering in (False, True, False):
-        for group in plan.groups:
+        for group in plan.units:
             group.switch(recovering)
         outputs.append(model(x))
     assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[1], plain(x))
     assert [rows for _, _, rows in stub.ran] == [32] * 4  # of 10, filled up with zeros
-    with plan.exact():
+    with plan.high_precision():
         assert torch.equal(model(x), plain(x)) and len(stub.ran) == 4
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert list(model.state_dict()) == keys and len(list(model.modules())) == 4
@@ -229,7 +230,7 @@ def test_passes_that_are_not_the_runs_leave_no_trace(stub: Any) -> None:
         model(100 * batch(seed=50)).sum().backward()
         model.zero_grad()
         plan.load_state_dict(state)
-        with plan.exact():
+        with plan.high_precision():
             model(100 * batch(seed=51))
         assert steps(model, 1, step) == steps(quiet, 1, step)
 
@@ -278,7 +279,7 @@ def test_what_looks_into_casts_is_refused(stub: Any) -> None:
 def test_extra_bytes_count_its_codes(stub: Any) -> None:
     model = net()
     plan = plan_of(model)
-    plan.groups[0].switch(True)
+    plan.units[0].switch(True)
     model(batch())
     assert plan.extra_bytes() == 8 / 8 * 10 * 32
 

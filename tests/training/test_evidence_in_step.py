@@ -32,7 +32,7 @@ def gradients(parts: Parts, batches: list[Tensor]) -> dict[str, Tensor]:
     for batch in batches:
         (loss_of(parts.model, batch) / len(batches)).backward()
     parts.plan.shared.forget()
-    found = {op.unit_name: op.weight.grad.double() for op in parts.plan.operators}
+    found = {op.operator_name: op.weight.grad.double() for op in parts.plan.operators}
     parts.model.zero_grad(set_to_none=True)
     return found
 
@@ -169,10 +169,12 @@ def test_update_norm_is_what_the_weights_moved(words, assembled, blocks_of):
     parts = assembled("records.evidence=[update_norm]", *words)
     step = train_step(parts)
     for batch in blocks_of(parts, 4).split(2):
-        before = {op.unit_name: op.weight.detach().double() for op in parts.plan.operators}
+        before = {op.operator_name: op.weight.detach().double() for op in parts.plan.operators}
         result = step([batch], LR)
         with torch.no_grad():
-            moved = {op.unit_name: float((op.weight - before[op.unit_name]).norm()) for op in parts.plan.operators}
+            moved = {
+                op.operator_name: float((op.weight - before[op.operator_name]).norm()) for op in parts.plan.operators
+            }
         assert min(moved.values()) > 0
         assert shown(result, "update_norm") == pytest.approx(moved, rel=1e-5)
 
@@ -195,7 +197,7 @@ def test_spike_share_is_of_the_gradient_that_backward_left(transform, assembled,
     for index, op in enumerate(parts.plan.operators):
         raw = [1e-15, 1e-13, 1.0][index % 3]
         parts.optimizer.state[op.weight]["exp_avg_sq"].fill_(raw)
-        moments[op.unit_name] = raw / (1 - 0.999)  # after one step
+        moments[op.operator_name] = raw / (1 - 0.999)  # after one step
     twin.model.load_state_dict(parts.model.state_dict())
     found = gradients(twin, [batches[1]])
     expected = {u: float((g.float().square() > 5000 * moments[u]).double().mean()) for u, g in found.items()}
@@ -228,7 +230,7 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     for name in names:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6), name
         assert name == "underflow" or min(found[name].values()) > 0
-    stds = {op.unit_name: float(op.weight.detach().double().std(correction=0)) for op in parts.plan.operators}
+    stds = {op.operator_name: float(op.weight.detach().double().std(correction=0)) for op in parts.plan.operators}
     assert found["weight_std"] == pytest.approx(stds, rel=1e-5)
 
 

@@ -12,7 +12,7 @@ from gnmr.config import Config
 from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.launch import compose
-from gnmr.paths.int8 import Int8Linear
+from gnmr.paths.int8_linear import Int8Linear
 from gnmr.training.memory import GB, MemoryPlan, plan_run
 from gnmr.training.parts import Parts, assemble, training_blocks
 from gnmr.training.step import loss_of

@@ -12,8 +12,9 @@ from everything import differences, everything
 
 from gnmr import models
 from gnmr.config import ExpertsConfig, ModelConfig, config_hash, read
-from gnmr.paths import RECIPES, PathLinear, convert, simulated
+from gnmr.paths import RECIPES, PathLinear, convert
 from gnmr.paths.formats import FloatFormat, IntFormat
+from gnmr.paths.kernels import simulated
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
 
@@ -33,7 +34,7 @@ def test_a_llama_trains_two_steps(low, recovery, assembled, step_of, blocks_of):
     first, ran = step([blocks], 1e-3), set()
     for operator in parts.plan.operators:
         operator.register_forward_hook(lambda module, *_: ran.add(module.path.name))
-    for group in parts.plan.groups if recovery != "null" else []:
+    for group in parts.plan.units if recovery != "null" else []:
         group.switch(True)
     second = step([blocks], 1e-3)
     assert ran == ({low} if recovery == "null" else {parts.plan.recovery.name})
@@ -179,13 +180,13 @@ def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
     for kind in (FloatFormat, IntFormat):
         for method in ("round", "encode"):
             monkeypatch.setattr(kind, method, spied(getattr(kind, method)))
-    names = [operator.unit_name for operator in plan.operators]
-    forward, backward = (lambda o: f"{o.unit_name} forward"), (lambda ctx: f"{names[ctx.the_pass.unit]} backward")
+    names = [operator.operator_name for operator in plan.operators]
+    forward, backward = (lambda o: f"{o.operator_name} forward"), (lambda ctx: f"{names[ctx.context.index]} backward")
     monkeypatch.setattr(PathLinear, "forward", within(forward, PathLinear.forward))
     monkeypatch.setattr(simulated, "linear_backward", within(backward, simulated.linear_backward))
     output = model(torch.randint(0, 64, (2, 16)))
     getattr(output, "logits", output).float().square().mean().backward()
-    ran = [o.unit_name for o in plan.operators if o.read[0]]  # an expert may have no token
+    ran = [o.operator_name for o in plan.operators if o.read[0]]  # an expert may have no token
     assert seen == {f"{unit} {when}" for unit in ran for when in ("forward", "backward")} and len(ran) >= 12
 
 

@@ -129,7 +129,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     plain = TrainStep.__call__
 
     def call(self, *args):
-        real.append({operator.unit_name for operator in self.plan.operators if operator.recovering})
+        real.append({operator.operator_name for operator in self.plan.operators if operator.recovering})
         result = plain(self, *args)
         chosen.append(set(result.decision.by_risk(result.decision.active)))
         return result
@@ -222,7 +222,7 @@ def test_evaluation_is_on_the_16_bit_path_and_leaves_no_trace(site, assembled, b
         expected = sum(float(loss_of(plain.model, part)) * len(part) for part in blocks.split(2)) / 5
     assert evaluate(coarse.model, coarse.plan, blocks, 2) == pytest.approx(expected, rel=1e-12)
     assert same_bits(generator, coarse.plan.state_dict()["generator"])
-    assert coarse.model.training and not coarse.plan.shared.exact
+    assert coarse.model.training and not coarse.plan.shared.high_precision
     differs = step_of(coarse)([blocks], LR).loss != step_of(plain)([blocks], LR).loss
     assert differs == (site == "forward")
 

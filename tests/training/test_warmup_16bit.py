@@ -61,7 +61,7 @@ def test_it_is_the_16_bit_run_until_it_ends_and_the_low_path_from_there(words, t
 
 def paths_of(parts: Parts) -> dict[str, set[str]]:
     """By unit the names of its operators' paths in force."""
-    return {group.name: {operator.path.name for operator in group.operators} for group in parts.plan.groups}
+    return {group.name: {operator.path.name for operator in group.operators} for group in parts.plan.units}
 
 
 NORMS = np.array(
@@ -238,6 +238,6 @@ def test_evaluation_and_rehearsals_are_what_they_were(assembled, blocks_of) -> N
     step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)
     step([blocks_of(parts, 2)], 0.0)
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}
-    with parts.plan.rehearsal():
+    with parts.plan.no_side_effects():
         assert paths_of(parts)["layers.0.mlp.up_proj"] == {"int8"}
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}

@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnmr.paths.saved import PathLinear
+from gnmr.paths.linear import PathLinear
 
 _NAMES = {
     "operator": r".*",
@@ -40,7 +40,7 @@ _WRAPPERS = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class PathUnit:
     """Operators that are on one path at all times."""
 
     name: str
@@ -89,9 +89,9 @@ def check_unit(names: Sequence[str], unit: str) -> None:
         raise ValueError(f"unit={unit!r}: {_LACKING[unit]}; they are {', '.join(names[:2])} ...")
 
 
-def grouped(operators: Sequence[PathLinear], unit: str) -> list[Group]:
+def grouped(operators: Sequence[PathLinear], unit: str) -> list[PathUnit]:
     """The units, in the order of their first operators."""
     members: dict[str, list[PathLinear]] = {}
     for operator in operators:
-        members.setdefault(unit_of(operator.unit_name, unit), []).append(operator)
-    return [Group(name, tuple(own)) for name, own in members.items()]
+        members.setdefault(unit_of(operator.operator_name, unit), []).append(operator)
+    return [PathUnit(name, tuple(own)) for name, own in members.items()]

@@ -15,7 +15,7 @@ which begins another pass; copies live as long as it does, at most to the step's
 What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
 DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
 
-Two things may look in, on formats and on recipes (`simulated.py`, `fp8.py`), both off by default: a probe that measures
+Two things may look in, on formats and on recipes (`kernels/`), both off by default: a probe that measures
 the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
 is never shared.
 """
@@ -23,124 +23,21 @@ is never shared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gnmr.paths.compiled import GraphLinear
 from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.fp8 import scaled_mm_linear
-from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of, seen_by_numpy
-from gnmr.paths.recipes import Recipe
-from gnmr.paths.scaling import compress, decompress
-from gnmr.paths.simulated import Ledger, in_backward, simulated_linear
-
-if TYPE_CHECKING:
-    from gnmr.paths.faults import Injector
-    from gnmr.paths.probe import Measured, Probe
-    from gnmr.paths.te import Engine
-
-Path = Format | Recipe
-"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
-
-
-class SharedState:
-    """What all converted operators of a model have in common.
-
-    - the compressed copies of the tensor that was read last, so that its other readers find them;
-    - the generator of stochastic rounding (None: round to nearest);
-    - `rehearsing`: while true, a pass is not the run's own and must leave no trace in what faults and casts remember;
-    - `exact`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
-    - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
-    - the probe, if there is one;
-    - the ledger of what recipes cast (None: the paths are formats, or Transformer Engine's);
-    - Transformer Engine's linears, where it runs the recipes.
-    """
-
-    def __init__(
-        self,
-        site: str,
-        generator: torch.Generator | None,
-        ledger: Ledger | None = None,
-        engine: Engine | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.device = device
-        self.quantize_forward = site == "forward"
-        self.generator = generator
-        self.ledger = ledger
-        self.engine = engine
-        self.exact = False
-        self.warmup: Path | None = None
-        self.rehearsing = False
-        self.probe: Probe | None = None
-        self._last: Read | None = None
-
-    @property
-    def stays(self) -> bool:
-        """Whether something of it lies on the device on which the operators were converted."""
-        return self.ledger is not None or self.generator is not None or self.probe is not None
-
-    def read_of(self, x: Tensor, reader: str) -> Read:
-        """What is known of this very tensor since its first operator read it. Once in each forward pass of `reader`.
-
-        The other readers of the tensor that was read last join in. The same operator's next pass does not: the tensor
-        may hold something else by then, be it under the same version number (a write through `.data`).
-        """
-        last = self._last
-        if last is None or not last.joins(x, reader):
-            last = Read(x, reader)
-            # These change without a new version number: a parameter (fused optimizers), an inference tensor, an array.
-            if not (x.is_leaf and x.requires_grad) and not x.is_inference() and not seen_by_numpy(x):
-                self._last = last  # in one assignment: another thread finds all of it or none
-        return last
-
-    def forget(self) -> None:
-        """Lets go of the copies of the last tensor (each step's end)."""
-        self._last = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what belongs to a step."""
-        return {**self.__dict__, "_last": None, "probe": None}
-
-
-class Read:
-    """A tensor that was read: its compressed copies and casts so far, and what the probe measured of it. They go when
-    the tensor does."""
-
-    def __init__(self, x: Tensor, reader: str) -> None:
-        own = weakref.ref(self)
-
-        def let_go(_: object) -> None:
-            if (read := own()) is not None:
-                for known in (read.copies, read.casts, read.measured):
-                    known.clear()
-
-        self._tensor = weakref.ref(x, let_go)
-        self._version = -1 if x.is_inference() else x._version
-        self.reader = reader
-        self._readers = {reader}
-        self.copies: dict[str, tuple[Tensor, ...]] = {}
-        self.casts: dict[Any, Any] = {}
-        self.measured: dict[Any, Any] = {}
-
-    def joins(self, x: Tensor, reader: str) -> bool:
-        """Whether `x` is this tensor and new to `reader`, which is one of its readers then."""
-        if self._tensor() is not x or self._version != x._version or reader in self._readers:
-            return False
-        self._readers.add(reader)
-        return True
-
-    def copy_of(self, x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        """`x`, which is this tensor, compressed in `fmt`: once for all its readers."""
-        if fmt.name not in self.copies:
-            self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, generator)
-        return self.copies[fmt.name]
+from gnmr.paths.hooks import FaultInjection, GraphLinear, Measurement
+from gnmr.paths.kernels import GemmContext, context_kind, in_backward, recipe_linear
+from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.paths.recipes import ExecutionPath, Recipe
+from gnmr.paths.scaling import decompress
+from gnmr.paths.shared import SharedState
 
 
 class _Linear(torch.autograd.Function):
@@ -154,7 +51,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         fmt: Format,
         quantized: bool,
-        measured: Measured | None,
+        measured: Measurement | None,
         *copy: Tensor,
     ) -> Tensor:
         ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
@@ -196,14 +93,14 @@ class PathLinear(nn.Linear):
     `recovering` says which path is in force and is all that a switch changes: nothing is reallocated.
     """
 
-    unit_name: str
+    operator_name: str
     index: int
     """Place in the plan."""
-    low: Path
-    recovery: Path | None
+    low: ExecutionPath
+    recovery: ExecutionPath | None
     recovering: bool
     shared: SharedState
-    fault: Injector | None
+    fault: FaultInjection | None
     """What may break the low path."""
     read: tuple[int, str | Place, torch.dtype] | None
     """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
@@ -216,11 +113,11 @@ class PathLinear(nn.Linear):
 
     def switch(self, recovering: bool) -> None:
         """Puts the operator on the recovery (True) or low-cost path from its next forward pass on."""
-        assert self.recovery is not None or not recovering, f"{self.unit_name} has no recovery path"
+        assert self.recovery is not None or not recovering, f"{self.operator_name} has no recovery path"
         self.recovering = recovering
 
     @property
-    def path(self) -> Path:
+    def path(self) -> ExecutionPath:
         """The format or recipe in force."""
         if not self.recovering or self.recovery is None:
             return self.low
@@ -229,7 +126,7 @@ class PathLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
-        if in_graph and (self.shared.exact or (self.recovering and self.shared.warmup is not None)):
+        if in_graph and (self.shared.high_precision or (self.recovering and self.shared.warmup is not None)):
             return self.plain(input)
         if in_graph and self._fits_graph(input):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
@@ -255,30 +152,32 @@ class PathLinear(nn.Linear):
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
-        if shared.exact or not (keeps or quantizes):
+        if shared.high_precision or not (keeps or quantizes):
             return self.plain(input)
         self._check(input, weight)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
-            self.read, self._node = (0, self.unit_name, input.dtype) if keeps else None, None
+            self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
             return self.plain(input)
         if shared.engine is not None and isinstance(path, Recipe):
             self.read = (
-                (input.numel() // input.shape[-1], self.unit_name, autocast_dtype(input) or input.dtype)
+                (input.numel() // input.shape[-1], self.operator_name, autocast_dtype(input) or input.dtype)
                 if keeps
                 else None
             )
             self._node = None  # its graph is not ours to read
-            return shared.engine(self, path, input)
+            return shared.engine(self, self.operator_name, self.index, path, input)
         x = input
         if (dtype := autocast_dtype(x)) is not None:
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
-        fault = self.fault.for_step(input, remember=not shared.rehearsing) if self.fault is not None else None
+        fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
         if isinstance(path, Recipe):
-            output, kept_by = self.runner(path)(self, path, input, x, weight, bias, keeps, fault)
+            output, kept_by = self._under_recipe(path, input, x, weight, bias, keeps=keeps, fault=fault)
         else:
-            output, kept_by = self._saved(path, input, x, weight, bias, keeps, quantizes, fault)
+            output, kept_by = self._under_format(
+                path, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
+            )
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
         self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
@@ -291,48 +190,85 @@ class PathLinear(nn.Linear):
     def _check(self, input: Tensor, weight: Tensor) -> None:
         """ValueError for what no path can compute with."""
         if is_sharded(input, weight):
-            raise ValueError(f"{self.unit_name}: its input or weight {SHARDED}")
+            raise ValueError(f"{self.operator_name}: its input or weight {SHARDED}")
         here = self.shared.device
         if self.shared.stays and weight.device != here:
             raise ValueError(
-                f"{self.unit_name} is on {weight.device} and was given its paths on {here}: move the model first, then "
-                "attach (or convert)"
+                f"{self.operator_name} is on {weight.device} and was given its paths on {here}: move the model first, "
+                "then attach (or convert)"
             )
 
-    def runner(self, path: Recipe) -> Callable[..., tuple[Tensor, str | Place]]:
-        """What runs `path`: see `simulated.simulated_linear`."""
-        return scaled_mm_linear if path.backend == "scaled_mm" else simulated_linear
+    def gemm_context(
+        self,
+        recipe: Recipe,
+        *,
+        weight: Tensor | None = None,
+        fault: FaultInjection | None = None,
+        dry_run: bool = False,
+    ) -> GemmContext:
+        """A pass of this operator under `recipe` that begins now. `weight`: as the GEMMs are given it."""
+        assert self.shared.amax is not None
+        return context_kind(recipe)(
+            recipe,
+            self.shared.amax,
+            self.index,
+            self.operator_name,
+            fault=fault,
+            dry_run=dry_run,
+            no_side_effects=self.shared.no_side_effects,
+        )
 
-    def _saved(
+    def _under_recipe(
+        self,
+        recipe: Recipe,
+        input: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        keeps: bool,
+        fault: FaultInjection | None,
+    ) -> tuple[Tensor, str | Place]:
+        """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
+        path that is in force, whatever the operator's path."""
+        read, probe = self.shared.read_of(input, self.operator_name), self.shared.probe
+        context = self.gemm_context(recipe, weight=weight, fault=None if self.recovering else fault)
+        observe = None
+        if probe is not None and probe.enabled:
+            observe = partial(probe.measure_casts, self.index, read, fault)
+        return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
+
+    def _under_format(
         self,
         fmt: Format,
         input: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        *,
         keeps: bool,
         quantizes: bool,
-        fault: Injector | None,
+        fault: FaultInjection | None,
     ) -> tuple[Tensor, str | Place]:
-        """(output, what is kept: see `read`) under a format; `x`, `weight`, `bias`: after autocast's cast."""
+        """As `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
         shared = self.shared
         copy: tuple[Tensor, ...]
         kept_by: str | Place
         if quantizes and shared.generator is not None and in_backward():
             raise RuntimeError(
-                f"{self.unit_name}: with site='forward' and rounding='stochastic' a forward pass that activation "
+                f"{self.operator_name}: with site='forward' and rounding='stochastic' a forward pass that activation "
                 "checkpointing recomputes differs from the first; use rounding='nearest'"
             )
-        read = shared.read_of(input, self.unit_name)
+        read = shared.read_of(input, self.operator_name)
         if fault is not None and not self.recovering:
-            copy, kept_by = fault.compress(input, fmt, shared), f"{self.unit_name} (broken)"
+            copy, kept_by = fault.compress(input, fmt, shared.generator is not None), f"{self.operator_name} (broken)"
         elif isinstance(fmt, KeepFormat):
             copy, kept_by = (x.detach(),), place_of(x)
         else:
             copy, kept_by = read.copy_of(input, fmt, shared.generator), read.reader
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
-            measured = shared.probe.measure(self, read, input, x, fault, copy)
+            measured = shared.probe.measure(self.index, read, input, x, fault, copy)
         return _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
@@ -357,13 +293,3 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     # Of the devices that there are, meta has no autocast. (Dynamo of 2.11 cannot trace `is_autocast_available`.)
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
-
-
-@contextmanager
-def exact(shared: SharedState) -> Iterator[None]:
-    """Every operator is a plain linear inside; nests."""
-    before, shared.exact = shared.exact, True
-    try:
-        yield
-    finally:
-        shared.exact = before

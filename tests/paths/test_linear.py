@@ -93,7 +93,7 @@ def test_site_forward_reads_the_quantized_input_in_the_forward_pass_too(name: st
     assert torch.equal(low(x), expected)
     with torch.no_grad():
         assert torch.equal(low(x), expected), "without gradients too"
-        low.shared.exact = True
+        low.shared.high_precision = True
         assert torch.equal(low(x), plain(x))
 
 
@@ -331,7 +331,7 @@ def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
     plan = convert(net, "int2", None, site="forward")
     with torch.no_grad():
         assert not torch.equal(net(inputs()), plain(inputs()))
-        with plan.exact():
+        with plan.high_precision():
             assert torch.equal(net(inputs()), plain(inputs()))
     assert plan.saved_bytes() == 0
 
@@ -379,8 +379,8 @@ def test_predicted_bytes_under_autocast(low: str) -> None:
 def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(32, 32))
     plan = convert(net, low, None, targets=["?"])
-    monkeypatch.setattr("gnmr.paths.simulated._quantize", None)
-    monkeypatch.setattr("gnmr.paths.saved.compress", None)
+    monkeypatch.setattr("gnmr.paths.kernels.simulated.quantize_with_stats", None)
+    monkeypatch.setattr("gnmr.paths.reads.compress", None)
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
     assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
     assert plan.predicted_bytes() == plan.saved_bytes() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from gnmr.names import listed, select
-from gnmr.paths import te
 from gnmr.paths.backends import check_backend, with_backend
+from gnmr.paths.cast_stats import OPERANDS, AmaxHistory
 from gnmr.paths.formats import FORMATS, Format
-from gnmr.paths.groups import check_unit, grouped, operator_names
-from gnmr.paths.int8 import Int8Linear, check_settings, check_weights, with_outliers
+from gnmr.paths.int8_linear import Int8Linear
+from gnmr.paths.kernels import te
+from gnmr.paths.kernels.int8 import MOST_INPUTS, PER_ROW
+from gnmr.paths.linear import PathLinear
 from gnmr.paths.memory import SHARDED, is_sharded
 from gnmr.paths.plan import Plan
-from gnmr.paths.recipes import GEMMS, KEPT, RECIPES, SCALES, Recipe
-from gnmr.paths.saved import Path, PathLinear, SharedState
-from gnmr.paths.simulated import OPERANDS, Ledger
+from gnmr.paths.recipes import GEMMS, KEPT, RECIPES, SCALES, ExecutionPath, Gemm, Recipe
+from gnmr.paths.shared import SharedState
+from gnmr.paths.units import check_unit, grouped, operator_names
 
+WEIGHTS = ("online", "beside", "instead")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,10 +62,10 @@ def convert(
         rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
         recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
         unit: which operators change their path together: `operator`, `expert`, `layer` or `block`, told by their
-            names; a block by the first number in it (`gnmr.paths.groups`).
+            names; a block by the first number in it (`gnmr.paths.units`).
         backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.backends`).
         weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
-            pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.int8`).
+            pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.kernels.int8`).
         outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
         device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
             A model is planned on the meta device, not trained: convert it again where it gets its weights.
@@ -83,7 +86,7 @@ def convert(
     """
     targets, recovers = listed("targets", targets), listed("recovers", recovers)
     check_backend(backend)
-    check_settings(weights, outlier_threshold)
+    _check_settings(weights, outlier_threshold)
     low_path, recovery_path = resolve(low, recovery, recovers)
     for name, value, choices in (
         ("site", site, ("saved", "forward")),
@@ -123,7 +126,7 @@ def convert(
     check_unit(unit_names, unit)
     integer = any(isinstance(path, Recipe) and path.integer for path in (low_path, recovery_path))
     if integer:
-        check_weights(weights, (low_path, recovery_path), chosen)
+        _check_weights(weights, (low_path, recovery_path), chosen)
     elif weights != "online" or outlier_threshold is not None:
         unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
         warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
@@ -131,11 +134,11 @@ def convert(
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
     if isinstance(low_path, Recipe):
-        low_path = with_backend(with_outliers(low_path, outlier_threshold), backend, chosen, device or here, shown)
+        low_path = with_backend(_with_outliers(low_path, outlier_threshold), backend, chosen, device or here, shown)
     elif backend != "auto":
         warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
     if isinstance(recovery_path, Recipe):
-        recovery_path = with_outliers(recovery_path, outlier_threshold)
+        recovery_path = _with_outliers(recovery_path, outlier_threshold)
         recovery_path = with_backend(recovery_path, backend, chosen, device or here, shown)
 
     engine = te.engine_for(low_path, recovery_path)
@@ -143,18 +146,24 @@ def convert(
     if rounding == "stochastic":
         generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
-    ledger = None
+    amax = None
     if isinstance(low_path, Recipe):
         history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
-        ledger = Ledger(len(chosen), history, here)
-    shared = SharedState(site, generator, ledger if engine is None else None, engine, here)
+        amax = AmaxHistory(len(chosen), history, here)
+    shared = SharedState(
+        quantize_forward=site == "forward",
+        generator=generator,
+        amax=amax if engine is None else None,
+        engine=engine,
+        device=here,
+    )
     if engine is not None and engine.delayed:
         engine.around(model, shared, next(p for p in (low_path, recovery_path) if isinstance(p, Recipe) and p.history))
     operators = []
     for index, (name, module) in enumerate(zip(unit_names, chosen.values(), strict=True)):
         module.__class__ = Int8Linear if integer else PathLinear
         assert isinstance(module, PathLinear)
-        module.unit_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
+        module.operator_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
         module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
         module.in_graphs = module.tally = None
         if isinstance(module, Int8Linear):
@@ -168,7 +177,7 @@ def convert(
 
 def resolve(
     low: str | Recipe, recovery: str | Recipe | None, recovers: Sequence[str] = GEMMS
-) -> tuple[Path, Path | None]:
+) -> tuple[ExecutionPath, ExecutionPath | None]:
     """The paths that these are or name, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
 
     ValueError and warning: see `convert`.
@@ -187,7 +196,7 @@ def resolve(
     if unknown or not recovers:
         raise ValueError(f"recovers={unknown or list(recovers)}: use some of {', '.join(GEMMS)}")
     some = set(recovers) != set(GEMMS)
-    paths: list[Path]
+    paths: list[ExecutionPath]
     if all(one in FORMATS for one in given):
         paths = [FORMATS[name] for name in names]
         if some and recovery is not None:
@@ -218,7 +227,7 @@ def resolve(
     return paths[0], paths[1]
 
 
-def _coarser(low: Path, recovery: Path) -> str:
+def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
     """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
     if isinstance(low, Format) and isinstance(recovery, Format):
         if recovery.bits < low.bits:
@@ -290,3 +299,47 @@ def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
                 f"{name} has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}, the size of its "
                 "tiles; use another recipe or width, or leave it out of the targets"
             )
+
+
+def _with_outliers(recipe: Recipe, threshold: float | None) -> Recipe:
+    """The recipe whose integer product leaves the columns from `threshold` on in 16 bits; others as they are."""
+    if threshold is None or not recipe.integer:
+        return recipe
+    assert recipe.fprop.input is not None
+    return replace(recipe, fprop=replace(recipe.fprop, input=replace(recipe.fprop.input, outliers=threshold)))
+
+
+def _check_settings(weights: str, outlier_threshold: float | None) -> None:
+    """ValueError for values that mean nothing."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r}: use one of {', '.join(WEIGHTS)}")
+    number = isinstance(outlier_threshold, (int, float)) and not isinstance(outlier_threshold, bool)
+    if outlier_threshold is not None and not (number and outlier_threshold > 0):
+        raise ValueError(f"outlier_threshold={outlier_threshold!r}: must be above 0 (published: 6.0), or None")
+
+
+def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:
+    """ValueError where these linears' codes cannot be kept so, or their sums would not fit."""
+    for name, linear in linears.items():
+        if linear.in_features > MOST_INPUTS:
+            raise ValueError(
+                f"{name} has {linear.in_features} inputs: int32 sums of INT8 products hold {MOST_INPUTS:,}"
+            )
+        if weights != "online" and linear.weight.requires_grad:
+            raise ValueError(
+                f"weights={weights!r}: {name} is trainable, and its codes would soon be an older weight's; freeze it "
+                "(requires_grad_(False)) or use weights='online'"
+            )
+    for path in paths:
+        if weights == "instead" and isinstance(path, Recipe) and not _reads_codes(path):
+            raise ValueError(
+                f"weights='instead': the recipe {path.name} casts a weight of which only INT8 codes are left; use bf16 "
+                "or llm_int8, or weights='beside'"
+            )
+
+
+def _reads_codes(recipe: Recipe) -> bool:
+    """Whether all that it casts is the weight in INT8, or what meets that in fprop."""
+    fprop = Gemm() if recipe.integer else recipe.fprop
+    dgrad = replace(recipe.dgrad, weight=None) if recipe.dgrad.weight == PER_ROW else recipe.dgrad
+    return not replace(recipe, fprop=fprop, dgrad=dgrad).casts

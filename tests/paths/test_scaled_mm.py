@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gnmr import config
-from gnmr.paths import BACKENDS, Plan, backends, convert, fp8
-from gnmr.paths.faults import Fault, FaultSchedule
+from gnmr.paths import BACKENDS, Fault, FaultSchedule, Plan, backends, convert
+from gnmr.paths.kernels import scaled_mm
 from gnmr.paths.recipes import GEMMS, RECIPES
 
 RECOVERED = [
@@ -117,7 +117,9 @@ def test_the_weights_codes_are_saved_tensors_too() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
         y = net(X.clone().requires_grad_())
     one_byte = [shape for dtype, shape in saved if dtype.itemsize == 1]
-    assert one_byte == [(48, 32), (72, 32)] and not any(isinstance(v, fp8.Codes) for v in vars(y.grad_fn).values())
+    assert one_byte == [(48, 32), (72, 32)] and not any(
+        isinstance(v, scaled_mm.Codes) for v in vars(y.grad_fn).values()
+    )
     assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
 
 
@@ -153,7 +155,7 @@ def test_delayed_scales_saturate_and_are_counted_alike() -> None:
             plan.end_step()
             net(X * factor).sum().backward()
         counts.append(plan.saturation()["input"].tolist())
-        assert plan.shared.ledger.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
+        assert plan.shared.amax.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
     assert counts[0] == counts[1] and counts[0][0][0] > 1000
 
 
@@ -205,7 +207,9 @@ def test_widths_that_hardware_cannot_read() -> None:
 
 def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu, linears = torch.device("cuda"), torch.device("cpu"), {"0": nn.Linear(32, 48)}
-    monkeypatch.setattr(fp8, "_device_missing", lambda _device, *how, plain=fp8._device_missing: plain(cuda, *how))
+    monkeypatch.setattr(
+        scaled_mm, "_device_missing", lambda _device, *how, plain=scaled_mm._device_missing: plain(cuda, *how)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     hybrid = RECIPES["fp8_hybrid"]
     with pytest.raises(

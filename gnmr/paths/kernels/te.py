@@ -30,18 +30,16 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.extras import install
-from gnmr.paths.fp8 import capability_missing, width_missing
-from gnmr.paths.recipes import Gemm, Recipe
-
-if TYPE_CHECKING:
-    from gnmr.paths.saved import Path, PathLinear, SharedState
+from gnmr.paths.kernels.scaled_mm import capability_missing, width_missing
+from gnmr.paths.recipes import ExecutionPath, Gemm, Recipe
+from gnmr.paths.shared import SharedState
 
 _SCALINGS = {  # by the scales of input, weight and grad_output
     ("tensor", "tensor", "tensor"): ("Float8CurrentScaling", (8, 9)),
@@ -109,7 +107,7 @@ def _autocast(recipe: Any) -> AbstractContextManager[Any]:
     return made
 
 
-def engine_for(low: Path, recovery: Path | None) -> Engine | None:
+def engine_for(low: ExecutionPath, recovery: ExecutionPath | None) -> Engine | None:
     """What a plan of these paths has of Transformer Engine; None: no operator runs on it.
 
     ValueError for delayed scales beside another recipe.
@@ -140,8 +138,9 @@ class Engine:
         self._hooks: list[Any] = []
         self._region: AbstractContextManager[Any] | None = None
 
-    def __call__(self, operator: PathLinear, recipe: Recipe, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) by `operator` under `recipe`. Does not wait for the device.
+    def __call__(self, operator: nn.Linear, name: str, index: int, recipe: Recipe, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features) by the operator under `recipe`. Does not wait for the
+        device.
 
         RuntimeError for delayed scales outside of the model's forward pass.
         """
@@ -149,12 +148,12 @@ class Engine:
             return F.linear(input, operator.weight, operator.bias)
         if self.delayed and self._region is None:
             raise RuntimeError(
-                f"backend='te': {operator.unit_name} ran outside of its model's forward pass (activation "
+                f"backend='te': {name} ran outside of its model's forward pass (activation "
                 "checkpointing?), where delayed scales cannot be; use a recipe without, or backend='scaled_mm'"
             )
         rows = input.reshape(-1, input.shape[-1])
         filled = F.pad(rows, (0, 0, 0, short)) if (short := -len(rows) % _ROWS) else rows
-        linear = self._linear(operator, recipe)
+        linear = self._linear(operator, index, recipe)
         with nullcontext() if self.delayed else _autocast(self._recipe(recipe)):
             output: Tensor = linear(filled)
         return output[: len(rows)].view(*input.shape[:-1], -1)
@@ -164,8 +163,8 @@ class Engine:
             self._recipes[recipe.name] = _engines(recipe)
         return self._recipes[recipe.name]
 
-    def _linear(self, operator: PathLinear, recipe: Recipe) -> Any:
-        if (key := _key(operator, recipe)) not in self._linears:
+    def _linear(self, operator: nn.Linear, index: int, recipe: Recipe) -> Any:
+        if (key := _key(index, recipe)) not in self._linears:
             kind, weight = import_module("transformer_engine.pytorch").Linear, operator.weight
             made = kind(
                 operator.in_features,
@@ -191,7 +190,7 @@ class Engine:
         ]
 
     def _enter(self, shared: SharedState, recipe: Recipe, *_: Any) -> None:
-        if not shared.exact and self._region is None:
+        if not shared.high_precision and self._region is None:
             region = _autocast(self._recipe(recipe))
             region.__enter__()
             self._region = region
@@ -220,27 +219,28 @@ class Engine:
         made = {key: linear.get_extra_state() for key, linear in self._linears.items()}
         return dict(sorted((self._states | made).items()))
 
-    def load(self, state: bytes, operators: Iterable[PathLinear]) -> None:
-        """What `state` gave, of these operators. Waits for the device. Transformer Engine unpacks it with pickle."""
+    def load(self, state: bytes, runs: Iterable[tuple[int, nn.Linear, Recipe]]) -> None:
+        """What `state` gave, of these operators under these recipes. Waits for the device.
+
+        Transformer Engine unpacks it with pickle."""
         states: dict[str, Tensor] = torch.load(BytesIO(state), weights_only=True)
         self._states = {}
         for key in self._linears.keys() - states.keys():
             del self._linears[key]  # it had not run yet
-        for operator in operators:
-            for recipe in (operator.low, operator.recovery):
-                if not isinstance(recipe, Recipe) or (key := _key(operator, recipe)) not in states:
-                    continue
-                ran, linear = key in self._linears, self._linear(operator, recipe)
-                if not ran:
-                    # Transformer Engine moves the scales of linears that have run, and this one had.
-                    with torch.no_grad(), _autocast(self._recipe(recipe)):
-                        linear(operator.weight.new_zeros(_ROWS, operator.in_features))
-                linear.set_extra_state(states[key])
+        for index, operator, recipe in runs:
+            if (key := _key(index, recipe)) not in states:
+                continue
+            ran, linear = key in self._linears, self._linear(operator, index, recipe)
+            if not ran:
+                # Transformer Engine moves the scales of linears that have run, and this one had.
+                with torch.no_grad(), _autocast(self._recipe(recipe)):
+                    linear(operator.weight.new_zeros(_ROWS, operator.in_features))
+            linear.set_extra_state(states[key])
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
         return {**self.__dict__, "_states": self._packed(), "_linears": {}, "_recipes": {}, "_region": None}
 
 
-def _key(operator: PathLinear, recipe: Recipe) -> str:
-    return f"{operator.index} {recipe.name}"
+def _key(index: int, recipe: Recipe) -> str:
+    return f"{index} {recipe.name}"

@@ -16,39 +16,39 @@ codes: one byte an element, shared as in the simulation, and the scales.
 
 The hardware reads the first operand row by row and the second column by column; where a GEMM meets them the other way
 round the codes are transposed, one byte an element. Dimensions must be multiples of 16: widths are checked when the
-model is converted, and missing tokens are filled with zeros, which add nothing (`codes.py`).
+model is converted, and missing tokens are filled with zeros, which add nothing.
+
+Scales are one of a tensor, or one of a group of elements: 1x128 tiles, 128x128 blocks, or 1x32 under a power of two
+(mx). Groups go through `torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
+
+    tile    (lines, groups) float32, the lines of one group of columns next to each other; lines a multiple of 4
+    block   (groups, lines / 128) float32, groups filled up to a multiple of 4 and next to each other
+    mx      bytes (e8m0) in pieces of 128 lines x 4 groups, filled up with zeros, each piece as 32 x (4 x 4)
+
+A line is a row of the first operand or a column of the second, both of which lie in one piece along the dimension that
+the product contracts; a group is 128 or 32 elements of a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from gnmr.paths.codes import E8M0, MULTIPLE, Codes, product
+from gnmr.paths.cast_stats import CastStats
+from gnmr.paths.casting import Reference, as_groups, as_matrix, scale_of_each, scaled
 from gnmr.paths.formats import FloatFormat
-from gnmr.paths.memory import Place
-from gnmr.paths.recipes import GEMMS, Cast, Gemm, Recipe
-from gnmr.paths.simulated import (
-    Met,
-    Pass,
-    as_groups,
-    as_matrix,
-    linear_backward,
-    remember,
-    scale_of_each,
-    scaled,
-    simulated_linear,
-)
+from gnmr.paths.hooks import CastMeasurement, Casts
+from gnmr.paths.kernels.simulated import GemmContext, linear_backward, remember
+from gnmr.paths.recipes import GEMMS, MX, TILE, Cast, Gemm, Recipe
 
-if TYPE_CHECKING:
-    from gnmr.paths.faults import Injector
-    from gnmr.paths.probe import MeasuredCasts
-    from gnmr.paths.saved import PathLinear
-
+MULTIPLE = 16
+"""What the hardware wants every dimension of an eight-bit product to be a multiple of."""
+E8M0 = torch.float8_e8m0fnu
+_FOUR = 4
 _KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx"}
 """Scale: what its hardware is known by."""
 _LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
@@ -135,24 +135,107 @@ def width_missing(
     return None
 
 
-class RealPass(Pass):
-    """A pass whose casts give `Codes`."""
+class Codes(NamedTuple):
+    """A matrix in a format of eight bits: codes * scale."""
 
-    def quantize(
-        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Codes, Met]:
+    codes: Tensor
+    """(N, D), of the format's own dtype."""
+    scale: Tensor
+    """A scalar in float32; or of each group, (N / height, D / width): float32 of tiles and blocks, e8m0 of mx."""
+
+    def t(self) -> Codes:
+        """The transpose: views."""
+        return Codes(self.codes.t(), self.scale.t())
+
+    def values(self) -> Tensor:
+        """(N, D) float32."""
+        scale = self.scale.float()
+        for dim, count in enumerate(self.scale.shape):
+            size = self.codes.shape[dim]
+            length = next(each for each in (1, MX, TILE) if -(-size // each) == count)
+            if length > 1:
+                scale = scale.repeat_interleave(length, dim).narrow(dim, 0, size)
+        return self.codes.float() * scale
+
+
+def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
+        return a @ b
+    if a.scale.dim():
+        return _group_product(a, b.t(), dtype)
+    # Rows of a and columns of b lie in one piece, and so does what fills them up.
+    rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
+    if short := -rows.shape[1] % MULTIPLE:
+        rows, columns = (_filled(each, 0, short) for each in (rows, columns))
+    return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+
+
+def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times the transpose of b (N, K), whose groups lie along K."""
+    count, groups = len(a.codes), a.scale.shape[1]
+    lines = TILE if _is_block(a) else MULTIPLE
+    found = []
+    for each, fill in ((a, -count % lines), (b, 0)):
+        mx = each.scale.dtype == E8M0
+        short = groups * (MX if mx else TILE) - each.codes.shape[1]
+        layout, scaling = (_mx, F.ScalingType.BlockWise1x32) if mx else (_tile, F.ScalingType.BlockWise1x128)
+        if _is_block(each):
+            layout, scaling = _block, F.ScalingType.BlockWise128x128
+        codes = _filled(each.codes.contiguous(), fill, short)
+        found.append((codes, layout(each.scale, len(codes)), scaling))
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if a.scale.dtype == E8M0 else F.SwizzleType.NO_SWIZZLE
+    (rows, scale_a, scaling_a), (columns, scale_b, scaling_b) = found
+    whole = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, swizzle, swizzle, output_dtype=dtype)
+    return whole[:count]
+
+
+def _is_block(a: Codes) -> bool:
+    return len(a.scale) != len(a.codes)
+
+
+def _filled(x: Tensor, lines: int, columns: int) -> Tensor:
+    """A contiguous matrix of one byte an element with so many lines and columns of zeros behind."""
+    return F.pad(x.view(torch.uint8), (0, columns, 0, lines)).view(x.dtype) if lines or columns else x
+
+
+def _tile(scale: Tensor, lines: int) -> Tensor:
+    """(lines, groups)."""
+    laid = scale.new_zeros(scale.shape[1], lines)
+    laid[:, : len(scale)] = scale.t()
+    return laid.t()
+
+
+def _block(scale: Tensor, _lines: int) -> Tensor:
+    """(groups, lines / 128)."""
+    groups = scale.shape[1]
+    laid = scale.new_zeros(len(scale), groups + -groups % _FOUR)
+    laid[:, :groups] = scale
+    return laid.t()
+
+
+def _mx(scale: Tensor, _lines: int) -> Tensor:
+    """In one dimension."""
+    whole = _filled(scale.contiguous(), -len(scale) % TILE, -scale.shape[1] % _FOUR)
+    pieces = whole.view(len(whole) // TILE, _FOUR, TILE // _FOUR, whole.shape[1] // _FOUR, _FOUR)
+    return pieces.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+class ScaledContext(GemmContext):
+    """Its casts give `Codes`."""
+
+    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
         divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
-        return _codes(divided, scale, x, cast, fmt.native), Met(largest, saturated, self.nonfinite(x, largest))
+        return _codes(divided, scale, x, cast, fmt.native), CastStats(largest, saturated, self.nonfinite(x, largest))
 
-    def break_(
-        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Codes, Met]:
+    def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
         # A group has one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
-        values, scales, met = self.fault.quantize(x, cast, contraction_dim, reference)
+        values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         sound, _ = scale_of_each(x, cast, contraction_dim, reference)
         each = as_groups(scales, cast, contraction_dim)
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
@@ -162,7 +245,11 @@ class RealPass(Pass):
         divided = as_groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
         divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
-        return _codes(divided, scale, x, cast, fmt.native), met
+        return _codes(divided, scale, x, cast, fmt.native), stats
+
+    def linear(self, *operands: Any) -> Tensor:
+        output: Tensor = ScaledLinear.apply(*operands)
+        return output
 
     def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
         return product(a, b, dtype)
@@ -193,16 +280,16 @@ class ScaledLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        the_pass: RealPass,
+        context: ScaledContext,
         x_fprop: Tensor | Codes,
         x_wgrad: Tensor | Codes | None,
-        measured: MeasuredCasts | None,
+        measured: CastMeasurement | None,
     ) -> Tensor:
-        remember(ctx, the_pass, x, weight, x_wgrad, measured)
-        recipe, made = the_pass.recipe, dict[Any, tuple[Any, Met]]()
-        w_fprop = the_pass.cast("weight", weight, recipe.fprop.weight, 1, made)
+        remember(ctx, context, x, weight, x_wgrad, measured)
+        recipe, made = context.recipe, Casts()
+        w_fprop = context.cast("weight", weight, recipe.fprop.weight, 1, made)
         dgrad = recipe.dgrad.weight
-        same = made.get(the_pass.key(dgrad, 0)) if dgrad is not None else None
+        same = made.get(context.key(dgrad, 0)) if dgrad is not None else None
         weights = (weight,) if same is None else tuple(same[0])
         ctx.weight_is_cast, ctx.num_weights = same is not None, len(weights)
         kept = () if x_wgrad is None else (x_wgrad,) if isinstance(x_wgrad, Tensor) else tuple(x_wgrad)
@@ -214,22 +301,3 @@ class ScaledLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return linear_backward(ctx, *grads)
-
-
-def scaled_mm_linear(
-    operator: PathLinear,
-    recipe: Recipe,
-    input: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keeps: bool,
-    fault: Injector | None = None,
-) -> tuple[Tensor, str | Place]:
-    """As `simulated.simulated_linear`, really in eight bits."""
-    return simulated_linear(operator, recipe, input, x, weight, bias, keeps, fault, RealPass, ScaledLinear)
-
-
-def pass_kind(recipe: Recipe) -> type[Pass]:
-    """What casts and multiplies under `recipe`."""
-    return RealPass if recipe.backend == "scaled_mm" else Pass

@@ -14,7 +14,7 @@ from gnmr.attachment import units_of
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
 from gnmr.paths import UNITS, Fault, FaultSchedule, PathLinear, Plan, convert
-from gnmr.paths.groups import unit_of
+from gnmr.paths.units import unit_of
 
 
 class Block(nn.Module):
@@ -84,8 +84,8 @@ def test_the_unit_of_a_name(name: str, expert: str | None, layer: str | None, bl
 )
 def test_the_units_of_a_plan(unit: str, names: list[str]) -> None:
     _, plan = made(unit)
-    assert [group.name for group in plan.groups] == [*names, "head_proj"]
-    assert [operator for group in plan.groups for operator in group.operators] == plan.operators
+    assert [group.name for group in plan.units] == [*names, "head_proj"]
+    assert [operator for group in plan.units for operator in group.operators] == plan.operators
     text = str(plan)
     assert "layers.*.attn.q_proj  (4 operators)" in text
     assert text.splitlines()[-1] == f"{len(names) + 1} units of 13 operators: {names[0]} ... head_proj"
@@ -115,7 +115,7 @@ def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_
         active = set(controller.active)
         seen |= active
         assert len(active) <= 2
-        for group in controller.plan.groups:
+        for group in controller.plan.units:
             assert {operator.recovering for operator in group.operators} == {group.name in active}
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_a_units_norm_is_that_of_all_its_operators() -> None:
     backward(model)
     norms, observed = UnitNorms([unit.parameters for unit in units])()
     assert observed.all() and norms.shape == (5,)
-    for norm, group in zip(norms, plan.groups, strict=True):
+    for norm, group in zip(norms, plan.units, strict=True):
         square = sum(float(p.grad.double().square().sum()) for o in group.operators for p in o.parameters())
         assert float(norm) == pytest.approx(square**0.5, rel=1e-6)
 
@@ -155,7 +155,7 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
     assert [unit.cost for unit in units_of(blocks)] == [3 * 16 * 4 / 8] * 4 + [16 * 4 / 8]
     assert sum(unit.cost for unit in units_of(single)) == sum(unit.cost for unit in units_of(blocks))
     backward(model)
-    blocks.groups[1].switch(True)
+    blocks.units[1].switch(True)
     one = 4 / 8 * 8 * 3 * 16
     assert blocks.extra_bytes() == one and blocks.extra_bytes_bound(2) == 2 * one
     assert all(unit.switch is None for unit in units_of(made("block", recovery=None)[1]))
@@ -205,17 +205,17 @@ def test_a_fault_hits_operators_and_is_told_of_their_unit() -> None:
     _, plan = made("block")
     schedule = FaultSchedule(plan, Fault("nan"), ["q_proj"], 10, windows=[(2, 3)])
     assert [(w.unit, w.start, w.end) for w in schedule.windows] == [(f"layers.{i}", 2, 4) for i in range(4)]
-    assert [o.unit_name for o in plan.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
+    assert [o.operator_name for o in plan.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
     assert schedule.at(2).tolist() == [True] * 4 + [False] and not schedule.at(5).any()
 
     model, plan = made("block")
     FaultSchedule(plan, Fault("nan"), ["layers.1"], 10, windows=[(1, 1)]).begin_step(1)
     assert sum(operator.fault is not None for operator in plan.operators) == 3
     backward(model)
-    bad = [not group.operators[0].weight.grad.isfinite().all() for group in plan.groups]
+    bad = [not group.operators[0].weight.grad.isfinite().all() for group in plan.units]
     assert bad == [False, True, False, False, False]
     model.zero_grad()
-    plan.groups[1].switch(True)
+    plan.units[1].switch(True)
     backward(model)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     with pytest.raises(
@@ -231,6 +231,6 @@ def test_drawn_windows_are_a_units_own() -> None:
     by_unit: dict[str, list[tuple[int, int]]] = {}
     for window in schedule.windows:
         by_unit.setdefault(window.unit, []).append((window.start, window.end))
-    assert set(by_unit) <= {group.name for group in plan.groups} and len(by_unit) == 5
+    assert set(by_unit) <= {group.name for group in plan.units} and len(by_unit) == 5
     for spans in by_unit.values():
         assert all(end < start for (_, end), (start, _) in pairwise(spans))

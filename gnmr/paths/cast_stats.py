@@ -1,0 +1,87 @@
+"""What casts find in their tensors: saturated and non-finite elements, and the largest magnitudes (amax) of the steps
+so far, from which delayed scales are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OPERANDS = ("input", "weight", "grad_output", "result")
+
+
+@dataclass(eq=False)
+class CastStats:
+    """What one cast found in its tensor, on the device."""
+
+    largest: Tensor
+    """max|group| of every group, NaN where there is a NaN."""
+    saturated: Tensor | None
+    """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
+    nonfinite: Tensor | None
+    """Elements that were Inf or NaN before the cast, a scalar (what shares a scale with one becomes NaN), and those
+    that an injected fault made so; None where it is known that there are none."""
+    operator: int | None = None
+    """The operator (its index) for which it counts: the first that ran with it."""
+    counted: bool = False
+    """Whether it was added to the counts: several operators may read one cast."""
+
+
+class AmaxHistory:
+    """Counts and largest magnitudes of the casts of a plan's operators, on the device, by the operators' indices.
+
+    - `counts` (operators, operands, 2) int64: saturated and non-finite elements of this step so far;
+    - `history` (operators, 3, 1 + h) float32: the largest magnitudes of input, weight and grad_output in this step and
+      in the h steps before, from which delayed scales are taken. None where no recipe has any.
+
+    An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass is counted. One
+    that has no backward pass (frozen, as all before it) writes at the end of its forward pass.
+    """
+
+    def __init__(self, operators: int, history: int, device: torch.device) -> None:
+        self.counts = torch.zeros(operators, len(OPERANDS), 2, dtype=torch.int64, device=device)
+        self.history = torch.zeros(operators, 3, 1 + history, device=device) if history else None
+        self._written = False
+
+    def end_step(self) -> None:
+        """Advances the history and resets the counts, if anything was written since the last time."""
+        if self._written:
+            self.counts.zero_()
+            if self.history is not None:
+                self.history.copy_(self.history.roll(1, dims=2))
+                self.history[:, :, 0] = 0
+        self._written = False
+
+    def delayed(self, operator: int, operand: int, steps: int, now: Tensor) -> Tensor:
+        """The magnitude that a delayed scale is taken from, `now` being the tensor's own.
+
+        The largest of the `steps` before; `now` before there are any; NaN if `now` is not finite.
+        """
+        assert self.history is not None
+        before = self.history[operator, operand, 1 : 1 + steps].amax()
+        return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
+
+    def add(self, counts: Tensor) -> None:
+        """Adds numbers (operators, operands, 2) that were counted elsewhere."""
+        self._written = True
+        self.counts.add_(counts.long())
+
+    def write(self, operator: int, found: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
+        """Adds one forward and backward pass of `operator`: the (operand, statistics) of its casts, each cast once for
+        all that read it, and the `largest` magnitude by operand."""
+        self._written = True
+        for operand, stats in found:
+            if stats.counted:
+                continue
+            stats.counted = True
+            assert stats.operator is not None
+            for kind, number in enumerate((stats.saturated, stats.nonfinite)):
+                if number is not None:
+                    self.counts[stats.operator, operand, kind].add_(number)
+        if self.history is not None:
+            for operand, now in largest.items():
+                # One bad step must not spoil the history.
+                finite = now.amax().nan_to_num(nan=0.0, posinf=0.0)
+                self.history[operator, operand, 0] = torch.maximum(self.history[operator, operand, 0], finite)

@@ -1,0 +1,154 @@
+"""Casts of a tensor to the values of a format, simulated: scaled, rounded to the nearest values, scaled back.
+
+Groups of elements with one scale are those of a `Cast` (`recipes.py`). A group that holds a NaN or an Inf comes back as
+NaN throughout: a cast never turns a non-finite number into a finite one. Nothing here waits for the device, but on
+CPUs, where looking at a value waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnmr.paths.cast_stats import CastStats
+from gnmr.paths.formats import Format
+from gnmr.paths.recipes import Cast
+from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
+
+Reference: TypeAlias = Callable[[Tensor], Tensor] | None
+"""Makes of max|x| the magnitude that becomes the format's largest (delayed scales); None: that very one."""
+
+_AT_ONCE = 2**17
+"""Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
+_MOST = 2**26
+"""Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
+
+BEYOND = 1 + 2.0**-20
+"""Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
+own scale, may come out a rounding error above the format's."""
+
+
+def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
+    """`x` (N, D) in the nearest values of `cast`, same dtype; `x` itself where there is none.
+
+    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. A delayed scale knows no earlier
+    steps here and is that of the tensor.
+    """
+    return x if cast is None or x.numel() == 0 else quantize_with_stats(x, cast, contraction_dim)[0]
+
+
+def quantize_with_stats(
+    x: Tensor, cast: Cast, contraction_dim: int, reference: Reference = None
+) -> tuple[Tensor, CastStats]:
+    """`reference`: makes of max|x| the magnitude that becomes the format's largest; None: that very one."""
+    rows, columns = x.shape
+    group = cast.group(contraction_dim)
+    one_scale = group == (None, None)
+    height, width = group[0] or 1, group[1] or columns
+    cut = -rows % height or -columns % width
+    padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
+    # As groups (rows, rows of a group, columns, columns of a group).
+    groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    values = torch.empty_like(groups, memory_format=torch.contiguous_format)
+    on_cpu = x.device.type == "cpu"
+    # Pieces of one size: a short last one would cost its dozen calls for little.
+    pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
+    at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
+    wide = torch.empty_like(values[:at_once], dtype=torch.float32)
+    scratch = torch.empty_like(wide, dtype=torch.int32)
+    limit = cast.format.max * BEYOND
+    may_saturate = cast.scale in ("mx", "delayed")
+    each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
+    if one_scale:
+        each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
+        scale = scale_under(cast, each[0] if reference is None else reference(each[0]))
+        if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
+            may_saturate = bool(each[0] > scale * limit)
+            saturated.append(torch.zeros(1, dtype=torch.int64))
+    for piece, out in zip(groups.split(at_once), values.split(at_once), strict=True):
+        # Copied first: mixed-dtype arithmetic is slow on CPUs.
+        worked = wide[: len(piece)].copy_(piece)
+        room = scratch[: len(piece)]
+        magnitudes = room.view(torch.float32)
+        if may_saturate or not one_scale:
+            torch.abs(worked, out=magnitudes)
+        if not one_scale:
+            each.append(largest_of(magnitudes, (1, 3)))
+            scale = scale_under(cast, each[-1])
+        if may_saturate:
+            # 1.0 or 0.0: on CPUs much faster than bool.
+            beyond = torch.gt(magnitudes, scale * limit, out=magnitudes)
+            saturated.append(beyond.flatten(1).sum(dim=1))
+        if cast.scale == "mx":  # by a power of two: the same number, and much faster for so small groups
+            worked.mul_(scale.reciprocal())
+        else:
+            worked.div_(scale)
+        if may_saturate:
+            worked.clamp_(-cast.format.max, cast.format.max)
+        out.copy_(cast.format.round(worked, room).mul_(scale))
+    largest = each[0] if len(each) == 1 else torch.cat(each)
+    values = values.view(padded.shape)
+    if cut:  # a copy: a view would hold the padding too
+        values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
+    over = torch.cat(saturated).sum(dtype=torch.int64) if saturated else None
+    return values, CastStats(largest, over, count_nonfinite(x, largest))
+
+
+def scaled(
+    x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(`x` (N, D) divided by its scales, float32, none beyond the format's largest value; scale; max|group|; elements
+    that saturate, a scalar or None), the first three as `as_groups` has them: `quantize_with_stats` without its
+    rounding and in whole tensors, as GPUs and compilers want it.
+    """
+    groups = as_groups(x.float(), cast, contraction_dim)
+    largest = largest_magnitude(groups, (1, 3))
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    saturated = None
+    if cast.scale in ("delayed", "mx"):
+        saturated = as_matrix(groups.abs() > scale * (cast.format.max * BEYOND), x).sum()
+    return (groups / scale).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
+
+
+def scale_under(cast: Cast, largest: Tensor) -> Tensor:
+    """The float32 scale of groups with these largest magnitudes; NaN for NaN and Inf."""
+    if cast.scale == "mx":
+        return _power_of_two_scale(largest, cast.format)
+    return scale_of(largest, cast.format, torch.float32)
+
+
+def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
+    """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize_with_stats`."""
+    groups = as_groups(x.float(), cast, contraction_dim)
+    largest = largest_magnitude(groups, (1, 3))
+    scale = scale_under(cast, largest if reference is None else reference(largest))
+    return as_matrix(scale.expand_as(groups), x).contiguous(), largest
+
+
+def as_groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
+    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones."""
+    rows, columns = x.shape
+    group = cast.group(contraction_dim)
+    height, width = group[0] or rows, group[1] or columns
+    if short := -rows % height:
+        x = torch.cat([x, x[-1:].expand(short, -1)])
+    if short := -columns % width:
+        x = torch.cat([x, x[:, -1:].expand(-1, short)], dim=1)
+    return x.view(x.shape[0] // height, height, x.shape[1] // width, width)
+
+
+def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
+    """What `as_groups` made of a matrix of the shape of `x`, as that matrix again."""
+    return groups.reshape(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
+
+
+def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
+    """E8M0, by the bits of a float32; never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too)."""
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp_(min=TINY)
+    return scale.add_(nan_unless_finite(largest))

@@ -1,0 +1,271 @@
+"""A linear operator whose operands are quantized as a recipe says, simulated on any machine.
+
+Fake quantization: an operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own
+dtype; the GEMMs then run in that dtype. What differs from hardware with such formats is the order of a GEMM's sums, and
+that a value times its scale is rounded to the dtype's mantissa (bfloat16: 8 bits; exact for scales that are powers of
+two, and for formats of up to 8 bits an error well below the format's own).
+
+- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout, whatever the granularity:
+  a low path never turns a non-finite number into a finite one.
+- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width: operators that read
+  the same tensor share it (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad
+  read in the same cast is kept in that cast, besides the parameter.
+- Saturated and non-finite elements are counted on the device, before the cast hides them.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from gnmr.paths.cast_stats import OPERANDS, AmaxHistory, CastStats
+from gnmr.paths.casting import Reference, quantize_with_stats
+from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
+from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.paths.reads import Read
+from gnmr.paths.recipes import Cast, Recipe
+from gnmr.paths.scaling import count_nonfinite, largest_magnitude
+
+Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] | None
+"""What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
+
+
+class GemmContext:
+    """One forward pass of an operator and the backward pass that belongs to it: their casts, and what these found.
+
+    Args:
+        recipe: the casts.
+        amax: where counts and magnitudes are written.
+        index, name: the operator's.
+        fault: breaks the casts of the input.
+        dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
+        no_side_effects: this pass is not the run's own, so at its end nothing is written.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        amax: AmaxHistory,
+        index: int,
+        name: str = "",
+        *,
+        fault: FaultInjection | None = None,
+        dry_run: bool = False,
+        no_side_effects: bool = False,
+    ) -> None:
+        self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
+        self._dry_run, self._no_side_effects = dry_run, no_side_effects
+        self._found: dict[int, tuple[int, CastStats]] = {}
+        """By identity: two GEMMs may read the same cast."""
+        self._largest: dict[int, Tensor] = {}
+
+    def cast(
+        self,
+        operand: str,
+        x: Tensor,
+        cast: Cast | None,
+        contraction_dim: int = 1,
+        made: Casts | None = None,
+    ) -> Any:
+        """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
+        place = OPERANDS.index(operand)
+        observed = self.amax.history is not None and operand != "result" and not self._dry_run
+        if cast is None:
+            if observed and place not in self._largest:
+                self._largest[place] = largest_magnitude(x.float(), (0, 1))
+            return x
+        key = self.key(cast, contraction_dim)
+        found = None if made is None else made.get(key)
+        if found is None:
+            reference = None
+            if cast.scale == "delayed":
+                reference = partial(self.amax.delayed, self.index, place, cast.history)
+            if operand == "input" and self.fault is not None:
+                found = self.break_input(x, cast, contraction_dim, reference)
+            else:
+                found = self.quantize(x, cast, contraction_dim, reference)
+            if made is not None:
+                made[key] = found
+        values, stats = found
+        if self._dry_run:
+            return values
+        if stats.operator is None:
+            stats.operator = self.index
+        if observed and place not in self._largest:
+            self._largest[place] = stats.largest
+        self._found[id(stats)] = place, stats
+        return values
+
+    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+        """What the GEMMs read of `x`: here its values, in its own dtype."""
+        return quantize_with_stats(x, cast, contraction_dim, reference)
+
+    def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+        """As `quantize`, of an input under the fault."""
+        assert self.fault is not None
+        values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
+        return values.to(x.dtype), stats
+
+    def linear(self, *operands: Any) -> Tensor:
+        """The output, of what `SimulatedLinear.forward` takes."""
+        output: Tensor = SimulatedLinear.apply(*operands)
+        return output
+
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
+        """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
+        return count_nonfinite(x, largest)
+
+    def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """a (M, K) times b (K, N), as `cast` gives them."""
+        result: Tensor = a @ b
+        return result
+
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
+        """What a GEMM reads of the tensors that the graph held of a cast; `dtype`: the other operand's."""
+        return saved[0]
+
+    def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: Casts) -> Tensor:
+        """grad_weight (O, I) of grad_output (T, O) and the input (T, I) that was cast already."""
+        grad = self.cast("grad_output", grad_2d, self.recipe.wgrad.grad_output, 0, made)
+        result: Tensor = self.cast("result", self.product(grad.t(), x, dtype), self.recipe.wgrad.result)
+        return result
+
+    @staticmethod
+    def values(x: Any, every: int = 1) -> Tensor:
+        """The rows 0, every, 2 every, ... of what `cast` gave, as float32."""
+        rows: Tensor = x[::every]
+        return rows.float()
+
+    def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
+        """Where the casts of the tensor that was `read` stand, for its other readers; broken ones are nobody else's."""
+        return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
+
+    def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
+        """What tells `x_wgrad`, kept of the tensor that was `read`, from other tensors: see `PathLinear.read`."""
+        cast, name = self.recipe.wgrad.input, self.name
+        if cast is None:
+            return name if x_wgrad is None else place_of(x_wgrad)
+        if self.fault is not None:
+            return f"{name} (broken)"
+        return name if cast.scale == "delayed" else read.reader
+
+    def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
+        """Equal for casts that give the same numbers."""
+        return cast, contraction_dim if cast.directed else None, self.index if cast.scale == "delayed" else None
+
+    def end(self) -> None:
+        """Once, when the last of its GEMMs is done."""
+        if not self._no_side_effects:
+            self.amax.write(self.index, self._found.values(), self._largest)
+        self._found.clear()
+        self._largest.clear()
+
+
+def remember(
+    ctx: Any, context: GemmContext, x: Tensor, weight: Tensor, x_wgrad: Any, measured: CastMeasurement | None
+) -> None:
+    """Leaves in `ctx` what `linear_backward` needs besides the saved tensors, `num_weights` and `weight_is_cast`."""
+    ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
+    ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
+
+
+def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
+    casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
+    context: GemmContext = ctx.context
+    if is_sharded(grad_output):
+        raise ValueError(f"the gradient of a linear's output {SHARDED}")
+    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
+    ctx.holds_copy = False  # freed when this returns
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+    recipe, made = context.recipe, Casts()
+    grad_x = grad_weight = None
+    if need_x:
+        grad = context.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
+        if ctx.weight_is_cast:
+            read = context.restored(weights, grad_2d.dtype)
+        else:
+            read = context.cast("weight", weights[0], recipe.dgrad.weight, 0)
+        product = context.product(grad, read, ctx.x_dtype)
+        grad_x = context.cast("result", product, recipe.dgrad.result).view(ctx.x_shape)
+    if need_weight:
+        grad_weight = context.wgrad(grad_2d, context.restored(kept, grad_2d.dtype), ctx.weight_dtype, made)
+        if ctx.measured is not None:
+            ctx.measured.add_backward(grad_2d, grad_weight, context, made)
+            ctx.measured = None
+    grad_bias = grad_2d.sum(dim=0) if need_bias else None
+    context.end()
+    return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
+class SimulatedLinear(torch.autograd.Function):
+    """F.linear of operands that were cast already; casts those of backward. Differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: GemmContext,
+        x_fprop: Tensor,
+        x_wgrad: Tensor | None,
+        measured: CastMeasurement | None,
+    ) -> Tensor:
+        remember(ctx, context, x, weight, x_wgrad, measured)
+        recipe, made = context.recipe, Casts()
+        w_fprop = context.cast("weight", weight, recipe.fprop.weight, 1, made)
+        dgrad = recipe.dgrad.weight
+        same = made.get(context.key(dgrad, 0)) if dgrad is not None else None
+        ctx.weight_is_cast, ctx.num_weights = same is not None, 1
+        ctx.save_for_backward(weight if same is None else same[0], *(() if x_wgrad is None else (x_wgrad,)))
+        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
+        if recipe.fprop.result is None:
+            return output
+        return context.cast("result", output.reshape(-1, output.shape[-1]), recipe.fprop.result).view(output.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return linear_backward(ctx, *grads)
+
+
+def recipe_linear(
+    context: GemmContext,
+    read: Read,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    keeps: bool,
+    observe: Observe = None,
+) -> tuple[Tensor, str | Place]:
+    """(output, what is kept: see `PathLinear.read`) of a linear whose input was `read`, as `context` casts and
+    multiplies.
+
+    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
+    """
+    recipe, rows = context.recipe, x.detach().reshape(-1, x.shape[-1])
+    made = context.casts_of(read, x.dtype)
+    x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
+    x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+    measured = None if observe is None or not keeps else observe(rows, context, made)
+    output = context.linear(x, weight, bias, context, x_fprop, x_wgrad, measured)
+    if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
+        context.end()  # frozen, and so is all before it: no backward pass will
+    return output, context.kept_by(read, x_wgrad)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs: what runs forward in one is recomputed, by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
