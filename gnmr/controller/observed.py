@@ -80,7 +80,7 @@ class OutputGradients:
                     "own; choose other units"
                 )
         self.enabled = True
-        """While False, backward passes are not this step's (rehearsals) and do not count."""
+        """While False, backward passes are not this step's (`Plan.no_side_effects`) and do not count."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         self._squares = torch.zeros(len(modules), dtype=torch.float64, device=device)
         self._all_observed = torch.ones(len(modules), dtype=torch.bool, device=device)
