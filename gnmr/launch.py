@@ -152,9 +152,11 @@ def run_cell(composed: DictConfig) -> None:
         say(str(plan_run(config)))
         return
 
+    from gnmr.evaluation import RunScorer
     from gnmr.training.run import run
 
-    run(config, say, shlex.join(["gnmr", "train", *settings.overrides.task]))
+    command = shlex.join(["gnmr", "train", *settings.overrides.task])
+    run(config, say, command=command, scorer=RunScorer())
 
 
 _CHOOSE_PATHS = ("recipe", "hierarchy", "paths")

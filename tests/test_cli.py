@@ -252,7 +252,7 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
     """Those of the command line: the files set alpha and beta for every signal, and nobody asked for them."""
     from gnmr.training import run
 
-    monkeypatch.setattr(run, "run", lambda *_: None)
+    monkeypatch.setattr(run, "run", lambda *_, **__: None)
     outcome = gnmr("train", *tiny_words, *words)
     assert (outcome.code, outcome.err) == (0, "".join(f"gnmr: warning: controller.{line}\n" for line in told))
 

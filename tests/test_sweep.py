@@ -146,7 +146,9 @@ def test_a_cell_without_done_is_not_finished(gnmr, tiny_words, tmp_path, monkeyp
     """Whatever the launcher says of it."""
     plain = run_module.run
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "run", lambda config, *args: config.training.seed and plain(config, *args))
+        patch.setattr(
+            run_module, "run", lambda config, *a, **named: config.training.seed and plain(config, *a, **named)
+        )
         ended = gnmr("train", *tiny_words, SEEDS, "-m")
     assert ended.code == 1
     assert ended.err == "gnmr: sweep: 1 of 2 not finished; the same command continues\n"
@@ -161,8 +163,8 @@ def edit_after_the_first_cell(monkeypatch):
     def install(edit) -> None:
         plain, ended = run_module.run, []
 
-        def run(*args):
-            folder = plain(*args)
+        def run(*args, **more):
+            folder = plain(*args, **more)
             if not ended:
                 edit()
             ended.append(folder)

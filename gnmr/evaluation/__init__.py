@@ -1,4 +1,4 @@
-"""Scores on language tasks: `gnmr eval`, and `score` for a training loop.
+"""Scores on language tasks: `gnmr eval`, and `RunScorer` for runs in training.
 
 subject = load_subject("runs/.../RUN")                        # or a Hugging Face checkpoint
 scores = score(subject, ["hellaswag"], limit=100, data=Path("my_tasks"))
@@ -10,12 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gnmr.evaluation.in_training import RunScorer
     from gnmr.evaluation.scoring import score
     from gnmr.evaluation.subjects import Subject, load_subject, of_run
 
-__all__ = ["Subject", "load_subject", "of_run", "score"]
+__all__ = ["RunScorer", "Subject", "load_subject", "of_run", "score"]
 
-_HOME = {"Subject": "subjects", "load_subject": "subjects", "of_run": "subjects", "score": "scoring"}
+_HOME = {
+    "RunScorer": "in_training",
+    "Subject": "subjects",
+    "load_subject": "subjects",
+    "of_run": "subjects",
+    "score": "scoring",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One run from config to DONE: assembles the parts, then `loop`.
+"""One run from config to DONE: assembles the parts, then the `Loop`.
 
 Everything that can be wrong with what was asked for is found before the run folder is made or touched.
 """
@@ -6,11 +6,8 @@ Everything that can be wrong with what was asked for is found before the run fol
 from __future__ import annotations
 
 import errno
-import math
 import shlex
-import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,10 +16,9 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from gnmr.config import Config, config_hash
-from gnmr.data import Batch, PackedBlocks
+from gnmr.data import PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
@@ -32,18 +28,20 @@ from gnmr.records.recorder import Recorder
 from gnmr.stopping import ending, handled, signals_collected
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, locked, run_folder, unexported
-from gnmr.training.optim import learning_rate
-from gnmr.training.parts import Blocks, Parts, assemble, device_of, train_step, training_blocks, validation
+from gnmr.training.loop import Loop, Scorer
+from gnmr.training.parts import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.provenance import told_config
-from gnmr.training.rows import Counters, fault_rows, header, ratio_rows, run_info, step_row
-from gnmr.training.scores import check_scores, score_now
-from gnmr.training.step import evaluate
+from gnmr.training.rows import Counters, fault_rows, header, run_info
 
 
-def run(config: Config, say: Callable[[str], None], command: str | None = None) -> Path:
+def run(
+    config: Config, say: Callable[[str], None], *, command: str | None = None, scorer: Scorer | None = None
+) -> Path:
     """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
 
-    `command` is what would give this run again, for its header; None: this process's own words.
+    Args:
+        command: what would give this run again, for its header; None: this process's own words.
+        scorer: needed where scores.tasks asks for any.
 
     Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
     training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
@@ -61,8 +59,10 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
         if not _out_of_memory(error):
             raise
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
-    if not (folder / "DONE").exists():
-        check_scores(parts)
+    if config.scores.tasks and not (folder / "DONE").exists():
+        if scorer is None:
+            raise ValueError("scores.tasks: run() needs a scorer; gnmr.evaluation has RunScorer")
+        scorer.check(parts)
     with locked(folder):
         check_folder(folder, config)  # again: another process may have ended this run meanwhile
         if (folder / "DONE").exists():
@@ -75,7 +75,7 @@ def run(config: Config, say: Callable[[str], None], command: str | None = None) 
                 say(f"exported {folder / 'hf'}")
             _skip(config, folder, say)
             return folder
-        _train(parts, say, command or shlex.join(sys.argv))
+        _train(parts, say, command or shlex.join(sys.argv), scorer)
     return folder
 
 
@@ -114,7 +114,7 @@ def _backends(plan: Plan) -> str:
     return f" by {' and '.join(map(described, recipes))}" if recipes else ""
 
 
-def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
+def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
     blocks = training_blocks(config, parts.corpus, folder)
     held_out = validation(config, parts.corpus, training.eval_blocks)
@@ -142,14 +142,15 @@ def _train(parts: Parts, say: Callable[[str], None], command: str) -> None:
             )
             if parts.stress:
                 recorder.faults(fault_rows(parts))
+            loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, scorer)
             looping = True
             with signals_collected() as stop:
-                status, reason = loop(parts, blocks, held_out, counters, checkpointer, recorder, stop)
+                status, reason = loop(stop)
             looping = False
             if status == "done":
                 export(parts)
                 if config.scores.tasks:
-                    _score(parts, counters.step, recorder)
+                    loop.score()
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
         except (KeyboardInterrupt, SystemExit):
             outside = f"outside the step loop, after step {counters.step}"
@@ -189,78 +190,6 @@ def export(parts: Parts) -> None:
         pretrained.save(model, parts.folder / "adapter")
     if config.training.export_hf:
         pretrained.save(model, parts.folder / "hf", config.model.checkpoint or parts.corpus.tokenizer_path)
-
-
-def loop(
-    parts: Parts,
-    blocks: Blocks,
-    held_out: Tensor | Batch,
-    counters: Counters,
-    checkpointer: Checkpointer,
-    recorder: Recorder,
-    stop: list[int],
-) -> tuple[str, str | None]:
-    """Steps until the end or until `stop` holds a signal; returns ("done", None) or ("interrupted", why)."""
-    config, training = parts.config, parts.config.training
-    take_step = train_step(parts)
-
-    def save() -> None:
-        host = {"counters": asdict(counters), "blocks": blocks.state_dict(), "records": recorder.sync()}
-        checkpointer.save(counters.step, host)
-
-    def score_is_due() -> bool:
-        step, every = counters.step, config.scores.every
-        return bool(config.scores.tasks) and every is not None and 0 < step < training.steps and step % every == 0
-
-    if score_is_due():
-        _score(parts, counters.step, recorder)
-    streak_began, streak_unit = counters.step + 1 - counters.nonfinite_streak, "a step before the resumption"
-    while counters.step < training.steps:
-        began = time.perf_counter()
-        step = counters.step + 1
-        lr = learning_rate(step, training.steps, config.optim)
-        for stress in parts.stress:
-            stress.begin_step(step)
-        micro_batches = [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
-        result = take_step(micro_batches, lr)
-
-        counters.step = step
-        counters.tokens += training.tokens_per_step
-        nonfinite = result.nonfinite_unit is not None
-        counters.nonfinite_total += nonfinite
-        counters.nonfinite_streak = counters.nonfinite_streak + 1 if nonfinite else 0
-        if counters.nonfinite_streak == 1:
-            streak_began, streak_unit = step, str(result.nonfinite_unit)
-        recorder.step(
-            step_row(result, counters, time.perf_counter() - began),
-            ratio_rows(result.decision),
-        )
-        recorder.events([asdict(event) for event in result.decision.events])
-        if counters.nonfinite_streak >= training.max_nonfinite_streak:
-            raise RunFailed(
-                f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; "
-                f"it began at step {streak_began} in {streak_unit}; weights are those of step {streak_began - 1}"
-            )
-        last = step == training.steps
-        if last or step % training.eval_every == 0:
-            val_loss = evaluate(parts.model, parts.plan, held_out, training.batch_size)
-            row = {"step": step, "tokens": counters.tokens, "val_loss": val_loss}
-            if not math.isfinite(val_loss):
-                raise RunFailed(f"the validation loss after step {step} is {val_loss}")
-            recorder.eval({**row, "val_ppl": torch.tensor(val_loss, dtype=torch.float64).exp().item()})
-        if stop or last or score_is_due() or step % training.checkpoint_every == 0:
-            save()
-        if score_is_due():
-            _score(parts, counters.step, recorder)
-        if stop and not last:
-            return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
-    return "done", None
-
-
-def _score(parts: Parts, step: int, recorder: Recorder) -> None:
-    """Scores after `step`, unless they are in the records already: the run was ended after them."""
-    if step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
-        recorder.scores(score_now(parts, step, recorder.say))
 
 
 def reset_peak_memory(device: torch.device) -> None:

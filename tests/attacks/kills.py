@@ -107,7 +107,7 @@ def keep_config(file: str) -> None:
     """Writes the config of the run that would begin."""
     from gnmr.training import run as module
 
-    def keep(config: Any, *_: Any) -> None:
+    def keep(config: Any, *_: Any, **__: Any) -> None:
         Path(file).write_bytes(pickle.dumps(config))
         raise SystemExit(0)
 
@@ -122,7 +122,7 @@ def take_config(file: str) -> None:
     def train(words: list[str]) -> None:
         config = pickle.loads(Path(file).read_bytes())
         folder = next(word.partition("=")[2] for word in words if word.startswith("run_dir="))
-        module.run(replace(config, run_dir=folder), launch.say, shlex.join(["gnmr", "train", *words]))
+        module.run(replace(config, run_dir=folder), launch.say, command=shlex.join(["gnmr", "train", *words]))
 
     launch.train = train
 

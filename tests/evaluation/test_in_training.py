@@ -57,12 +57,12 @@ def test_rows_that_cannot_be_scored_are_refused_before_the_first_step(train, tas
 
 def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_path, monkeypatch) -> None:
     """No step is trained again, and the scores of that step are there in the end."""
-    from gnmr import evaluation
+    from gnmr.evaluation import scoring
     from gnmr.training.step import TrainStep
 
     words = ["training.seq_len=64", "scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=1"]
     words += ["scores.every=4", "training.checkpoint_every=100"]
-    plain, steps, score = TrainStep.__call__, [], evaluation.score
+    plain, steps, score = TrainStep.__call__, [], scoring.score
 
     def call(self, *args):
         steps.append(self.controller.t + 1)
@@ -75,13 +75,13 @@ def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_
     for broken, end in ((True, 4), (False, 8)):
         with monkeypatch.context() as patch:
             if broken:
-                patch.setattr(evaluation, "score", lost)
+                patch.setattr(scoring, "score", lost)
                 with pytest.raises(RunFailed, match="scores after step 4: the disk with the rows is gone; the same"):
                     train(tmp_path / "run", *words)
             else:
                 train(tmp_path / "run", *words)
         assert steps == list(range(1, end + 1))
-    assert evaluation.score is score
+    assert scoring.score is score
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "scores.jsonl")] == [4, 8]
 
 

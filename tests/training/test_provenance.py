@@ -46,7 +46,7 @@ def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, t
     (here / "babble.txt").write_text(text_file.read_text())
     words = ("training.steps=2", "data.path=babble.txt", f"data.cache_dir={tmp_path}/alice/cache")
     made = tiny(f"run_dir={here}/runs/one", f"runs_dir={tmp_path}/runs", *words)
-    folder = run(made, lambda _: None, f"gnmr train run_dir={here}/runs/one data.path={here}/babble.txt")
+    folder = run(made, lambda _: None, command=f"gnmr train run_dir={here}/runs/one data.path={here}/babble.txt")
     header = read_json(folder / "header.json")
     assert header is not None and header["command"] == "gnmr train run_dir=runs/one data.path=babble.txt"
     written = (folder / "config.yaml").read_text() + (folder / "header.json").read_text()

@@ -18,6 +18,7 @@ from gnmr.config import config_hash, to_dict
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.records.recorder import Recorder
+from gnmr.training import loop
 from gnmr.training import run as run_module
 from gnmr.training.folder import locked, run_folder
 from gnmr.training.run import run
@@ -163,9 +164,7 @@ def test_one_process_at_a_time(train, tmp_path):
 
 
 def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monkeypatch):
-    from gnmr.training import run as module
-
-    monkeypatch.setattr(module, "evaluate", lambda *_: 1 / 0)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
     assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"
@@ -192,18 +191,20 @@ def test_a_stop_outside_the_step_loop_is_no_failure(number, where, name, step, t
     assert said == ([f"continuing after step {step} of {folder}"] if step else [])
 
 
-def test_the_last_scores_are_made_once(train, tmp_path, monkeypatch):
+def test_the_last_scores_are_made_once(tiny, tmp_path):
     """The run ended between its scores and DONE."""
     made: list[int] = []
 
-    def score_now(_parts, step, _say):
-        made.append(step)
-        return {"step": step, "path": "16bit", "tasks": {}}
+    class Scorer:
+        def check(self, _parts):
+            pass
 
-    monkeypatch.setattr(run_module, "check_scores", lambda _: None)
-    monkeypatch.setattr(run_module, "score_now", score_now)
+        def score(self, _parts, step, _say):
+            made.append(step)
+            return {"step": step, "path": "16bit", "tasks": {}}
+
     for _ in range(2):
-        folder = train(tmp_path / "run", "scores.tasks=[hellaswag]")
+        folder = run(tiny(f"run_dir={tmp_path / 'run'}", "scores.tasks=[hellaswag]"), lambda _: None, scorer=Scorer())
         (folder / "DONE").unlink()
     assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
 

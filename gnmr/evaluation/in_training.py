@@ -1,0 +1,71 @@
+"""Scores while a run trains: training's `Scorer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gnmr.config import ScoresConfig
+from gnmr.errors import RunFailed, UserError
+from gnmr.evaluation.progress import now_and_then
+from gnmr.evaluation.subjects import Subject, check_low, of_checkpoint, of_run
+from gnmr.models.pretrained import need
+from gnmr.training.parts import Parts
+
+
+class RunScorer:
+    """Scores the model of a run as it is after a step, on the tasks and the path of `scores.*`."""
+
+    def check(self, parts: Parts) -> None:
+        """UserError for scores that this run cannot have; their rows are read, from the hub fetched."""
+        config = parts.config.scores
+        for package in ("lm_eval", "transformers"):
+            need(package, f"scores.tasks={config.tasks}")
+        from gnmr.evaluation.scoring import check, check_rows
+
+        _subject(parts)
+        try:
+            check(config.tasks, config.limit, config.shots, None, config.batch_size)
+            check_rows(config.tasks, config.shots, _data(config))
+        except UserError as error:
+            raise UserError(f"scores: {error}") from error
+
+    def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """A row of `SCORE_FIELDS`. The model and the generators of random numbers are afterwards as they were.
+
+        RunFailed where it cannot be had; the checkpoint of `step` is saved by then.
+        """
+        from gnmr.evaluation import scoring
+
+        config, subject, tell = parts.config.scores, _subject(parts), now_and_then(say)
+        data, size = _data(config), config.batch_size
+        try:
+            found = scoring.score(
+                subject, config.tasks, config.limit, config.shots, data, batch_size=size, progress=tell
+            )
+        except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+            why = (
+                error if isinstance(error, UserError) else f"out of memory, use a smaller scores.batch_size than {size}"
+            )
+            raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
+        return {"step": step, "path": subject.named_path, "tasks": found}
+
+
+def _data(config: ScoresConfig) -> Path | None:
+    return None if config.data is None else Path(config.data).expanduser()
+
+
+def _subject(parts: Parts) -> Subject:
+    config, path = parts.config, parts.config.scores.path
+    if path == "low":
+        try:
+            check_low(parts.plan, config)
+        except UserError as error:
+            raise UserError(f"scores.{error}") from error
+    if config.model.checkpoint is not None:
+        return of_checkpoint(str(parts.folder), parts.model, config.model.checkpoint, parts.device, path, parts.plan)
+    tokenizer, longest = parts.corpus.tokenizer_path, config.training.seq_len
+    return of_run(str(parts.folder), parts.model, tokenizer, longest, parts.device, path, parts.plan)

@@ -1,0 +1,127 @@
+"""The steps of a run, and what is due between them: records, validation, checkpoints, scores."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gnmr.data import Batch
+from gnmr.errors import RunFailed
+from gnmr.records.reader import read_jsonl
+from gnmr.records.recorder import Recorder
+from gnmr.training.checkpoint import Checkpointer
+from gnmr.training.optim import learning_rate
+from gnmr.training.parts import Blocks, Parts, train_step
+from gnmr.training.rows import Counters, ratio_rows, step_row
+from gnmr.training.step import TrainStep, evaluate
+
+
+class Scorer(Protocol):
+    """Scores a run's model on the tasks of `scores.*` (`gnmr.evaluation.in_training` has one)."""
+
+    def check(self, parts: Parts) -> None:
+        """UserError for scores that this run cannot have; called before the run begins."""
+        ...
+
+    def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """A row of `records.schema.SCORE_FIELDS`. RunFailed where it cannot be had.
+
+        The model and the generators of random numbers are afterwards as they were.
+        """
+        ...
+
+
+@dataclass
+class Loop:
+    """Calling it trains until the end, or until a signal arrives."""
+
+    parts: Parts
+    blocks: Blocks
+    held_out: Tensor | Batch
+    counters: Counters
+    checkpointer: Checkpointer
+    recorder: Recorder
+    scorer: Scorer | None = None
+    """Needed where scores.tasks asks for any."""
+
+    def __post_init__(self) -> None:
+        counters = self.counters
+        self._streak_began = counters.step + 1 - counters.nonfinite_streak
+        self._streak_unit = "a step before the resumption"
+
+    def __call__(self, stop: list[int]) -> tuple[str, str | None]:
+        """Steps until the end, or until `stop` holds a signal: ("done", None) or ("interrupted", why)."""
+        training, counters = self.parts.config.training, self.counters
+        take_step = train_step(self.parts)
+        if self._score_is_due():
+            self.score()
+        while counters.step < training.steps:
+            self._step(take_step)
+            step, last = counters.step, counters.step == training.steps
+            if last or step % training.eval_every == 0:
+                self._validate()
+            if stop or last or self._score_is_due() or step % training.checkpoint_every == 0:
+                self._save()
+            if self._score_is_due():
+                self.score()
+            if stop and not last:
+                return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
+        return "done", None
+
+    def score(self) -> None:
+        """Scores after the step, unless the records have them already: the run was ended after them."""
+        parts, step = self.parts, self.counters.step
+        if self.scorer is not None and step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
+            self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
+
+    def _step(self, take_step: TrainStep) -> None:
+        """One step and its records; RunFailed after too many steps in a row that were not finite."""
+        parts, training, counters = self.parts, self.parts.config.training, self.counters
+        began = time.perf_counter()
+        step = counters.step + 1
+        lr = learning_rate(step, training.steps, parts.config.optim)
+        for stress in parts.stress:
+            stress.begin_step(step)
+        micro_batches = [self.blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+        result = take_step(micro_batches, lr)
+
+        counters.step = step
+        counters.tokens += training.tokens_per_step
+        nonfinite = result.nonfinite_unit is not None
+        counters.nonfinite_total += nonfinite
+        counters.nonfinite_streak = counters.nonfinite_streak + 1 if nonfinite else 0
+        if counters.nonfinite_streak == 1:
+            self._streak_began, self._streak_unit = step, str(result.nonfinite_unit)
+        self.recorder.step(step_row(result, counters, time.perf_counter() - began), ratio_rows(result.decision))
+        self.recorder.events([asdict(event) for event in result.decision.events])
+        if counters.nonfinite_streak >= training.max_nonfinite_streak:
+            raise RunFailed(
+                f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; it began at step "
+                f"{self._streak_began} in {self._streak_unit}; weights are those of step {self._streak_began - 1}"
+            )
+
+    def _validate(self) -> None:
+        parts, step = self.parts, self.counters.step
+        val_loss = evaluate(parts.model, parts.plan, self.held_out, parts.config.training.batch_size)
+        if not math.isfinite(val_loss):
+            raise RunFailed(f"the validation loss after step {step} is {val_loss}")
+        val_ppl = torch.tensor(val_loss, dtype=torch.float64).exp().item()
+        self.recorder.eval({"step": step, "tokens": self.counters.tokens, "val_loss": val_loss, "val_ppl": val_ppl})
+
+    def _save(self) -> None:
+        records = self.recorder.sync()
+        host = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict(), "records": records}
+        self.checkpointer.save(self.counters.step, host)
+
+    def _score_is_due(self) -> bool:
+        """Between the first and the last step; the last one's scores come after the export."""
+        step, every = self.counters.step, self.parts.config.scores.every
+        tasks, steps = self.parts.config.scores.tasks, self.parts.config.training.steps
+        return bool(tasks) and every is not None and 0 < step < steps and step % every == 0
