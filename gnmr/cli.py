@@ -69,9 +69,10 @@ def _run(command: str, words: list[str]) -> int:
         train(words)
         return 0
     if command == "report":
+        from gnmr.paper.tables import paper_tables
         from gnmr.report import main as report
 
-        return report(words)
+        return report(words, paper_tables)
     if command == "replay":
         from gnmr.replay import main as replay
 

@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 
 # Name: (module, function, what it measures).
 BENCHMARKS = {
-    "controller": ("controller", "step_cost", "norms, signal, policy and records in a training step"),
-    "decision": ("controller", "decision", "signal and policy alone, for 10,000 units"),
-    "saved": ("saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
-    "signals": ("signals", "signals", "whole steps under signals that look beyond the norms"),
-    "recipe": ("recipe", "recipe", "steps under recipes against 16 bits, and steps that switch every block"),
-    "mixture": ("mixture", "mixture", "a mixture of experts against a dense MLP with as many multiplications"),
-    "hf": ("hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
-    "startup": ("process", "startup", "gnmr --help, and gnmr train to its first step"),
-    "memory": ("process", "memory", "peak memory of gnmr train"),
-    "theory": ("theory", "theory", "the paper's theorems 1 and 2 as numbers: recovery gaps, false triggers"),
+    "controller": ("gnmr.bench.controller", "step_cost", "norms, signal, policy and records in a training step"),
+    "decision": ("gnmr.bench.controller", "decision", "signal and policy alone, for 10,000 units"),
+    "saved": ("gnmr.bench.saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
+    "signals": ("gnmr.bench.signals", "signals", "whole steps under signals that look beyond the norms"),
+    "recipe": ("gnmr.bench.recipe", "recipe", "steps under recipes against 16 bits, and steps that switch every block"),
+    "mixture": (
+        "gnmr.bench.mixture",
+        "mixture",
+        "a mixture of experts against a dense MLP of as many operations",
+    ),
+    "hf": ("gnmr.bench.hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
+    "startup": ("gnmr.bench.process", "startup", "gnmr --help, and gnmr train to its first step"),
+    "memory": ("gnmr.bench.process", "memory", "peak memory of gnmr train"),
+    "theory": ("gnmr.paper.theory", "theory", "the paper's theorems 1 and 2 as numbers: recovery gaps, false triggers"),
 }
 
 _HELP = """\
@@ -149,4 +153,4 @@ def _measurable(names: list[str], setting: Setting) -> list[str]:
 def _function(name: str, prefix: str = "", otherwise: Callable[..., Any] = lambda _setting: None) -> Callable[..., Any]:
     """A benchmark's function, or with a prefix the one that goes with it; `otherwise` where there is none."""
     module, function, _ = BENCHMARKS[name]
-    return getattr(import_module(f"gnmr.bench.{module}"), prefix + function, otherwise)
+    return getattr(import_module(module), prefix + function, otherwise)

@@ -18,7 +18,7 @@ from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse
 from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table, as_markdown
 from gnmr.report.runs import Run, find_runs, load
-from gnmr.report.tables import paper_tables_of, run_table, tables
+from gnmr.report.tables import Further, run_table, tables
 from gnmr.terminal import Terminal
 from gnmr.untrusted import Damaged, first_line, text
 
@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"report: {message} (gnmr report --help)")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], further: Further = lambda _: []) -> int:
     """`gnmr report` without its first word. Raises `UserError` for a path that holds no run."""
     parser = _Parser(
         prog="gnmr report",
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.epilog = "out=DIR, against=ARM and html=FILE will do too."
     as_flags = [f"--{word}" if word.startswith(("html=", "out=", "against=")) else word for word in argv]
     given = parser.parse_args(as_flags)
-    report(given.runs, given.out, Terminal(), given.plots, given.against, given.strict, given.html)
+    report(given.runs, given.out, Terminal(), given.plots, given.against, given.strict, given.html, further)
     return 0
 
 
@@ -57,13 +57,14 @@ def report(
     against: str | None = None,
     strict: bool = False,
     html: Path | None = None,
+    further: Further = lambda _: [],
 ) -> None:
     """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too.
 
     `out` None: report/ in the path, or in the common parent of several. `against`: label or name of the arm that the
-    others are tested against. Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot
-    be written, for an `against` that no arm fits or that is missing where it would be needed, and, where `strict`, for
-    runs of one experiment and scale that cannot be compared.
+    others are tested against. `further`: makes tables of all comparisons. Raises `UserError` for a path that is missing
+    or holds no run, for an `out` that cannot be written, for an `against` that no arm fits or that is missing where it
+    would be needed, and, where `strict`, for runs of one experiment and scale that cannot be compared.
     """
     root = _common(paths)
     written = (root / "report" if out is None else out) / "report.md"
@@ -80,7 +81,7 @@ def report(
 
     def as_tables(runs: list[Run]) -> list[Table]:
         comparisons = compared(runs)
-        return [*tables(comparisons), *fault_tables(comparisons)]
+        return [*tables(comparisons, further), *fault_tables(comparisons)]
 
     def as_plots(runs: list[Run]) -> list[Path]:
         from gnmr.report.plots import draw  # matplotlib takes a second to import
@@ -92,7 +93,7 @@ def report(
 
         comparisons = compared(runs)
         assert html is not None
-        write_html(comparisons, runs, html, tables=paper_tables_of(comparisons))
+        write_html(comparisons, runs, html, tables=further(comparisons))
 
     runs = _load(find_runs(paths), left_out)
     runs, found = _shown(runs, as_tables, left_out)

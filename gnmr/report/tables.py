@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gnmr.records.reader import stored
@@ -13,7 +13,6 @@ from gnmr.report.casts import casts, watched
 from gnmr.report.cells import cell_lines
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
 from gnmr.report.layout import NOTHING, Table, count, duration, effect, measure, percent, relative, size
-from gnmr.report.paper_tables import paper_tables
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routing import routing
 from gnmr.report.runs import Run
@@ -21,22 +20,16 @@ from gnmr.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired
 from gnmr.report.tradeoff import tradeoff
 
 _D_Z = "d_z\n[95 % interval]"
+Further = Callable[[list[Comparison]], list[Table]]
+"""Tables over all comparisons that others make of them, such as the paper's."""
 TESTED = ["n", "difference\n[95 % interval]", _D_Z, "p\n(Holm)", "verdict"]
 """Columns of `tested`."""
 
 
-def tables(comparisons: list[Comparison]) -> list[Table]:
-    """All tables: those of each comparison, then the paper's and the regime map for each experiment."""
+def tables(comparisons: list[Comparison], further: Further = lambda _: []) -> list[Table]:
+    """All tables: those of each comparison, the further ones, the regime map of each experiment."""
     found = [table for comparison in comparisons for table in comparison_tables(comparison)]
-    return [table for table in [*found, *paper_tables_of(comparisons), *regime_tables(comparisons)] if table.rows]
-
-
-def paper_tables_of(comparisons: list[Comparison]) -> list[Table]:
-    """The paper's tables of every experiment."""
-    found = []
-    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
-        found += paper_tables(experiment, [comp for comp in comparisons if comp.kind.experiment == experiment])
-    return [table for table in found if table.rows]
+    return [table for table in [*found, *further(comparisons), *regime_tables(comparisons)] if table.rows]
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:

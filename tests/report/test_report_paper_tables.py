@@ -12,7 +12,7 @@ import pytest
 from report_reading import notes
 from report_recorded import Recorded
 
-from gnmr.report.paper_tables import table_1, table_3, table_5, table_6, table_10, table_11
+from gnmr.paper.tables import table_1, table_3, table_5, table_6, table_10, table_11
 
 Write = Callable[..., Path]
 TABLE_5: dict[str, Any] = {"controller__beta": None, "optim__lr": 2.5e-3}

@@ -13,11 +13,10 @@ import pytest
 from report_reading import notes, row
 from report_recorded import Recorded
 
-from gnmr.report import published
+from gnmr.paper import published
+from gnmr.paper.tables import loss_at, paper_tables, table_2, table_4, table_7, table_9, table_13, table_15
 from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import Comparison
-from gnmr.report.paper_tables import paper_tables, table_2, table_4, table_7, table_9, table_13, table_15
-from gnmr.report.paper_tables.training_loss import loss_at
 from gnmr.report.routing import routing
 from gnmr.report.runs import Columns, Run
 
@@ -50,17 +49,17 @@ def of(runs: Recorded) -> Comparison:
 
 
 def test_each_setting_has_its_own_tables() -> None:
-    titles = [table.title for table in paper_tables("deepseek_recipe", [of(recipes())])]
+    titles = [table.title for table in paper_tables([of(recipes())])]
     assert [title.partition("(")[2] for title in titles] == ["the paper's table 2)", "the paper's table 9)"]
     unnamed = Recorded("custom")
     unnamed.add("sim_e3m2_fp8_hybrid", 3.0)
-    assert "table 2" in paper_tables("custom", [of(unnamed)])[0].title, "by its recipes"
+    assert "table 2" in paper_tables([of(unnamed)])[0].title, "by its recipes"
     moe = Recorded("custom")
     moe.add("bf16", 3.0, model__name="moe")
-    assert ["table 13" in table.title for table in paper_tables("custom", [of(moe)])] == [True]
+    assert ["table 13" in table.title for table in paper_tables([of(moe)])] == [True]
     stress = Recorded()
     stress.add("bf16", 3.0)
-    assert ["table 1)" in table.title for table in paper_tables("stress", [of(stress)])] == [True]
+    assert ["table 1)" in table.title for table in paper_tables([of(stress)])] == [True]
 
 
 def test_table_2_has_the_perplexity_along_the_run() -> None:
@@ -148,7 +147,7 @@ def test_other_settings_have_their_speed_without_the_papers() -> None:
     runs = Recorded("moe_stress", "3.7b")
     runs.add("fp8_hybrid", 3.0, paths__low="fp8_hybrid", paths__recovery=None)
     runs.runs[0].__dict__["steps"] = steps(np.ones(3), 0.25)
-    (table,) = [table for table in paper_tables("moe_stress", [of(runs)]) if "speed" in table.title]
+    (table,) = [table for table in paper_tables([of(runs)]) if "speed" in table.title]
     assert [cells[1] for cells in table.rows] == ["0.250 ± -"]
     assert "table 4" not in table.title and "paper" not in notes(table)
 

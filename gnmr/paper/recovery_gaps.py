@@ -23,11 +23,11 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from gnmr.bench.cells import as_cell
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.data import Batch
 from gnmr.errors import UserError
+from gnmr.paper.theory_tables import in_table
 from gnmr.paths import Plan, Recipe
 from gnmr.training.parts import assemble, train_step, training_blocks
 from gnmr.training.step import loss_of, objective_of
@@ -238,7 +238,7 @@ def _figures(site: str, several: list[Comparison], exact: bool) -> list[Figure]:
     table = f"{_named(site)}: who finds the oracle set, the largest gaps (median of {len(several)} steps)"
     for row, column in several[0].rankings:
         values = np.array([one.rankings[row, column] for one in several])
-        figures.append(as_cell(median(column, values, "%" if "%" in column else ""), table, row, column))
+        figures.append(in_table(median(column, values, "%" if "%" in column else ""), table, row, column))
     return figures
 
 
@@ -247,7 +247,7 @@ def _units(site: str, gaps: Gaps, max_o: int) -> list[Figure]:
     columns = {"gap": gaps.gap_U} | gaps.scores
     table = f"{_named(site)}: the largest recovery gaps of the last step (oracle set: the first {max_o})"
     return [
-        as_cell(Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""), table, gaps.names[unit], column)
+        in_table(Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""), table, gaps.names[unit], column)
         for unit in np.argsort(-gaps.gap_U, kind="stable")[: max_o + 4]
         for column, values in columns.items()
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gnmr.bench.cells import show_cells as show_theory
-from gnmr.bench.false_triggers import false_triggers, recorded_norms
 from gnmr.bench.figures import Figure
-from gnmr.bench.recovery_gaps import recovery
 from gnmr.bench.setting import Setting
 from gnmr.errors import UserError
+from gnmr.paper.false_triggers import false_triggers, recorded_norms
+from gnmr.paper.recovery_gaps import recovery
+from gnmr.paper.theory_tables import show_tables as show_theory
 
 __all__ = ["check_theory", "show_theory", "theory"]
 

@@ -13,7 +13,7 @@ from gnmr.bench.figures import Figure, show
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(Figure):
+class TableFigure(Figure):
     """A figure that is shown as one cell of a table."""
 
     table: str
@@ -30,15 +30,15 @@ class Cell(Figure):
         return "/".join("<.01" if 0 < n < 0.01 else f"{n:.2g}" if abs(n) < 10 else f"{n:.0f}" for n in numbers)
 
 
-def as_cell(figure: Figure, table: str, row: str, column: str, sharper: float | None = None) -> Cell:
+def in_table(figure: Figure, table: str, row: str, column: str, sharper: float | None = None) -> TableFigure:
     """The figure as a cell of the named table."""
-    return Cell(**asdict(figure), table=table, row=row, column=column, sharper=sharper)
+    return TableFigure(**asdict(figure), table=table, row=row, column=column, sharper=sharper)
 
 
-def show_cells(title: str, figures: Sequence[Figure], console: Console) -> None:
+def show_tables(title: str, figures: Sequence[Figure], console: Console) -> None:
     """As `figures.show`; cells as the tables that they make up."""
-    cells = [figure for figure in figures if isinstance(figure, Cell)]
-    show(title, [figure for figure in figures if not isinstance(figure, Cell)], console)
+    cells = [figure for figure in figures if isinstance(figure, TableFigure)]
+    show(title, [figure for figure in figures if not isinstance(figure, TableFigure)], console)
     for name in dict.fromkeys(cell.table for cell in cells):
         own = {(cell.row, cell.column): cell for cell in cells if cell.table == name}
         columns = list(dict.fromkeys(column for _, column in own))

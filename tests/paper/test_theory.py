@@ -15,14 +15,14 @@ from scipy import stats
 from torch import nn
 
 from gnmr import launch, models
-from gnmr.bench import false_triggers, recovery_gaps, theory
-from gnmr.bench.cells import Cell
-from gnmr.bench.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.bench.figures import Figure
-from gnmr.bench.recovery_gaps import ESTIMATE, NORM
 from gnmr.bench.setting import Setting
 from gnmr.config import ExpertsConfig, ModelConfig
 from gnmr.errors import UserError
+from gnmr.paper import false_triggers, recovery_gaps, theory
+from gnmr.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
+from gnmr.paper.recovery_gaps import ESTIMATE, NORM
+from gnmr.paper.theory_tables import TableFigure
 from gnmr.paths import Plan, convert
 from gnmr.training.step import loss_of
 
@@ -156,7 +156,7 @@ def test_recipes_know_no_site(tiny_words):
     deviation = figures["recipes: deviation from theorem 1, largest"]
     assert deviation.value > 1e-3 and deviation.target is None
     assert not [name for name in figures if name.startswith(("saved", "forward"))]
-    tables = {figure.table.split(":")[0] for figure in figures.values() if isinstance(figure, Cell)}
+    tables = {figure.table.split(":")[0] for figure in figures.values() if isinstance(figure, TableFigure)}
     assert tables == {"recipes"}
 
 
@@ -259,8 +259,8 @@ def test_recorded_ratios_by_hand():
 
 
 def test_cells_are_shown_as_a_table():
-    def cell(row: str, column: str, value: float, **more: float) -> Cell:
-        return Cell("a", value, more.pop("unit", "%"), table="rates", row=row, column=column, **more)
+    def cell(row: str, column: str, value: float, **more: float) -> TableFigure:
+        return TableFigure("a", value, more.pop("unit", "%"), table="rates", row=row, column=column, **more)
 
     text = io.StringIO()
     figures = [

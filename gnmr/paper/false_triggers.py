@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from gnmr.bench.cells import Cell, as_cell
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.errors import UserError
+from gnmr.paper.theory_tables import TableFigure, in_table
 from gnmr.replay import read_norms
 
 HISTORIES = (1, 2, 5, 10, 30, 100, 300, 1000)
@@ -162,7 +162,7 @@ def false_triggers(setting: Setting) -> list[Figure]:
     ]
 
 
-def _rates(law: Law, hits: np.ndarray, number: int) -> list[Cell]:
+def _rates(law: Law, hits: np.ndarray, number: int) -> list[TableFigure]:
     k = sub_exponential(law)
     known = np.isfinite(k)
     what = f"k = {k:.3g}; simulated/Chernoff/theorem 2" if known else "no finite k; simulated"
@@ -182,7 +182,7 @@ def _rates(law: Law, hits: np.ndarray, number: int) -> list[Cell]:
             )
             sharper = chernoff(law, history, alpha) if known else None
             row, column = f"after {history}", f"alpha {alpha}"
-            cells.append(as_cell(figure, f"{law.name} ({what}, %)", row, column, sharper))
+            cells.append(in_table(figure, f"{law.name} ({what}, %)", row, column, sharper))
     return cells
 
 
@@ -217,7 +217,7 @@ def detrended(norm_TU: np.ndarray) -> tuple[np.ndarray, Figure]:
     return x[:: -(-len(x) // KEPT_STEPS)], median("recorded norms: autocorrelation", correlation, "", note=note)
 
 
-def _recorded(norm_TU: np.ndarray) -> Iterable[Cell]:
+def _recorded(norm_TU: np.ndarray) -> Iterable[TableFigure]:
     """GNMR as the controller saw it: trend and dependence included. Histories from one length up to the next."""
     known = np.isfinite(norm_TU)
     values = np.where(known, norm_TU, 0.0)
@@ -232,4 +232,4 @@ def _recorded(norm_TU: np.ndarray) -> Iterable[Cell]:
             rate = float((inside >= alpha).mean())
             figure = Figure(f"recorded norms: share of GNMR >= {alpha} after {first}", rate, "%", n=len(inside))
             row = f"after {first}" + ("" if following == first + 1 else f" to {following - 1:.0f}")
-            yield as_cell(figure, "recorded norms as they came (share of unit-steps, %)", row, f"alpha {alpha}")
+            yield in_table(figure, "recorded norms as they came (share of unit-steps, %)", row, f"alpha {alpha}")
