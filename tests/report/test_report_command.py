@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from gnmr.errors import UserError
+from gnmr.paper.tables import paper_tables
 from gnmr.report import main, report
 
 Write = Callable[..., Path]
@@ -21,7 +22,7 @@ Write = Callable[..., Path]
 
 def printed(paths: list[Path], out: Path | None = None, plots: bool = False, width: int = 100, **asked: Any) -> str:
     console = Console(file=io.StringIO(), width=width)
-    report(paths, out, console, plots=plots, **asked)
+    report(paths, out, console, plots=plots, further=paper_tables, **asked)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
