@@ -21,8 +21,6 @@ from gnmr.records.reader import read_json
 from gnmr.report.runs import load
 from gnmr.training.step import TrainStep
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def in_mid_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
@@ -96,6 +94,7 @@ def test_a_run_that_lost_rows_ends_marked(copied, train):
     assert run.status == "failed" and why in run.reason
 
 
+@pytest.mark.slow
 def test_files_of_a_run_that_was_damaged_are_never_its_figures(copied, ended, train, uninterrupted):
     """A flip anywhere in the folder of a stopped run: it goes on to the same figures, or does not end DONE."""
     draw, want = random.Random(0), uninterrupted()

@@ -17,8 +17,6 @@ from gnmr.training.memory import GB, MemoryPlan, plan_run
 from gnmr.training.parts import Parts, assemble, training_blocks
 from gnmr.training.step import loss_of
 
-pytestmark = pytest.mark.slow
-
 
 def rows(plan: MemoryPlan) -> dict[str, int]:
     return {what: size for what, size, _ in plan.rows}
@@ -108,6 +106,7 @@ def test_activation_checkpointing_keeps_the_blocks_inputs_and_one_block(tiny) ->
 
 
 @pytest.mark.parametrize("weights", ["online", "beside", "instead"])
+@pytest.mark.slow
 def test_a_step_of_adapters_keeps_and_allocates_what_is_planned(tiny, lora, tmp_path: Path, weights: str) -> None:
     words = [*lora, f"paths.weights={weights}", "paths.low=llm_int8", "training.batch_size=8", "training.seq_len=64"]
     config: Config = tiny(*words)
@@ -181,6 +180,7 @@ def llama_13b(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> None:
     words = ["experiment=finetune", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
     planned = plan_run(compose(words))

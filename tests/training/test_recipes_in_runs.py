@@ -18,8 +18,6 @@ from gnmr.paths.kernels import simulated
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep, evaluate
 
-pytestmark = pytest.mark.slow
-
 WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]
 DELAYED = ["paths.low=fp8_delayed", "paths.recovery=bf16", "training.accumulation=2"]
 
@@ -73,6 +71,7 @@ def declared(name: str, like: str) -> list[str]:
     return [f"paths.recipes.{name}.{gemm}.{operand}={cast}" for gemm, casts in gemms for operand, cast in casts.items()]
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_runs_as_the_built_in_one_with_its_casts(train, tiny, tmp_path, gnmr):
     words = [*declared("mine", "sim_e2m1"), *declared("wider", "fp8_delayed"), "paths.low=mine", "paths.recovery=wider"]
     built_in = ["paths.low=sim_e2m1", "paths.recovery=fp8_delayed"]
@@ -89,6 +88,7 @@ def test_a_recipe_of_ones_own_runs_as_the_built_in_one_with_its_casts(train, tin
     assert "mine" in gnmr("report", str(tmp_path / "runs"), "--no-plots").out
 
 
+@pytest.mark.slow
 def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
     """It runs both paths on every batch before the step."""
     plain = everything(train(tmp_path / "plain", *DELAYED))
@@ -97,6 +97,7 @@ def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
     assert differences(plain["state"], seen["state"]) == []
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_the_run_that_is_not_and_goes_on_to_the_last_bit(train, tmp_path, monkeypatch):
     plain = torch.nn.Module.compile  # without Inductor, which rounds otherwise and takes a minute
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
@@ -114,6 +115,7 @@ def test_a_compiled_run_is_the_run_that_is_not_and_goes_on_to_the_last_bit(train
         assert differences(wanted[name], found[name]) == [], name
 
 
+@pytest.mark.slow
 def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted):
     stopped(train, tmp_path / "run", *DELAYED)
     assert differences(uninterrupted(*DELAYED), everything(train(tmp_path / "run", *DELAYED))) == []
@@ -237,6 +239,7 @@ def test_saturation_is_recorded(train, tmp_path):
     ],
     ids=" ".join,
 )  # fmt: skip
+@pytest.mark.slow
 def test_units_of_several_operators_in_a_run(words, train, gnmr, tmp_path):
     """Records and replay know them by their names, and replay decides as the run did."""
     folder = train(tmp_path / "run", *words)
@@ -256,6 +259,7 @@ def test_units_of_several_operators_in_a_run(words, train, gnmr, tmp_path):
 HYBRID = ["model.num_layers=3", "paths.unit=block", "paths.low=fp8_hybrid", "paths.recovery=bf16", "optim.lr=1e-9"]
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, tmp_path):
     """And nowhere else; recovered, the block is not hit."""
     words = [*HYBRID, "controller.signal=always_low", "records.evidence=[mse,gap_low,gap_recovery]"]

@@ -12,8 +12,6 @@ from test_recipes_in_runs import stopped
 
 from gnmr.records.reader import read_json, read_jsonl
 
-pytestmark = pytest.mark.slow
-
 HYBRID = ["hierarchy=8/16", "paths.backend=te"]
 DELAYED = ["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=te", "training.accumulation=2"]
 
@@ -58,6 +56,7 @@ def test_the_oracle_leaves_no_trace(train, stub, tmp_path):
         ("paths.low=fp8_delayed training.activation_checkpointing=true", "training.activation_checkpointing=true: rec"),
     ],
 )
+@pytest.mark.slow
 def test_what_it_cannot_do_is_one_line(words, line, gnmr, stub, tiny_words, tmp_path):
     assert gnmr("train", *tiny_words, *HYBRID, *words.split(" ")).mistake.startswith(line)
     assert not (tmp_path / "runs").exists()

@@ -18,8 +18,6 @@ from gnmr.training.memory import plan_run
 from gnmr.training.parts import Parts, assemble
 from gnmr.training.step import TrainStep
 
-pytestmark = pytest.mark.slow
-
 WARM = ["controller.warmup_frac=0.4", "controller.warmup_path=16bit"]
 """Three steps of eight."""
 STATIC = ["controller.signal=static_k", "controller.routing=ranked", "controller.max_o=2147483647"]
@@ -44,6 +42,7 @@ def losses(folder: Path) -> list[float]:
     ],
     ids=["saved", "forward", "recipes", "checkpointing", "faults"],
 )
+@pytest.mark.slow
 def test_it_is_the_16_bit_run_until_it_ends_and_the_low_path_from_there(words, train, tmp_path) -> None:
     warm = train(tmp_path / "warm", *LOW, *WARM, *words)
     undisturbed = [word for word in words if "stress" not in word and "site" not in word]
@@ -197,6 +196,7 @@ def test_attach_refuses_a_path_without_a_warm_up_and_an_unknown_one() -> None:
         attach(warmup_path="bf16", warmup_steps=2)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_warm_up_in_16_bits() -> None:
     """Where operators are in the graphs too: the paths in force are the runs' own."""
     torch._dynamo.reset()
