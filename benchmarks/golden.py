@@ -149,7 +149,7 @@ def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] |
 
 def main() -> int:
     """Records, compares, prints; the exit code."""
-    from gnmr.cli import main as gnmr
+    from gnmr.commands import main as gnmr
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="NEW.json", type=lambda word: Path(word).resolve())

@@ -1,5 +1,5 @@
 import sys
 
-from gnmr.cli import main
+from gnmr.commands import main
 
 sys.exit(main())

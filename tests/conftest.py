@@ -124,7 +124,7 @@ def gnmr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]
     """Runs a command line in this process, which it leaves as it was: gnmr("train", "--help") -> Outcome."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from gnmr.cli import main
+    from gnmr.commands import main
 
     root = logging.getLogger()
     environment, argv, handlers, level = dict(os.environ), list(sys.argv), list(root.handlers), root.level

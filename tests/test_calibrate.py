@@ -144,7 +144,7 @@ def test_a_signal_of_ones_own(calibrated, spent, monkeypatch):
 
 
 def test_the_overrides_of_a_signal_of_ones_own_are_for_train(calibrated, monkeypatch):
-    from gnmr.launch import compose
+    from gnmr.config.compose import compose
 
     monkeypatch.syspath_prepend(EXAMPLES)
     ((_, overrides),) = calibrated(f"calibrate={WANTED}", "signal=own_signal:MedianRatio").values()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gnmr import config, launch, models
+from gnmr import config, models
+from gnmr.config import compose as composing
 from gnmr.controller import Decision
 from gnmr.paths import convert
 from gnmr.training.parts import assemble, train_step
@@ -20,7 +21,7 @@ from gnmr.training.transforms import TRANSFORMS
 
 pytestmark = pytest.mark.slow
 
-CONF = launch.conf_dir()
+CONF = composing.conf_dir()
 
 
 def choices(group: str, folders: str = "*") -> list[str]:
@@ -29,7 +30,7 @@ def choices(group: str, folders: str = "*") -> list[str]:
     return sorted(str(file.relative_to(CONF / group).with_suffix("")) for file in files)
 
 
-compose = cache(lambda *words: launch.compose(list(words)))
+compose = cache(lambda *words: composing.compose(list(words)))
 """Composing takes a tenth of a second."""
 
 
@@ -49,10 +50,10 @@ def test_every_choice_composes(group):
 
 
 def test_what_runs_a_recipe_can_be_said_beside_it() -> None:
-    paths = launch.compose(["recipe=fp8_hybrid", "recipe.backend=scaled_mm"]).paths
+    paths = composing.compose(["recipe=fp8_hybrid", "recipe.backend=scaled_mm"]).paths
     assert (paths.low, paths.backend) == ("fp8_hybrid", "scaled_mm")
-    assert launch.compose(["hierarchy=8/16_moe", "hierarchy.backend=simulated"]).paths.backend == "simulated"
-    assert launch.in_full("++recipe.backend=te") == "++paths.backend=te"
+    assert composing.compose(["hierarchy=8/16_moe", "hierarchy.backend=simulated"]).paths.backend == "simulated"
+    assert composing.in_full("++recipe.backend=te") == "++paths.backend=te"
 
 
 def test_no_file_of_conf_is_left_out():
@@ -125,7 +126,7 @@ def variants(text_file) -> dict[str, config.Config]:
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300"]
     length = ["training.seq_len=16", "training.batch_size=2", "training.steps=100", "training.threads=1"]
     words = ["sweep=table11", *small, *data, *length]
-    return {name: launch.compose([*words, f"variant={name}"]) for name in choices("variant")}
+    return {name: composing.compose([*words, f"variant={name}"]) for name in choices("variant")}
 
 
 def test_no_two_variants_are_one_arm(variants):
@@ -466,7 +467,7 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
     small = ["model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=128", "controller.max_o=1"]
     small += ["training.seq_len=16", "training.batch_size=1", "training.accumulation=1", "training.threads=1"]
     window = ["model.outlier_channels.window=[2,2]"] if "sweep=recipe_stress" in words else []
-    return launch.compose([*words, "data=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window])
+    return composing.compose([*words, "data=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window])
 
 
 CELLS = [

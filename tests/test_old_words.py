@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from gnmr import config
+from gnmr.config.compose import compose
 from gnmr.config.old_words import is_old, new_words, translated
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
-from gnmr.launch import compose
 
 RECORDED = Path(__file__).parent.parent / "runs" / "reference"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr import launch
+from gnmr.commands import train
+from gnmr.config.compose import conf_dir
 from gnmr.records.reader import read_json
 from gnmr.training import run as run_module
 
@@ -195,8 +196,8 @@ def test_editing_conf_changes_no_later_cell(gnmr, tiny_words, tmp_path, monkeypa
     """The sweep's own copy of the tree is gone when it has ended."""
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    conf = shutil.copytree(launch.conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(launch, "conf_dir", lambda: conf)
+    conf = shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setattr(train, "conf_dir", lambda: conf)
     edit_after_the_first_cell(lambda: shutil.rmtree(conf))
     assert gnmr("train", *tiny_words, "-m", SEEDS).code == 0
     assert done(tmp_path) == [0, 1] and not conf.exists()

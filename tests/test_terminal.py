@@ -58,7 +58,7 @@ def test_text_is_shown_as_it_is(capsys) -> None:
 MANY_PICTURES = """
 import threading
 from pathlib import Path
-from gnmr.launch import say
+from gnmr.terminal import say
 from gnmr.records.view import RunInfo, View
 
 over = threading.Event()

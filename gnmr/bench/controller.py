@@ -13,7 +13,6 @@ from torch import nn
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch
 from gnmr.bench.timing import Stopwatch, alternate, clock_of
 from gnmr.config import to_dict
 from gnmr.controller import Controller, Unit
@@ -21,7 +20,7 @@ from gnmr.controller.norms import UnitNorms
 from gnmr.paths import Plan
 from gnmr.records.recorder import Recorder
 from gnmr.training import rows, step
-from gnmr.training.parts import assemble, train_step
+from gnmr.training.parts import assemble, first_batch, train_step
 from gnmr.wiring import build_controller
 
 DECISION_UNITS = 10_000
@@ -49,7 +48,7 @@ def step_cost(setting: Setting) -> list[Figure]:
         clock = clock_of(parts.device, setting.clock)
         watch = Stopwatch(clock)
         counters = rows.Counters()
-        take_step, micro_batches = train_step(parts), batch(parts)
+        take_step, micro_batches = train_step(parts), first_batch(parts)
 
         def bare() -> None:
             losses = []

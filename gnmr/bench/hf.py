@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.bench.steps import batch
 from gnmr.bench.timing import alternate, clock_of
 from gnmr.errors import UserError
 from gnmr.models import Llama
 from gnmr.models.pretrained import as_hugging_face
-from gnmr.training.parts import assemble
+from gnmr.training.parts import assemble, first_batch
 
 
 def check_hf(setting: Setting) -> None:
@@ -34,7 +33,7 @@ def hf(setting: Setting) -> list[Figure]:
     plain.plan.restore()
     assert isinstance(plain.model, Llama), "check_hf refuses the others"
     theirs = as_hugging_face(plain.model)
-    block = batch(plain)[0]
+    block = first_batch(plain)[0]
     assert isinstance(block, Tensor), "models of ours are trained on plain blocks"
     losses: dict[str, float] = {}
 

@@ -7,26 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from gnmr.bench.setting import Setting
 from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import Config
-from gnmr.data import Batch
-from gnmr.training.parts import Parts, assemble, train_step, training_blocks
+from gnmr.training.parts import Parts, assemble, first_batch, train_step
 from gnmr.training.step import StepResult
-
-
-def batch(parts: Parts) -> list[Tensor | Batch]:
-    """The micro-batches of the run's first step, on its device."""
-    training = parts.config.training
-    blocks = training_blocks(parts.config, parts.corpus, None)
-    return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
 
 def same_step(parts: Parts) -> Callable[[], StepResult]:
     """One step of `gnmr train` without records, on that batch each time."""
-    take_step, micro_batches = train_step(parts), batch(parts)
+    take_step, micro_batches = train_step(parts), first_batch(parts)
     return lambda: take_step(micro_batches, parts.config.optim.lr)
 
 

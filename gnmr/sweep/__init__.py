@@ -36,8 +36,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config
+from gnmr.config.compose import load_composed, mistake
 from gnmr.errors import UserError, writing
-from gnmr.launch import load_composed
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
 from gnmr.terminal import say
@@ -170,8 +170,6 @@ def _job(number: int, words: list[str], *of_hydra: Any) -> Any:
     """A cell in a worker, as Hydra's joblib launcher runs it. UserError for a folder that Hydra cannot make."""
     from hydra_plugins.hydra_joblib_launcher._core import execute_job
 
-    from gnmr.composition import mistake
-
     try:
         return execute_job(number, words, *of_hydra)
     except Exception as error:
@@ -198,11 +196,10 @@ def _combinations(overrides: list[Override]) -> list[list[str]]:
 
 def step_seconds(config: Config) -> float:
     """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
-    from gnmr.bench.steps import batch
-    from gnmr.training.parts import assemble, train_step
+    from gnmr.training.parts import assemble, first_batch, train_step
 
     parts = assemble(config, run_folder(config), say)
-    step, micro_batches = train_step(parts), batch(parts)
+    step, micro_batches = train_step(parts), first_batch(parts)
     times = []
     for _ in range(MEASURED_STEPS):
         began = time.perf_counter()

@@ -357,6 +357,13 @@ def train_step(parts: Parts) -> TrainStep:
     )
 
 
+def first_batch(parts: Parts) -> list[Tensor | Batch]:
+    """The micro-batches of the run's first step, on its device."""
+    training = parts.config.training
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+
+
 _ORACLE_PARAMETERS = 200_000_000
 
 

@@ -116,15 +116,17 @@ def keep_config(file: str) -> None:
 
 def take_config(file: str) -> None:
     """Runs with that config: Hydra would take as long as all of the run's steps."""
-    from gnmr import launch
+    from gnmr.commands import train
+    from gnmr.terminal import say
     from gnmr.training import run as module
 
-    def train(words: list[str]) -> None:
+    def main(words: list[str]) -> int:
         config = pickle.loads(Path(file).read_bytes())
         folder = next(word.partition("=")[2] for word in words if word.startswith("run_dir="))
-        module.run(replace(config, run_dir=folder), launch.say, command=shlex.join(["gnmr", "train", *words]))
+        module.run(replace(config, run_dir=folder), say, command=shlex.join(["gnmr", "train", *words]))
+        return 0
 
-    launch.train = train
+    train.main = main
 
 
 def _watch_events(where: str, seen: Callable[[int], None]) -> None:

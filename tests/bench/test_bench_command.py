@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gnmr import launch
 from gnmr.bench import BENCHMARKS, process, recipe
 from gnmr.bench.setting import Setting
 from gnmr.config import RECIPES
+from gnmr.config.compose import compose
 
 MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
 
@@ -142,8 +142,8 @@ def test_recipes_and_switching(measure, gnmr):
 @pytest.mark.slow
 def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, monkeypatch):
     """The arm takes a step on each path and changes every block before it; the others stay where they are."""
-    config = launch.compose([*tiny_words, "model.num_layers=2"])
-    theirs = launch.compose([f"hierarchy={hierarchy}"]).paths
+    config = compose([*tiny_words, "model.num_layers=2"])
+    theirs = compose([f"hierarchy={hierarchy}"]).paths
     assert recipe.SWITCHED[hierarchy] == (theirs.low, theirs.recovery)
     taken, plain = [], recipe.same_step
 
@@ -208,7 +208,7 @@ def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch)
     warm_up, measured, memory = fake_train.read_text().splitlines()
     assert warm_up == measured
     for words, steps in ((measured, 1), (memory, 2)):
-        config = launch.compose(words.split())  # words that `gnmr train` understands, the user's over our own
+        config = compose(words.split())  # words that `gnmr train` understands, the user's over our own
         assert config.training.steps == steps and config.records.wandb == "off" and config.model.num_layers == 1
 
 

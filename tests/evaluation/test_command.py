@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
-from gnmr.evaluation import command, progress
+from gnmr.commands import eval as command
+from gnmr.evaluation import progress
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 

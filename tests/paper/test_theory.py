@@ -14,10 +14,11 @@ from rich.console import Console
 from scipy import stats
 from torch import nn
 
-from gnmr import launch, models
+from gnmr import models
 from gnmr.bench.figures import Figure
 from gnmr.bench.setting import Setting
 from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.config.compose import compose
 from gnmr.errors import UserError
 from gnmr.paper import false_triggers, recovery_gaps, theory
 from gnmr.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
@@ -139,7 +140,7 @@ def test_an_expert_without_tokens_has_no_gap():
 
 
 def recovery_figures(words: list[str]) -> dict[str, Figure]:
-    setting = Setting(launch.compose(words), words, 1, console=Console(file=io.StringIO()))
+    setting = Setting(compose(words), words, 1, console=Console(file=io.StringIO()))
     return {figure.name: figure for figure in recovery_gaps.recovery(setting)}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from gnmr import attach, config, launch
+from gnmr import attach, config
+from gnmr.config.compose import conf_dir
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear, convert
 from gnmr.paths.formats import FORMATS
@@ -61,7 +62,7 @@ def test_conf_knows_the_same_recipes_and_their_bits() -> None:
 
 def test_every_recipe_is_a_static_run_by_a_word() -> None:
     """recipe=NAME; tests/test_experiments.py composes them."""
-    assert {file.stem for file in (launch.conf_dir() / "recipe").glob("*.yaml")} == RECIPES.keys()
+    assert {file.stem for file in (conf_dir() / "recipe").glob("*.yaml")} == RECIPES.keys()
 
 
 def test_a_recipe_with_some_gemms_recovered() -> None:

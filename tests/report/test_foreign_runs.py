@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from gnmr.cli import main
+from gnmr.commands import main
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.untrusted import Damaged
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gnmr.commands.report import main
 from gnmr.errors import UserError
 from gnmr.paper.tables import paper_tables
-from gnmr.report import main, report
+from gnmr.report import report
 
 Write = Callable[..., Path]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from everything import differences, everything, in_child
 
-from gnmr.cli import main
+from gnmr.commands import main
 from gnmr.records.files import JsonLines
 from gnmr.training.step import TrainStep
 

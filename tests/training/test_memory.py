@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from gnmr.config import Config
+from gnmr.config.compose import compose
 from gnmr.data import Batch
 from gnmr.errors import UserError
-from gnmr.launch import compose
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.training.memory import GB, MemoryPlan, plan_run
 from gnmr.training.parts import Parts, assemble, training_blocks

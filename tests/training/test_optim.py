@@ -37,7 +37,7 @@ def test_schedule_of_warm_up_alone():
 @pytest.mark.parametrize("scale", ["60m", "130m", "350m", "1.3b"])
 def test_the_papers_schedule(scale):
     """Warm-up over the first 10 % of the steps, cosine to 10 % of the peak."""
-    from gnmr.launch import compose
+    from gnmr.config.compose import compose
 
     config = compose([f"scale={scale}"])
     steps, peak = config.training.steps, config.optim.lr

@@ -12,14 +12,14 @@ from everything import differences, everything, in_child
 from omegaconf import OmegaConf
 from test_kill_and_resume import in_step
 
-from gnmr import launch
+from gnmr.config.compose import conf_dir
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import NEED_ADAM, TRANSFORMS
 
 pytestmark = pytest.mark.slow
 
-CONF = launch.conf_dir() / "optim"
+CONF = conf_dir() / "optim"
 SKIPPING = {"name": "skip_step", "options": {"window": 4, "min_values": 3, "sigmas": 0.3}}
 """So few sigmas that a good part of the steps is left out."""
 

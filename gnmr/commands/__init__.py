@@ -9,10 +9,11 @@ import errno
 import os
 import sys
 import warnings
+from importlib import import_module
 from typing import TextIO
 
 from gnmr import __version__
-from gnmr.errors import MAX_LINE, printable
+from gnmr.errors import MAX_LINE, RunFailed, UserError, printable
 
 _HELP = """\
 gnmr: runtime stability control for low-precision language model training
@@ -37,7 +38,8 @@ exit codes: 0 done; 1 a run FAILED, or a sweep has cells that are not finished; 
             checkpoint and the same command continues it
 """
 
-_COMMANDS = ("train", "report", "replay", "eval", "bench")
+COMMANDS = ("train", "report", "replay", "eval", "bench")
+"""Each is a module of this package: `main(words)` returns the exit code."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,45 +56,21 @@ def main(argv: list[str] | None = None) -> int:
     if odd := [word for word in words if "\0" in word]:
         return _mistake(f"{odd[0]}: has a NUL in it, which no name or value has")
     command, rest = words[0], words[1:]
-    if command not in _COMMANDS:
-        return _mistake(f"{command!r} is no command: use one of {', '.join(_COMMANDS)} (gnmr --help)")
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(command, COMMANDS, 1)
+        right = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+        return _mistake(f"unknown command {command!r}: {right} (gnmr --help)")
     return _guarded(command, rest)
 
 
-def _run(command: str, words: list[str]) -> int:
-    if command == "train":
-        from gnmr.launch import train
-
-        # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
-        # thousands. Read when torch multiplies for the first time.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-        train(words)
-        return 0
-    if command == "report":
-        from gnmr.paper.tables import paper_tables
-        from gnmr.report import main as report
-
-        return report(words, paper_tables)
-    if command == "replay":
-        from gnmr.replay import main as replay
-
-        return replay(words)
-    if command == "eval":
-        from gnmr.evaluation.command import main as evaluate
-
-        return evaluate(words)
-    from gnmr.bench import main as bench
-
-    return bench(words)
-
-
 def _guarded(command: str, words: list[str]) -> int:
-    from gnmr.errors import RunFailed, UserError
-
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            return _run(command, words)
+            code: int = import_module(f"gnmr.commands.{command}").main(words)
+            return code
     except UserError as error:
         return _mistake(str(error))
     except RunFailed as error:
@@ -109,7 +87,7 @@ def _guarded(command: str, words: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
-        from gnmr.composition import mistake
+        from gnmr.config.compose import mistake
 
         line = mistake(error, words)
         if line is None:
@@ -122,7 +100,7 @@ def _complete(words: list[str]) -> int:
     line = os.environ.get("COMP_LINE", "").split(" ")
     if any(word.startswith("query") for word in words):
         if len(line) < 3:
-            print(" ".join(_COMMANDS))
+            print(" ".join(COMMANDS))
             return 0
         if line[1] != "train":
             return 0  # no choices: the shell completes file names
@@ -139,7 +117,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """One line for a warning of ours; others as Python shows them."""
-    if filename.startswith(os.path.dirname(__file__)):
+    if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
         text = f"gnmr: warning: {printable(message)}\n"
     else:
         text = warnings.formatwarning(message, category, filename, lineno)
@@ -149,7 +127,3 @@ def _warn(
 def _mistake(line: str) -> int:
     print(f"gnmr: {printable(line)[:MAX_LINE]}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ later cell; mistakes end in one line, exit code 2.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -19,9 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
-from gnmr import config as schema
+from gnmr.config import Config, ControllerConfig, load
+from gnmr.config.compose import conf_dir, in_full, refuse_both, register
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
@@ -29,19 +29,14 @@ from gnmr.terminal import say
 from gnmr.untrusted import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from hydra.conf import HydraConf, RuntimeConf
+    from hydra.conf import HydraConf
 
 
-def conf_dir() -> Path:
-    """The YAML tree: the packaged copy in an installed wheel, else the checkout's `conf/`."""
-    package = Path(__file__).parent
-    return next(
-        (d for d in (package / "conf", package.parent / "conf") if (d / "config.yaml").exists()), package / "conf"
-    )
-
-
-def train(argv: list[str]) -> None:
-    """Runs `gnmr train` with these words. Raises what Hydra and the runs raise; `cli` turns it into exit codes."""
+def main(argv: list[str]) -> int:
+    """The command; raises what Hydra and the runs raise."""
+    # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
+    # thousands. Read when torch multiplies for the first time.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
         argv = overrides_first([in_full(word) for word in argv])
@@ -54,6 +49,7 @@ def train(argv: list[str]) -> None:
             check_yaml(folder)
     with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
+    return 0
 
 
 def refuse_depth(argv: list[str]) -> None:
@@ -81,11 +77,6 @@ def refuse_flags(argv: list[str]) -> list[Path]:
     return [Path(folder) for folder in (given.config_dir, given.config_path) if folder]
 
 
-def in_full(word: str) -> str:
-    """`recipe.backend=` and `hierarchy.backend=` as the config calls them: what runs recipes belongs to the paths."""
-    return re.sub(r"^(\+{0,2})(?:recipe|hierarchy)\.backend=", r"\1paths.backend=", word)
-
-
 def overrides_first(argv: list[str]) -> list[str]:
     """Hydra's parser takes the overrides in one piece only; flags and what belongs to them go behind, in order."""
     is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in argv]
@@ -96,14 +87,13 @@ def overrides_first(argv: list[str]) -> list[str]:
 
 def _hydra(argv: list[str], conf: Path, program: str) -> None:
     import hydra
-    from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
     from hydra.types import RunMode
 
     from gnmr.sweep import Sweep
 
-    ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
+    register()
     # Hydra takes plugins from its own namespaces only, so ours stands under the name of the one that it replaces.
     Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"] = Sweep
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
@@ -139,7 +129,7 @@ def run_cell(composed: DictConfig) -> None:
     with open_dict(composed):
         if settings.mode == RunMode.MULTIRUN and _by_joblib(settings) and composed.records.live == "auto":
             composed.records.live = "plain"  # several pictures would paint over each other
-    config = schema.load(composed)
+    config = load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     warn_of_unread(config.controller, settings.overrides.task)
@@ -159,41 +149,7 @@ def run_cell(composed: DictConfig) -> None:
     run(config, say, command=command, scorer=RunScorer())
 
 
-_CHOOSE_PATHS = ("recipe", "hierarchy", "paths")
-
-
-def refuse_both(words: Sequence[str], runtime: RuntimeConf) -> None:
-    """UserError where more than one word chooses the paths: one would win silently.
-
-    recipe=, hierarchy= and paths= do, and a variant= whose file does. An experiment's own choice is there to be
-    overridden; but a recipe wins over a hierarchy, so that one which it brings must not be joined by a hierarchy.
-    """
-    given = {word.partition("=")[0]: word for word in words}  # of a sweep's axis that is given too, the last
-    by_variant = _chosen_by_variant(runtime) if "variant" in given else []
-    asked = [given[key] for key in (*_CHOOSE_PATHS, *(["variant"] if by_variant else [])) if key in given]
-    if len(asked) > 1:
-        raise UserError(f"{' '.join(asked)}: each of them chooses the paths; give one of them")
-    recipe = runtime.choices.get("recipe")
-    if recipe and ("hierarchy" in given or "hierarchy" in by_variant):
-        raise UserError(f"{asked[0]}: the experiment's recipe={recipe} would win; leave it out with ~recipe")
-
-
-def _chosen_by_variant(runtime: RuntimeConf) -> list[str]:
-    """Which of `_CHOOSE_PATHS` the file of the chosen variant overrides."""
-    files = [
-        Path(source.path, "variant", f"{runtime.choices.get('variant')}.yaml")
-        for source in runtime.config_sources
-        if source.schema == "file"
-    ]
-    file = next((file for file in files if file.exists()), None)
-    if file is None:
-        return []
-    lines = OmegaConf.select(OmegaConf.load(file), "defaults", default=[])
-    keys = {str(key) for line in lines if isinstance(line, DictConfig) for key in line}
-    return [choice for choice in _CHOOSE_PATHS if f"override /{choice}" in keys]
-
-
-def refuse_sizes(config: schema.Config, words: Sequence[str]) -> None:
+def refuse_sizes(config: Config, words: Sequence[str]) -> None:
     """UserError for words on model=pretrained that its checkpoint says itself.
 
     The sizes that a scale brings with it are left alone: it was not asked for them.
@@ -205,7 +161,7 @@ def refuse_sizes(config: schema.Config, words: Sequence[str]) -> None:
             raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
 
 
-def warn_of_unread(controller: schema.ControllerConfig, words: Sequence[str]) -> None:
+def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     """Warns of settings of conf/controller that have no effect.
 
     Those among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was set: alpha and
@@ -245,31 +201,3 @@ def _snapshot(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
             copy = str(shutil.copytree(source, Path(folder, f"extra-{i}")))
             words[i if value else i + 1] = f"{flag}={copy}" if value else copy
         yield conf, words
-
-
-def compose(overrides: list[str]) -> schema.Config:
-    """The config of `gnmr train <overrides>` without running it (for `gnmr bench`, examples and tests)."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name="gnmr_schema", node=schema.schema())
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        words = [in_full(word) for word in overrides]
-        refuse_old(words)
-        composed = hydra_compose("config", words, return_hydra_config=True)
-        refuse_both(words, composed.hydra.runtime)
-        return load_composed(composed)
-
-
-def load_composed(composed: DictConfig) -> schema.Config:
-    """`schema.load` of what Hydra composed, its own settings included: ${hydra:...} refers to them."""
-    from hydra.core.hydra_config import HydraConfig
-
-    current = HydraConfig.instance()
-    before = current.cfg
-    try:
-        current.set_config(composed)
-        return schema.load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
-    finally:
-        current.cfg = before

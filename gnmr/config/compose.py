@@ -1,0 +1,155 @@
+"""The config from words of the command line, by Hydra; and its errors in one line that says what would be right."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gnmr.config import Config, PathsConfig, load, one_line, schema
+from gnmr.config.old_words import refuse_old
+from gnmr.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.conf import RuntimeConf
+
+
+def conf_dir() -> Path:
+    """The YAML tree: the packaged copy in an installed wheel, else the checkout's `conf/`."""
+    package = Path(__file__).parents[1]
+    return next(
+        (d for d in (package / "conf", package.parent / "conf") if (d / "config.yaml").exists()), package / "conf"
+    )
+
+
+def register() -> None:
+    """Tells Hydra the schema that conf/config.yaml names."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="gnmr_schema", node=schema())
+
+
+def compose(overrides: list[str]) -> Config:
+    """The config of `gnmr train <overrides>` without running it (for `gnmr bench`, examples and tests)."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        words = [in_full(word) for word in overrides]
+        refuse_old(words)
+        composed = hydra_compose("config", words, return_hydra_config=True)
+        refuse_both(words, composed.hydra.runtime)
+        return load_composed(composed)
+
+
+def load_composed(composed: DictConfig) -> Config:
+    """`gnmr.config.load` of what Hydra composed, its own settings included: ${hydra:...} refers to them."""
+    from hydra.core.hydra_config import HydraConfig
+
+    current = HydraConfig.instance()
+    before = current.cfg
+    try:
+        current.set_config(composed)
+        return load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+    finally:
+        current.cfg = before
+
+
+def in_full(word: str) -> str:
+    """`recipe.backend=` and `hierarchy.backend=` as the config calls them: what runs recipes belongs to the paths."""
+    return re.sub(r"^(\+{0,2})(?:recipe|hierarchy)\.backend=", r"\1paths.backend=", word)
+
+
+_CHOOSE_PATHS = ("recipe", "hierarchy", "paths")
+
+
+def refuse_both(words: Sequence[str], runtime: RuntimeConf) -> None:
+    """UserError where more than one word chooses the paths: one would win silently.
+
+    recipe=, hierarchy= and paths= do, and a variant= whose file does. An experiment's own choice is there to be
+    overridden; but a recipe wins over a hierarchy, so that one which it brings must not be joined by a hierarchy.
+    """
+    given = {word.partition("=")[0]: word for word in words}  # of a sweep's axis that is given too, the last
+    by_variant = _chosen_by_variant(runtime) if "variant" in given else []
+    asked = [given[key] for key in (*_CHOOSE_PATHS, *(["variant"] if by_variant else [])) if key in given]
+    if len(asked) > 1:
+        raise UserError(f"{' '.join(asked)}: each of them chooses the paths; give one of them")
+    recipe = runtime.choices.get("recipe")
+    if recipe and ("hierarchy" in given or "hierarchy" in by_variant):
+        raise UserError(f"{asked[0]}: the experiment's recipe={recipe} would win; leave it out with ~recipe")
+
+
+def _chosen_by_variant(runtime: RuntimeConf) -> list[str]:
+    """Which of `_CHOOSE_PATHS` the file of the chosen variant overrides."""
+    files = [
+        Path(source.path, "variant", f"{runtime.choices.get('variant')}.yaml")
+        for source in runtime.config_sources
+        if source.schema == "file"
+    ]
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
+        return []
+    lines = OmegaConf.select(OmegaConf.load(file), "defaults", default=[])
+    keys = {str(key) for line in lines if isinstance(line, DictConfig) for key in line}
+    return [choice for choice in _CHOOSE_PATHS if f"override /{choice}" in keys]
+
+
+def mistake(error: Exception, words: Sequence[str]) -> str | None:
+    """One line for an error in composing these words of the command line; None for any other error."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file is both
+        return _unwritable(error)
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
+    if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
+        return None
+    line = one_line(error)
+    if unread := re.match(r"LexerNoViableAltException: ([^=]+)=(.*)", line):
+        return f"{unread[1]}={unread[2]}: has letters that Hydra takes in quotes only: \"{unread[1]}='{unread[2]}'\""
+    if by_hydra and type(error) is ValueError and (called := [word for word in words if "range(" in word]):
+        line = f"{called[0]}: {line}"
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        line = f"{line.rstrip('.')}: {one_line(cause)}"
+    key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
+    if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
+        return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
+        return (
+            f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
+        )
+    dotted = re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line)
+    if dotted and _files(group := dotted[1].replace(".", "/")):
+        return f"{dotted[1]}={dotted[2]}: chosen as a whole by {group}={dotted[2]}"
+    if line.startswith("Config group override must be"):
+        for word in words:
+            group, _, value = word.lstrip("+").partition("=")
+            if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := _files(group)):
+                return f"{word}: use one of {', '.join(files)}"
+    choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
+    lost = re.search(r"Could not find '([^/]+)/", line)
+    files = choices[1].split() if choices else _files(lost[1]) if lost else []
+    return f"{line}: use one of {', '.join(files)}" if files else line
+
+
+def _unwritable(error: OSError) -> str | None:
+    """Of a folder that Hydra itself makes for a job; None for any other error."""
+    calls = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [name for name in calls if name not in ("pathlib", "os")]
+    if not own or not own[-1].startswith("hydra."):
+        return None
+    return f"hydra.run.dir, hydra.sweep.dir: {error.filename}: cannot be written ({error.strerror})"
+
+
+def _files(group: str) -> list[str]:
+    """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
+    folder = conf_dir() / group
+    found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # hierarchy/8/16.yaml
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found)
