@@ -21,7 +21,7 @@ from gnmr.controller.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError
 from gnmr.output import write_json
 from gnmr.replay import Norms, risks
-from gnmr.report.faults import GRACE, Detection, Window, detect, read_windows
+from gnmr.report.faults import GRACE, Detection, FaultWindow, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Ratios
 from gnmr.terminal import for_tables, tracked
@@ -36,7 +36,7 @@ class FaultyRun:
     folder: Path
     norms: Norms
     settings: ControllerConfig
-    windows: list[Window]
+    windows: list[FaultWindow]
 
 
 def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig) -> FaultyRun | None:
@@ -141,7 +141,7 @@ def _delay(tally: Tally) -> str:
     return f"{median(tally.delays):g}" if tally.delays else NOTHING
 
 
-def at_false_alarms(norms: Norms, risk: np.ndarray, windows: list[Window], share: float) -> Detection:
+def at_false_alarms(norms: Norms, risk: np.ndarray, windows: list[FaultWindow], share: float) -> Detection:
     """What the least trigger with false alarms in at most `share` of the unit-steps outside the windows finds.
 
     `risk` (T, U) float64.

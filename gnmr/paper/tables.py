@@ -17,10 +17,11 @@ import numpy as np
 from gnmr.config import FORMATS
 from gnmr.paper import matching, published
 from gnmr.paper.matching import ACT_QUANT, FINETUNE, GNMR, MOE, PANGU, RECIPE, compared, meets, setting, size_of
-from gnmr.report.arms import Arm, bits, stat
+from gnmr.report.arms import Arm, bits
 from gnmr.report.comparisons import Comparison, Kind
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
 from gnmr.report.runs import Run
+from gnmr.report.statistics import stat
 
 Figures = Sequence[str] | None
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from gnmr.config import RECIPES
 from gnmr.report.runs import Run
-from gnmr.report.statistics import as_percent, paired
+from gnmr.report.statistics import Stat, as_percent, paired, stat
 
 QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
 """What a path does besides its format."""
@@ -34,25 +34,6 @@ _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 _NAMES = ("arm", "paths.name", "controller.name")
 Outcomes = Mapping[int, float]
 """By seed: log perplexity at the end, inf for a run that diverged."""
-
-
-@dataclass(frozen=True)
-class Stat:
-    """Mean and sample standard deviation over n seeds."""
-
-    n: int
-    mean: float
-    sd: float | None
-    """None with fewer than two seeds or a number that is not finite."""
-
-
-def stat(values: Iterable[float | None]) -> Stat | None:
-    """None where there is nothing to average. An inf or nan among the values is not dropped: it is the mean."""
-    known = np.array([value for value in values if value is not None], dtype=float)
-    if len(known) == 0:
-        return None
-    spread = len(known) > 1 and np.isfinite(known).all()
-    return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gnmr.report.arms import Arm, stat
+from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
-from gnmr.report.layout import NOTHING, Table
+from gnmr.report.layout import NOTHING, Table, average
 from gnmr.report.runs import Run
 
 OPERANDS = ("input", "weight", "grad_output", "result")
@@ -17,9 +17,9 @@ def casts(comparison: Comparison) -> Table:
     columns = [f"{operand}\n{what}" for operand in OPERANDS for what in ("saturated", "Inf, NaN")]
     table = Table(f"{comparison.name}: what the casts met", ["arm", *columns])
     for arm in comparison.arms:
-        numbers = [_a_step(arm, operand, kind) for operand in OPERANDS for kind in (0, 1)]
-        if any(number is not None for number in numbers):
-            table.rows.append([arm.label, *(NOTHING if number is None else f"{number:,.3g}" for number in numbers)])
+        cells = [average(_a_step(arm, operand, kind), ",.3g") for operand in OPERANDS for kind in (0, 1)]
+        if set(cells) != {NOTHING}:
+            table.rows.append([arm.label, *cells])
     table.notes = [
         "Elements a step, all units together, each cast counted once; means over steps and done seeds. Saturated: more "
         "than the format can say under the scale of its group; Inf, NaN: there before the cast."
@@ -37,8 +37,7 @@ def watched(comparison: Comparison) -> Table:
         for name in names:
             for key, digits in (("mean", 4), ("largest_gnmr", 2)):
                 told = [_of(run, "monitored")[name][key] for run in arm.done if name in _of(run, "monitored")]
-                over_seeds = stat(told)
-                cells.append(NOTHING if over_seeds is None else f"{over_seeds.mean:.{digits}f}")
+                cells.append(average(told, f".{digits}f"))
         if set(cells[1:]) != {NOTHING}:
             table.rows.append(cells)
     table.notes = [
@@ -47,14 +46,13 @@ def watched(comparison: Comparison) -> Table:
     return table
 
 
-def _a_step(arm: Arm, operand: str, kind: int) -> float | None:
-    told = [
+def _a_step(arm: Arm, operand: str, kind: int) -> list[float]:
+    """Of each done run the elements a step."""
+    return [
         counts[kind] / run.summary["steps"]  # which met something, so it had steps
         for run in arm.done
         if (counts := _of(run, "saturation_total").get(operand)) is not None
     ]
-    over_seeds = stat(told)
-    return None if over_seeds is None else over_seeds.mean
 
 
 def _of(run: Run, field: str) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from statistics import median
 import numpy as np
 
 from gnmr.records.reader import MAX_STEP, read_jsonl, stored
-from gnmr.report.arms import Arm, stat
+from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import NOTHING, Table, measure, percent
 from gnmr.report.risk import trigger
 from gnmr.report.runs import Ratios, Run
+from gnmr.report.statistics import stat
 from gnmr.untrusted import Damaged, text
 
 GRACE = 1
@@ -25,7 +26,7 @@ _HISTORY, _LEAST_HISTORY, _SPIKE = 50, 10, 4.0
 
 
 @dataclass(frozen=True)
-class Window:
+class FaultWindow:
     """One fault: the unit's low-cost path fails from step `start` to step `end`, both inclusive."""
 
     unit: str
@@ -39,7 +40,7 @@ class Window:
 class Detection:
     """What a signal made of the fault windows of one run. Shares of nothing are None."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[FaultWindow, ...]
     delays: tuple[int | None, ...]
     """Per window: first flagged step minus the window's first; None where it was missed."""
     covered: tuple[bool, ...]
@@ -86,7 +87,7 @@ class Detection:
         return 1000 * (self.flagged - self.flagged_inside) / outside if outside else None
 
 
-def detect(ratios: Ratios, windows: Iterable[Window], trigger: float = 1.0, grace: int = GRACE) -> Detection:
+def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0, grace: int = GRACE) -> Detection:
     """Holds the flagged unit-steps (risk > `trigger`, inf included) against the windows.
 
     A window reaches to `end` + `grace` here, for the detection as for inside and outside. Windows that begin after the
@@ -124,7 +125,7 @@ def detect(ratios: Ratios, windows: Iterable[Window], trigger: float = 1.0, grac
     )
 
 
-def read_windows(folder: Path) -> list[Window]:
+def read_windows(folder: Path) -> list[FaultWindow]:
     """The windows of a run folder's faults.jsonl, in order; none without the file.
 
     Raises `UserError` for a row without a unit, a first or a last step.
@@ -139,7 +140,7 @@ def read_windows(folder: Path) -> list[Window]:
             raise Damaged(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
         if not start <= end <= MAX_STEP:
             raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
-        found.append(Window(unit, start, end, text(row.get("kind") or ""), magnitude))
+        found.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
     return found
 
 
@@ -240,8 +241,16 @@ def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
             led[run.folder] = run_leads(run, ratios)
             if (detection := run_detection(run, ratios)) is not None:
                 found[run.folder] = detection
-        tables += [detection_table(comparison, found), windows_table(comparison, found), lead_table(comparison, led)]
-    return [table for table in tables if table.rows]
+        tables += tables_of(comparison, found, led)
+    return tables
+
+
+def tables_of(
+    comparison: Comparison, found: Mapping[Path, Detection], led: Mapping[Path, Mapping[str, Leads]]
+) -> list[Table]:
+    """Those with rows of the comparison's detections and leads, by run folder."""
+    made = [detection_table(comparison, found), windows_table(comparison, found), lead_table(comparison, led)]
+    return [table for table in made if table.rows]
 
 
 def has_faults(comparison: Comparison) -> bool:
@@ -327,7 +336,7 @@ def windows_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Ta
     return table
 
 
-def _outcomes(arm: Arm, found: Mapping[Path, Detection]) -> dict[tuple[Window, int], str]:
+def _outcomes(arm: Arm, found: Mapping[Path, Detection]) -> dict[tuple[FaultWindow, int], str]:
     """In words, by window and seed."""
     outcomes = {}
     for run in arm.runs:

@@ -1,4 +1,4 @@
-"""A table and its numbers as text, once, for the terminal and for Markdown."""
+"""A table and its numbers as text, once, for the terminal, Markdown and the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -13,8 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gnmr.errors import printable
-from gnmr.report.arms import Stat
-from gnmr.report.statistics import Paired, as_percent
+from gnmr.report.statistics import Paired, Stat, as_percent, stat
 
 NOTHING = "-"
 
@@ -65,6 +65,11 @@ class Table:
             blocks[-1].append(place)
         return blocks
 
+    def tree(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; a heading is one line."""
+        columns = [column.replace("\n", " ") for column in self.columns]
+        return {"title": self.title, "columns": columns, "rows": self.rows, "notes": self.notes}
+
     def markdown(self) -> str:
         """Title, rows and notes as Markdown."""
         ruler = " | ".join(["---", *["---:"] * (len(self.columns) - 1)])
@@ -94,6 +99,12 @@ def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "")
         return NOTHING
     spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
     return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
+
+
+def average(values: Iterable[float | None], shape: str) -> str:
+    """The mean in that format, where there is one."""
+    found = stat(values)
+    return NOTHING if found is None else format(found.mean, shape)
 
 
 def relative(paired: Paired) -> str:

@@ -63,10 +63,10 @@ _OF_AN_ARM = ("controller.", "paths.", "optim.name", "optim.options.", "optim.tr
 _OF_NEITHER = ("records.", "stress.seed", "training.threads", "training.eval_every", "training.max_nonfinite_streak")
 _OF_KIND = ("training.seq_len", "training.batch_size", "training.accumulation", "training.steps")
 
-Cell = dict[str, Any]
+RegimeCell = dict[str, Any]
 
 
-def regime_maps(comparisons: Iterable[Comparison]) -> dict[str, list[Cell]]:
+def regime_maps(comparisons: Iterable[Comparison]) -> dict[str, list[RegimeCell]]:
     """By experiment, the cells of each that has at least two with both static arms."""
     found: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
@@ -75,7 +75,7 @@ def regime_maps(comparisons: Iterable[Comparison]) -> dict[str, list[Cell]]:
     return {experiment: made for experiment, made in cells.items() if sum(map(_bounded, made)) > 1}
 
 
-def regime_cells(comparisons: list[Comparison]) -> list[Cell]:
+def regime_cells(comparisons: list[Comparison]) -> list[RegimeCell]:
     """The cells of one experiment's comparisons, in order of their settings; plain values, fit for JSON.
 
     {"cell": {key: value}, "low": verdict, "low_difference": % or None, "seeds": n, "arms": {name: {"verdict",
@@ -116,7 +116,7 @@ def gap_tests(comparisons: list[Comparison]) -> dict[tuple[int, int], tuple[floa
     return dict(zip(found, verdicts(list(found.values())), strict=True))
 
 
-def summary(cells: Iterable[Cell]) -> str:
+def summary(cells: Iterable[RegimeCell]) -> str:
     """The map in a few sentences that can be quoted."""
     cells = [entry for entry in cells if _bounded(entry)]
     lows = Counter(entry["low"] for entry in cells)
@@ -146,7 +146,7 @@ def regime_tables(comparisons: Iterable[Comparison]) -> list[Table]:
     return [_table(experiment, cells) for experiment, cells in regime_maps(comparisons).items()]
 
 
-def _table(experiment: str, cells: list[Cell]) -> Table:
+def _table(experiment: str, cells: list[RegimeCell]) -> Table:
     names = list(dict.fromkeys(name for entry in cells for name in entry["arms"]))
     table = Table(f"Regime map: {experiment}", ["cell", "seeds", "static low", *names])
     for entry in cells:
@@ -171,11 +171,11 @@ def _table(experiment: str, cells: list[Cell]) -> Table:
     return table
 
 
-def _bounded(entry: Cell) -> bool:
+def _bounded(entry: RegimeCell) -> bool:
     return bool(entry["low"] != NO_RECOVERY)
 
 
-def _told(arm: Cell | None) -> str:
+def _told(arm: RegimeCell | None) -> str:
     if arm is None:
         return NOTHING
     share = "" if arm["gap_closed"] is None else f"{100 * arm['gap_closed']:.0f} % "
@@ -212,12 +212,12 @@ def _parts(comparison: Comparison, keys: list[str]) -> list[Comparison]:
     return [Comparison(comparison.kind, arms) for arms in parts.values()]
 
 
-def _cells(comparison: Comparison, keys: list[str]) -> list[tuple[Cell, list[Arm]]]:
+def _cells(comparison: Comparison, keys: list[str]) -> list[tuple[RegimeCell, list[Arm]]]:
     """Cells of a comparison with the arms in them; where nothing is routed, with the static low arm alone.
 
     A static arm belongs to the cells that look for it, so it makes no cell beside a routed arm's.
     """
-    found: dict[str, tuple[Cell, list[Arm]]] = {}
+    found: dict[str, tuple[RegimeCell, list[Arm]]] = {}
     bounds: list[Arm | None] = []
     for arm in sorted(comparison.arms, key=lambda arm: arm.always is not None):
         if arm.always is not None and any(arm is bound for bound in bounds):
@@ -273,7 +273,7 @@ def _judge(
     recovery: Arm | None,
     routed: dict[str, Arm],
     gaps: dict[tuple[int, int], tuple[float | None, str]],
-) -> Cell:
+) -> RegimeCell:
     bound = paired(low.outcomes, recovery.outcomes) if low and recovery else Paired(0)
     verdict = _low_verdict(low, recovery, bound, gaps.get((id(low), id(recovery)), (None, TOO_FEW))[1])
     against_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed.values()]

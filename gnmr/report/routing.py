@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from gnmr.report.arms import stat
 from gnmr.report.comparisons import Comparison
-from gnmr.report.layout import NOTHING, Table
+from gnmr.report.layout import Table, average
 from gnmr.report.runs import Run
 
 _SHOWN = {"max_share": np.max, "min_share": np.min, "entropy": np.min}
@@ -24,8 +23,7 @@ def routing(comparison: Comparison) -> Table:
     for arm in comparison.arms:
         found = [told for run in arm.done if (told := _of_run(run))]
         if found:
-            means = [stat(values) for values in zip(*found, strict=True)]
-            table.rows.append([arm.label, *(NOTHING if one is None else f"{one.mean:.3f}" for one in means)])
+            table.rows.append([arm.label, *(average(values, ".3f") for values in zip(*found, strict=True))])
             numbers.add(int(arm.settings["model.experts.number"]))
     even = ", ".join(f"{1 / number:.3f}" for number in sorted(numbers))
     table.notes = [

@@ -1,4 +1,4 @@
-"""Two arms over the seeds that both have: difference, interval, test, verdict.
+"""Means over seeds; two arms over the seeds that both have: difference, interval, test, verdict.
 
 The runs of one seed share the order of the data and the initialisation, so the difference within a seed is what counts
 and the spread between seeds cancels. The quantity is the natural logarithm of the final validation perplexity, which
@@ -25,7 +25,7 @@ Finch, Educational and Psychological Measurement 61, 2001, 532-574).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,25 @@ _LARGE_T = 100.0
 """Above it the interval of d_z comes from the spread of the standard deviation alone, the same to 0.2 %: at a very
 large t scipy's inverse in the noncentrality stalls."""
 BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference shown", "too few seeds"
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Mean and sample standard deviation over n seeds."""
+
+    n: int
+    mean: float
+    sd: float | None
+    """None with fewer than two seeds or a number that is not finite."""
+
+
+def stat(values: Iterable[float | None]) -> Stat | None:
+    """None where there is nothing to average. An inf or nan among the values is not dropped: it is the mean."""
+    known = np.array([value for value in values if value is not None], dtype=float)
+    if len(known) == 0:
+        return None
+    spread = len(known) > 1 and np.isfinite(known).all()
+    return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from gnmr.records.reader import stored
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
-from gnmr.report.cells import cell_lines
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
 from gnmr.report.layout import NOTHING, Table, count, duration, effect, measure, percent, relative, size
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routing import routing
+from gnmr.report.run_states import state_lines
 from gnmr.report.runs import Run
 from gnmr.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired, gap_closed, paired, verdicts
 from gnmr.report.tradeoff import tradeoff
@@ -64,7 +64,7 @@ def quality(comparison: Comparison) -> Table:
         diverged = str(len(arm.diverged) or NOTHING)
         table.rows.append([arm.label, done, diverged, measure(ppl, 2), measure(loss, 4), difference])
     table = table.without_empty(["diverged", "vs 16-bit"])
-    table.notes = [_what(comparison), *_apart(comparison), *cell_lines(comparison)]
+    table.notes = [_what(comparison), *_apart(comparison), *state_lines(comparison)]
     if unpaired:
         of = f": {', '.join(unpaired)}" if len(unpaired) < len(comparison.arms) else ""
         table.notes.append(f"No 16-bit arm of the same model and optimizer to compare with{of}.")

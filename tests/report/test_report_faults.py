@@ -12,8 +12,8 @@ from html_runs import fake_run, ratios
 from gnmr.errors import UserError
 from gnmr.report.comparisons import compare
 from gnmr.report.faults import (
+    FaultWindow,
     Leads,
-    Window,
     detect,
     detection_table,
     fault_tables,
@@ -26,7 +26,7 @@ from gnmr.report.faults import (
 )
 from gnmr.report.runs import Ratios
 
-WINDOWS = [Window("a", 3, 5), Window("b", 7, 7)]
+WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 
 
 def flagged(*places: tuple[str, int], steps: int = 10, risk: float = 1.5) -> Ratios:
@@ -69,7 +69,7 @@ def test_nothing_flagged_has_no_precision_and_no_delay() -> None:
 
 
 def test_a_window_that_has_not_begun_is_left_out_and_an_unseen_unit_is_missed() -> None:
-    found = detect(flagged(("a", 10)), [Window("a", 11, 20), Window("c", 2, 3), Window("a", 10, 30)])
+    found = detect(flagged(("a", 10)), [FaultWindow("a", 11, 20), FaultWindow("c", 2, 3), FaultWindow("a", 10, 30)])
     assert [window.start for window in found.windows] == [2, 10]
     assert found.delays == (None, 0)
 
@@ -77,7 +77,7 @@ def test_a_window_that_has_not_begun_is_left_out_and_an_unseen_unit_is_missed() 
 def test_steps_that_are_recorded_now_and_then() -> None:
     """Recorded are 5, 10, 15: the flag at 10 is the first that can be seen of a window from 7."""
     risk_SU = np.array([[0.5], [1.5], [1.5]])
-    found = detect(ratios(3, ["a"], risk_SU, every=5), [Window("a", 7, 12)])
+    found = detect(ratios(3, ["a"], risk_SU, every=5), [FaultWindow("a", 7, 12)])
     assert (found.delays, found.flagged_inside, found.precision) == ((3,), 1, 0.5)
 
 
@@ -103,7 +103,7 @@ def test_windows_of_a_run_folder(tmp_path: Path) -> None:
         '{"step": 3, "end": 5, "unit": "a", "kind": "underflow", "magnitude": 16}\n'
         '{"step": 7, "end": 7, "unit": "b", "kind": "nan", "magnitude": null}\n'
     )
-    assert read_windows(tmp_path) == [Window("a", 3, 5, "underflow", 16.0), Window("b", 7, 7, "nan", None)]
+    assert read_windows(tmp_path) == [FaultWindow("a", 3, 5, "underflow", 16.0), FaultWindow("b", 7, 7, "nan", None)]
     (tmp_path / "faults.jsonl").write_text('{"step": 3, "unit": "a"}\n')
     with pytest.raises(UserError, match=r"faults\.jsonl, line 1: not a fault window") as error:
         read_windows(tmp_path)

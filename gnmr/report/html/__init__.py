@@ -23,7 +23,7 @@ from gnmr.report.html.pack import script_json
 from gnmr.report.html.sections import Tree
 from gnmr.report.html.unit_map import unit_map
 from gnmr.report.layout import Table
-from gnmr.report.regimes import Cell, regime_maps
+from gnmr.report.regimes import RegimeCell, regime_maps
 from gnmr.report.runs import Run
 from gnmr.report.style import COLOURS
 from gnmr.report.tables import comparison_tables, run_table
@@ -41,7 +41,7 @@ def write_html(
     *,
     tables_of: Callable[[Comparison], Sequence[Table]] = comparison_tables,
     tables: Sequence[Table] = (),
-    regimes: Mapping[str, Sequence[Cell]] | None = None,
+    regimes: Mapping[str, Sequence[RegimeCell]] | None = None,
     title: str = "gnmr report",
 ) -> None:
     """Writes the page (`gnmr.output`), folders above it included.
@@ -72,14 +72,14 @@ def write_html(
         "title": title,
         "colours": COLOURS,
         "comparisons": trees,
-        "tables": [sections.table(made) for made in tables if made.rows],
+        "tables": [made.tree() for made in tables if made.rows],
         "tables_origin": sections.origin(runs),
         "tokens": {name: sections.tokens(mine) for name, mine in experiments.items()},
         "regimes": {
             experiment: sections.regime(cells, experiments.get(experiment, []))
             for experiment, cells in (regime_maps(comparisons) if regimes is None else regimes).items()
         },
-        "runs": sections.table(run_table(list(runs), path.parent)),
+        "runs": run_table(list(runs), path.parent).tree(),
     }
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(title))
     before, rest = page.split("<!-- plotly -->")
@@ -120,22 +120,17 @@ def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tup
             continue
         used += size
         maps.append((place, run.seed, tree))
-    fault_tables = [
-        faults.detection_table(comparison, found),
-        faults.windows_table(comparison, found),
-        faults.lead_table(comparison, leads),
-    ]
     return {
         "name": _name(comparison),
         "experiment": comparison.kind.experiment,
         "arms": sections.arms(comparison),
-        "tables": [sections.table(one) for one in made if one.rows],
+        "tables": [one.tree() for one in made if one.rows],
         "losses": sections.losses(comparison),
         "gnmr": sections.gnmr(comparison, means),
         "promotion": sections.promotion(comparison),
         "maps": [tree for _, _, tree in sorted(maps, key=lambda entry: entry[:2])],
         "left_out": left_out,
-        "faults": [sections.table(one) for one in fault_tables if one.rows],
+        "faults": [one.tree() for one in faults.tables_of(comparison, found, leads)],
         "origin": sections.origin(comparison.runs),
     }, used
 

@@ -12,11 +12,11 @@ from gnmr.report.arms import Arm, bits
 from gnmr.report.binning import bin_width, binned, shared_mean
 from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import Curves, loss_by_tokens
-from gnmr.report.faults import Window
+from gnmr.report.faults import FaultWindow
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
-from gnmr.report.layout import NOTHING, Table, count, percent
-from gnmr.report.regimes import Cell
+from gnmr.report.layout import NOTHING, count, percent
+from gnmr.report.regimes import RegimeCell
 from gnmr.report.risk import limit
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.statistics import Paired, as_percent, paired
@@ -160,7 +160,7 @@ def _bar(mean: float, ends: tuple[float, float] | None, n: int) -> Tree | None:
     return None if shown is None else {"mean": shown, "low": number(low), "high": number(high), "n": n}
 
 
-def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree:
+def regime(cells: Sequence[RegimeCell], comparisons: Sequence[Comparison]) -> Tree:
     """The cells of a regime map as squares: one for the static low path and each arm of a cell.
 
     The axes are the cells' settings and the arm. `comparisons` are those that it is made of.
@@ -184,7 +184,7 @@ def regime(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Tree:
     }
 
 
-def _facts(entry: Cell, told: Cell) -> list[list[str]]:
+def _facts(entry: RegimeCell, told: RegimeCell) -> list[list[str]]:
     """What a hover says of an arm in a cell."""
 
     def tested(verdict: str, p: float | None) -> str:
@@ -205,7 +205,7 @@ def run_label(arm: Arm, run: Run) -> str:
     return f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})")
 
 
-def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable[Window]) -> Tree:
+def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable[FaultWindow]) -> Tree:
     cut, cut_name = limit(arm, run, ratios)
     return {
         "label": run_label(arm, run),
@@ -221,11 +221,6 @@ def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable
         "origin": origin([run]),
         **made.tree(),
     }
-
-
-def table(made: Table) -> Tree:
-    columns = [column.replace("\n", " ") for column in made.columns]
-    return {"title": made.title, "columns": columns, "rows": made.rows, "notes": made.notes}
 
 
 def origin(runs: Sequence[Run]) -> Tree:

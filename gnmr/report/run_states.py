@@ -1,4 +1,4 @@
-"""What is not a plain result: failed, stopped, missing and repeated cells of a sweep, said in words."""
+"""Failed, interrupted, unfinished, missing and repeated runs of each arm, as lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gnmr.report.comparisons import Comparison
 from gnmr.report.runs import Run
 
 
-def cell_lines(comparison: Comparison) -> list[str]:
+def state_lines(comparison: Comparison) -> list[str]:
     """One line for each arm that has anything but done seeds, or not all the seeds of its comparison."""
     lines = []
     for arm in comparison.arms:
