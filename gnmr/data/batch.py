@@ -1,4 +1,4 @@
-"""What a step reads: inputs, targets and, where documents share a block, positions that say where each begins."""
+"""A step's data: inputs, targets and, where documents share a block, positions that mark where each begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Batch:
     targets: Tensor
     """The token that follows each input, (B, T) int64; `IGNORED` where there is no loss."""
     positions: Tensor | None = None
-    """(B, T) int64: anew from 0 at each document of a block. None: a block is one document."""
+    """(B, T) int64: from 0 again at each document of a block. None: a block is one document."""
     num_targets: int = -1
     """Targets with loss; counted when the batch is made unless it is given."""
 

@@ -1,4 +1,4 @@
-"""Token files as blocks of seq_len + 1 tokens, in an order that can be saved, stopped and continued.
+"""Token files as blocks of seq_len + 1 tokens, in a random order that a checkpoint can save and restore.
 
 Block i holds tokens[i * seq_len : (i + 1) * seq_len + 1]; its last token is the next block's first, so that every
 token but the first is a target exactly once an epoch.
@@ -18,7 +18,7 @@ from gnmr.data.token_file import TokenFile
 from gnmr.disk import no_link, replacing
 from gnmr.errors import UserError
 
-MOST_EPOCHS = 10_000  # in one batch: each draws an order and saves it
+MOST_EPOCHS = 10_000  # in one batch: every epoch draws and saves an order
 
 
 class BlockOrder:
@@ -67,8 +67,9 @@ class BlockOrder:
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken; raises `UserError` for a position that this corpus has not, and where
-        the saved order is not that of this seed.
+        """Continues where `state_dict` was taken.
+
+        UserError for a position outside of this corpus, and for a saved order that is not this seed's.
         """
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position < self.num_blocks:
@@ -83,7 +84,7 @@ class BlockOrder:
     def _epoch_order(self) -> np.ndarray:
         """(num_blocks,) uint32 or int64: the permutation of this epoch, which is saved.
 
-        UserError where another was saved: the file is damaged, or this NumPy draws otherwise than that which began.
+        UserError where the saved order differs: the file is damaged, or another NumPy version drew it.
         """
         drawn = self._draw()
         if self._folder is None:
@@ -94,7 +95,7 @@ class BlockOrder:
         else:
             file.parent.mkdir(exist_ok=True)
             packed = BytesIO()
-            np.save(packed, drawn)  # to a file itself it would write past Python, and a full disk has no errno
+            np.save(packed, drawn)  # written to a file directly, a full disk would raise no errno
             with replacing(file) as target:
                 target.write(packed.getbuffer())
         return drawn
@@ -108,7 +109,7 @@ class BlockOrder:
             with open(file, "rb", opener=no_link) as saved:
                 order = np.asarray(np.load(saved))
         except Exception as error:  # NumPy parses the header as Python and raises what that raises
-            raise UserError(f"{file}: damaged ({error}); remove it to have the same order drawn again") from error
+            raise UserError(f"{file}: damaged ({error}); remove it to draw the same order again") from error
         if order.shape != (self.num_blocks,):
             raise UserError(
                 f"{file}: orders {order.size} blocks, the corpus has {self.num_blocks}: the run folder belongs to "
@@ -116,8 +117,8 @@ class BlockOrder:
             )
         if not np.array_equal(order, drawn):
             raise UserError(
-                f"{file}: damaged (not the order that training.seed={self._seed} draws); remove it to have that order "
-                "drawn again, unless the run began under another NumPy: then go on with that"
+                f"{file}: damaged (not the order that training.seed={self._seed} draws); remove it to draw that "
+                "order again, or, if the run began under another NumPy version, continue with that version"
             )
 
 

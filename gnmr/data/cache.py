@@ -6,8 +6,8 @@
         ...                   what else belongs to the tokens: borders of examples (gnmr/data/packing.py)
         meta.json             vocabulary, end token, dtype, and size and checksum of each file
 
-A folder is built under a hidden name beside its place and renamed. A killed build leaves the hidden folder alone
-(swept a day later); of two builds at once the second finds the first one's folder in place and uses it.
+A folder is built under a hidden name and renamed when it is complete. A killed build leaves its hidden folder, which is
+removed a day later. Of two concurrent builds the second uses the first one's folder.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_folder(folder: Path) -> TokenCorpus:
     """
     try:
         kind = folder.lstat().st_mode
-    except OSError as error:  # whatever is in the way: writing there will tell
+    except OSError as error:  # anything else in the way is reported when writing
         raise FileNotFoundError(folder) from error
     if not stat.S_ISDIR(kind):
         raise Corrupt("it is no folder")
@@ -90,7 +90,7 @@ def open_folder(folder: Path) -> TokenCorpus:
 
 
 def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Callable[[str], None]) -> TokenCorpus:
-    """The verified corpus in `folder`; if it is absent or damaged, `build(new folder, progress)` makes it first.
+    """The verified corpus in `folder`; if it is missing or damaged, `build(new folder, progress)` makes it first.
 
     `say` receives progress lines, some of them from another thread.
     """
@@ -105,12 +105,12 @@ def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Ca
     try:
         return open_folder(folder)
     except (FileNotFoundError, Corrupt) as reason:
-        raise UserError(f"{folder}: made and at once changed by another program ({reason})") from reason
+        raise UserError(f"{folder}: changed by another program right after it was made ({reason})") from reason
 
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it becomes `folder` when the block ends well, and is gone when it does not.
+    """A temporary folder to fill; it is renamed to `folder` at the end, or removed after an error.
 
     Raises `UserError` if the place cannot be written.
     """
@@ -134,7 +134,7 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
-    """Writes meta.json over the files in `folder`; the last act of a build."""
+    """Writes meta.json, with the sizes and checksums of the files in `folder`; ends a build."""
     meta: dict[str, Any] = {
         "vocab_size": vocab_size,
         "end_token": end_token,
@@ -148,7 +148,7 @@ def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None
 
 
 def _publish(new: Path, folder: Path) -> None:
-    """Moves `new` to `folder`, unless a sound one is there: another process was first, its files are as good."""
+    """Renames `new` to `folder`, unless a valid one is there already, which another process has built meanwhile."""
     try:
         open_folder(folder)
         return
@@ -159,7 +159,7 @@ def _publish(new: Path, folder: Path) -> None:
             folder.rename(new.with_name("old"))
     try:
         new.rename(folder)
-    except OSError:  # between the two looks another process was first after all
+    except OSError:  # another process was faster after all
         if not folder.is_dir():
             raise
 
@@ -170,7 +170,7 @@ def _fingerprint(meta: dict[str, Any]) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed builds of this corpus left behind."""
+    """Removes the remains of killed builds of this corpus."""
     for left in folder.parent.glob(f".{folder.name}-*"):
         with suppress(OSError):  # another process may finish or sweep at the same time
             newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))

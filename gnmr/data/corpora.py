@@ -1,10 +1,10 @@
-"""Corpora as documents: which there are, where they are read from, and which of them are for validation.
+"""Corpora: where their documents are read from, and which documents are for validation.
 
-A corpus is opened without reading its text (the standard library excepted, whose contents are its identity), so a
-warm token cache costs a few `stat` calls. `datasets` is imported when rows must be read, not before.
+Opening a corpus reads no text (but for the standard library, which is identified by its contents), so a warm token
+cache costs a few `stat` calls. `datasets` is imported when rows must be read, not before.
 
 The split never depends on the order in which anything runs:
-- stdlib: a file is for validation if the hash of its relative path says so (5 %).
+- stdlib: the hash of a file's relative path decides (5 % are for validation).
 - files with "validation" (or valid, val) in their name or folder are the validation split. Beside files named train,
   all other files (test, dev) are left out.
 - without such files every 20th document is for validation. Fewer than 20 documents give the last 5 % of their text;
@@ -25,16 +25,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gnmr.config import DataConfig
 from gnmr.data.rows import LARGEST_WHOLE, Row, named, read_rows
 from gnmr.errors import UserError
 
 TRAIN, VALIDATION = "train", "validation"
-HUB_TIMEOUT = 10.0  # seconds until an unreachable hub is given up
-ONE_IN = 20  # documents of which one is for validation
-COLUMN_WITHIN = 1000  # rows among which the column of the text must appear
+HUB_TIMEOUT = 10.0  # seconds to wait for the hub
+ONE_IN = 20  # one document in 20 is for validation
+COLUMN_WITHIN = 1000  # the text's column must appear within so many rows
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SUPPORTED = (".txt", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -62,9 +62,12 @@ HUBS = {
 }
 
 
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True)
-class Corpus:
-    """Documents that can be read any number of times, a split at a time."""
+class Corpus(Generic[_T]):
+    """Documents (or examples) that can be read any number of times, a split at a time."""
 
     where: str
     """The key and value that chose it, as messages name it."""
@@ -72,13 +75,13 @@ class Corpus:
     """What is read, for the progress line."""
     identity: str
     """Changes with anything that changes the documents."""
-    documents: Callable[[str], Iterator[str]]
+    read: Callable[[str], Iterator[_T]]
     """Split ("train" or "validation") -> its documents, none blank. Raises `UserError` for what cannot be read."""
     streamed: bool = False
-    """From the hub: of no known length, so a limit is needed."""
+    """From the hub: of unknown length, so a limit is needed."""
 
 
-def open_corpus(config: DataConfig) -> Corpus:
+def open_corpus(config: DataConfig) -> Corpus[str]:
     """The corpus that `config` names; raises `UserError` if there is none."""
     if config.name == "stdlib":
         return _stdlib()
@@ -111,7 +114,7 @@ def articles(texts: Iterable[str]) -> Iterator[str]:
 # ---- the standard library ----
 
 
-def _stdlib() -> Corpus:
+def _stdlib() -> Corpus[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(_library_files(root))
     if not names:
@@ -144,7 +147,7 @@ def _library_split(name: str) -> str:
 # ---- the hub ----
 
 
-def _hub(config: DataConfig) -> Corpus:
+def _hub(config: DataConfig) -> Corpus[str]:
     hub, column = HUBS[config.name], config.text_column
 
     def documents(split: str) -> Iterator[str]:
@@ -181,7 +184,7 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
 
 
 def _datasets() -> Any:
-    """The library, imported late (1.5 s) and quiet: our own lines say what goes on and what went wrong."""
+    """The library, imported late (1.5 s), without its progress bars and log lines."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -207,11 +210,11 @@ class LocalFiles:
 
 
 def local_files(config: DataConfig) -> LocalFiles:
-    """The files below data.path and what they are for; raises `UserError` if there are none to train on."""
+    """The files below data.path and their splits; raises `UserError` if there are none to train on."""
     assert config.path is not None
     where, path = f"data.path={config.path}", user_path("data.path", config.path)
     if config.name in HUBS and (path / HUBS[config.name].config).is_dir():
-        path = path / HUBS[config.name].config  # a clone of the hub's repository holds other configurations beside it
+        path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
     try:
         files = _local_files(path, where)
         states = {name: file.stat() for name, file in files.items()}
@@ -245,7 +248,7 @@ def user_path(key: str, text: str) -> Path:
         raise UserError(f"{key}={text}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _local(config: DataConfig) -> Corpus:
+def _local(config: DataConfig) -> Corpus[str]:
     local = local_files(config)
 
     def read(names: list[str]) -> Iterator[str]:

@@ -1,24 +1,24 @@
-"""Examples for fine-tuning: a prompt and the answer that is learned.
+"""Examples for fine-tuning: a prompt, and the answer that is learned.
 
-gsm8k has the form of lm-evaluation-harness' task of that name, so that a model is scored as it was trained; the answer
-is the whole solution. instructions are rows of the user's. Documents of a plain corpus (stdlib, text, c4, wikitext2)
-are answers without a prompt, split as gnmr/data/corpora.py says.
+gsm8k has the form of lm-evaluation-harness' task, so that a model is scored as it was trained; the answer is the whole
+solution. instructions are the user's rows. Documents of a plain corpus (stdlib, text, c4, wikitext2) are answers
+without a prompt, split as in gnmr/data/corpora.py.
 
 Rows are split like documents: by the files' names, else every 20th is for validation; of fewer than 20 the last one.
-Rows with a blank answer are passed over.
+Rows with a blank answer are skipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from gnmr.config import DataConfig
 from gnmr.data import corpora
-from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION
+from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION, Corpus
 from gnmr.data.rows import Row, read_rows
 
 
@@ -29,36 +29,15 @@ class Example:
     prompt: str
     """Read, not learned; empty for plain text."""
     answer: str
-    """Learned; follows the prompt as it stands, so it brings its own white space."""
+    """Learned; appended to the prompt without white space of ours."""
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Examples that can be read any number of times, a split at a time."""
-
-    where: str
-    """The key and value that chose them, as messages name it."""
-    summary: str
-    """What is read, for the progress line."""
-    identity: str
-    """Changes with anything that changes the examples."""
-    read: Callable[[str], Iterator[Example]]
-    """Split ("train" or "validation") -> its examples. Raises `UserError` for what cannot be read."""
-    streamed: bool = False
-    """From the hub: of no known length, so a limit is needed."""
-
-
-def open_examples(config: DataConfig) -> Examples:
+def open_examples(config: DataConfig) -> Corpus[Example]:
     """The examples that `config` names; raises `UserError` if there are none."""
     if config.name not in ("gsm8k", "instructions"):
-        corpus = corpora.open_corpus(config)
-        return Examples(
-            corpus.where,
-            corpus.summary,
-            corpus.identity,
-            lambda split: (Example("", text) for text in corpus.documents(split)),
-            corpus.streamed,
-        )
+        texts = corpora.open_corpus(config)
+        read_texts = lambda split: (Example("", text) for text in texts.read(split))
+        return Corpus(texts.where, texts.summary, texts.identity, read_texts, texts.streamed)
     make = _gsm8k if config.name == "gsm8k" else _instruction
     if config.path is None:
         hub = corpora.HUBS[config.name]
@@ -80,7 +59,7 @@ def open_examples(config: DataConfig) -> Examples:
 
     columns = [config.prompt_column, config.input_column, config.response_column]
     identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
-    return Examples(where, summary, identity, lambda split: (each for each in read(split) if each.answer.strip()))
+    return Corpus(where, summary, identity, lambda split: (each for each in read(split) if each.answer.strip()))
 
 
 def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:

@@ -45,7 +45,8 @@ from gnmr.data import cache, corpora, tokens
 from gnmr.data import tokenizer as bpe
 from gnmr.data.batch import IGNORED, Batch
 from gnmr.data.blocks import BlockOrder
-from gnmr.data.examples import Example, Examples, open_examples
+from gnmr.data.corpora import Corpus
+from gnmr.data.examples import Example, open_examples
 from gnmr.data.progress import Progress
 from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
@@ -53,7 +54,7 @@ from gnmr.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHE_VERSION = 1  # raise it with every change of examples, splits or tokenization
+CACHE_VERSION = 1  # increment it when examples, splits or tokenization change
 _DOCUMENTS = {cache.TRAIN: "train.documents.bin", cache.VAL: "val.documents.bin"}
 
 
@@ -122,7 +123,7 @@ def prepare_packed(
         borders = np.fromfile(corpus.folder / _DOCUMENTS[file], dtype="<i8")
         ends = borders[::2]
         if len(borders) % 2 or (np.diff(ends, prepend=0) <= 0).any() or ends[-1:].tolist() != [len(ids)]:
-            raise UserError(f"{corpus.folder}: {_DOCUMENTS[file]} does not fit to {file}; remove the folder")
+            raise UserError(f"{corpus.folder}: {_DOCUMENTS[file]} does not match {file}; remove the folder")
         return Documents(ids, borders.reshape(-1, 2), corpus.end_token)
 
     return PackedCorpus(
@@ -141,7 +142,7 @@ def prepare_packed(
 
 def _build(
     folder: Path,
-    examples: Examples,
+    examples: Corpus[Example],
     tokenizer: Tokenizer,
     where: str,
     end: int,
@@ -149,7 +150,7 @@ def _build(
     answers_only: bool,
     progress: Progress,
 ) -> None:
-    # Rust threads and a later fork (data loaders, W&B) would otherwise print a warning a process.
+    # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     progress.begin(f"preparing {examples.where}: {examples.summary}")
     begin = bpe.begin_token(tokenizer)
@@ -281,7 +282,7 @@ class Packing:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The number of the block that each piece goes into, blocks numbered as they are begun."""
+    """The block of each piece; blocks are numbered in the order in which they are opened."""
     chosen: list[int] = []
     number = 0
     waiting: dict[int, deque[int]] = {}  # room -> blocks that have it, in the order in which they came to have it

@@ -1,4 +1,4 @@
-"""Progress lines of long work: never two within a second or two, never silence for longer than a few."""
+"""Progress lines of long work: at most one in 2 seconds, at least one in 4."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files with rows: .jsonl, .json, a .gz of these, and .parquet; a row by its number, so that a mistake can be found.
+"""Rows of .jsonl, .json, their .gz, and .parquet files, numbered so that messages can name a malformed one.
 
-What is held at once is bounded: a line, a file that is one JSON value, a batch of a Parquet file's rows.
+Memory is bounded: a line, a file that is one JSON value, or a batch of a Parquet file's rows is held at a time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.disk import no_link
 from gnmr.errors import RunFailed
 
-HASHED_WHOLE = 2**30  # bytes; of larger files the size and both ends are compared, so that a warm start stays fast
+HASHED_WHOLE = 2**30  # bytes; of larger files only the size and both ends are compared, for a fast warm start
 HASHED_ENDS = 16 * 2**20  # bytes
 CHUNK = 2**20  # bytes
 
@@ -27,9 +27,8 @@ class Corrupt(Exception):
 class TokenFile:
     """Token ids (n,) of `file`, unsigned integers; `tokens[start:stop]` reads them into memory.
 
-    It is not memory-mapped: a mapped file that shrinks ends the process (SIGBUS). expected: {"bytes", "sha256"}.
-    Raises `Corrupt` where the file is another one or holds an id that is not below `vocab_size`, and once it is open
-    `RunFailed`.
+    Not memory-mapped: a mapped file that shrinks ends the process (SIGBUS). expected: {"bytes", "sha256"}. Raises
+    `Corrupt` for another file, and for an id of `vocab_size` or more; after the constructor `RunFailed`.
     """
 
     def __init__(self, file: Path, expected: dict[str, Any], dtype: str, vocab_size: int) -> None:
@@ -37,7 +36,7 @@ class TokenFile:
         self.dtype = np.dtype(dtype)
         self._expected = expected
         self._vocab_size = vocab_size
-        self._fd = open_regular(file)
+        self._fd = no_link(os.fspath(file), os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
         self._verify()
 
@@ -47,7 +46,7 @@ class TokenFile:
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, step = part.indices(len(self))
         if step != 1:
-            raise ValueError(f"tokens are read in their order, not by {step}")
+            raise ValueError(f"tokens are read in order, a step of {step} is not possible")
         size = max(stop - start, 0) * self.dtype.itemsize
         try:
             if _stamp(self._fd) != self._seen:
@@ -55,8 +54,8 @@ class TokenFile:
             return self._ids(read_at(self._fd, size, start * self.dtype.itemsize), size)
         except Corrupt as reason:
             raise RunFailed(
-                f"{self.file.parent}: changed while it was in use ({reason}); started again, the run makes it anew and "
-                "continues"
+                f"{self.file.parent}: changed while it was in use ({reason}); start the run again, which makes it anew "
+                "and continues"
             ) from reason
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -77,19 +76,10 @@ class TokenFile:
         return ids
 
 
-def open_regular(file: Path) -> int:
-    """A descriptor to read `file`; `OSError` for a symbolic link and for what is no regular file, without waiting."""
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(f"{file.name} is no regular file")
-    return fd
-
-
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
-    """The descriptor of `open_regular`, closed at the end."""
-    fd = open_regular(file)
+    """A descriptor to read `file`, closed at the end; OSError for a symbolic link and for what is no regular file."""
+    fd = no_link(os.fspath(file), os.O_RDONLY)
     try:
         yield fd
     finally:
@@ -97,7 +87,7 @@ def opened(file: Path) -> Iterator[int]:
 
 
 def read_file(file: Path, most: int) -> bytes:
-    """What `file` holds, as `open_regular` opens it; raises `Corrupt` for more than `most` bytes."""
+    """What `file` holds, as `opened` opens it; raises `Corrupt` for more than `most` bytes."""
     with opened(file) as fd:
         if (size := os.fstat(fd).st_size) > most:
             raise Corrupt(f"{file.name} has {size} bytes")

@@ -1,7 +1,7 @@
 """The tokenizer: a byte-level BPE trained on training documents, a tokenizer.json of the user's, or a checkpoint's.
 
-A checkpoint's tokenizer is its tokenizer.json, which says everything but the name of the end token; that stands beside
-it in tokenizer_config.json or special_tokens_map.json. transformers reads the same files and is not needed for them.
+A checkpoint's tokenizer is its tokenizer.json, which holds everything but the name of the end token; that is in
+tokenizer_config.json or special_tokens_map.json. transformers is not needed to read them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 ACCEPTED_ENDS = (END, "<|end_of_text|>", "</s>")
 FILE = "tokenizer.json"
-LONGEST_WORD = 1000  # bytes between two blanks (or of blanks) that the tokenizer learns from as one
+LONGEST_WORD = 1000  # bytes; longer words (or runs of blanks) are split while the tokenizer is trained
 
 
 def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """At most `vocab_size` entries (a tiny corpus gives fewer); the end token has id 0. Equal text, equal tokenizer."""
+    """At most `vocab_size` entries (a tiny corpus gives fewer); the end token has id 0. Same text, same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Training takes the square of a word's length: it sees longer ones in parts. Encoding takes them whole.
+    # Training time grows with the square of a word's length, so long ones are split; encoding does not split them.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -70,7 +70,7 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
 
 
 def regular_content(file: Path) -> bytes:
-    """What the file holds; `OSError` for what is no regular file: a pipe would be waited for."""
+    """The content of a regular file; `OSError` for anything else: reading a pipe would wait."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(errno.EINVAL, "no regular file")
     return file.read_bytes()

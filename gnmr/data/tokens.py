@@ -1,6 +1,6 @@
-"""A corpus as token files: prepared once, read from the cache ever after.
+"""A corpus as token files: tokenized once, then read from the cache.
 
-The key of the cache folder covers everything that decides its content: the documents, the tokenizer and the limit.
+The cache folder's key covers everything that decides its content: the documents, the tokenizer and the limit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gnmr.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHE_VERSION = 1  # raise it with every change of documents, splits or tokenization
+CACHE_VERSION = 1  # increment it when documents, splits or tokenization change
 LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
-PIECE = 1_000_000  # characters encoded as one string at the most; longer documents are encoded in pieces
-BATCH = 2_000_000  # characters that are encoded in one call, about a second on one core
+PIECE = 1_000_000  # most characters encoded as one string; longer documents are encoded in pieces
+BATCH = 2_000_000  # characters encoded in one call, about a second on one core
 
 
 def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
@@ -53,7 +53,7 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     )
 
 
-def _key(config: DataConfig, corpus: Corpus, tokenizer_file: bytes | None, limit: int | None) -> str:
+def _key(config: DataConfig, corpus: Corpus[str], tokenizer_file: bytes | None, limit: int | None) -> str:
     """16 hex digits."""
     if tokenizer_file is not None:
         vocabulary: object = hashlib.sha256(tokenizer_file).hexdigest()
@@ -77,12 +77,12 @@ def _read_tokenizer(config: DataConfig) -> bytes | None:
 def _build(
     folder: Path,
     config: DataConfig,
-    corpus: Corpus,
+    corpus: Corpus[str],
     tokenizer_file: bytes | None,
     limit: int | None,
     progress: Progress,
 ) -> None:
-    # Rust threads and a later fork (data loaders, W&B) would otherwise print a warning a process.
+    # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     progress.begin(f"preparing {corpus.where}: {corpus.summary}")
     where = corpus.where if tokenizer_file is None else f"data.tokenizer={config.tokenizer}"
@@ -104,7 +104,7 @@ def _build(
         progress.begin(f"tokenizing {split} documents")
         counts[split] = 0
         with (folder / name).open("wb") as file:
-            for ids in _encode(corpus.documents(split), tokenizer, end, where):
+            for ids in _encode(corpus.read(split), tokenizer, end, where):
                 tokens = np.asarray(ids if most is None else ids[: most - counts[split]], dtype=dtype)
                 file.write(tokens.tobytes())
                 counts[split] += len(tokens)
@@ -120,10 +120,10 @@ def _build(
     )
 
 
-def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
-    """Training documents, `most` bytes of UTF-8 together at the most."""
+def _training_text(corpus: Corpus[str], most: int, progress: Progress) -> Iterator[str]:
+    """Training documents, up to `most` bytes of UTF-8 in all."""
     left = most
-    for text in corpus.documents(corpora.TRAIN):
+    for text in corpus.read(corpora.TRAIN):
         raw = text.encode("utf-8", errors="replace")
         yield text if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
         left -= len(raw)
@@ -156,7 +156,7 @@ def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int,
 
 
 def pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """(text, ends its document): a book in one file would otherwise be encoded as one string of any size."""
+    """(text, whether it ends its document); long documents are cut into pieces."""
     for text in documents:
         start = 0
         while len(text) - start > PIECE:

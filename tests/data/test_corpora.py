@@ -25,7 +25,7 @@ VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
 def read(config: DataConfig) -> tuple[list[str], list[str]]:
     """Documents of the two splits."""
     corpus = corpora.open_corpus(config)
-    return list(corpus.documents("train")), list(corpus.documents("validation"))
+    return list(corpus.read("train")), list(corpus.read("validation"))
 
 
 # ---- formats and splits of local files ----

@@ -122,12 +122,12 @@ READ: dict[str, bytes] = {
 def test_read_as_what_it_says(name: str, config: Make, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(READ[name])
     corpus = corpora.open_corpus(config(path=str(tmp_path / name)))
-    assert list(corpus.documents("train")) == ["the quick brown fox"] * 38
+    assert list(corpus.read("train")) == ["the quick brown fox"] * 38
 
 
 def test_text_that_looks_like_a_date_stays_text(config: Make, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "2020-01-01T00:00:00"}\n' * 40)
-    assert set(corpora.open_corpus(config(path=str(tmp_path))).documents("train")) == {"2020-01-01T00:00:00"}
+    assert set(corpora.open_corpus(config(path=str(tmp_path))).read("train")) == {"2020-01-01T00:00:00"}
 
 
 def test_half_characters_are_replaced(config: Make, tmp_path: Path) -> None:
