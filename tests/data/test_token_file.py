@@ -155,7 +155,7 @@ def test_borders_that_do_not_fit_are_named(config: Make, tmp_path: Path) -> None
     folder = prepare_packed(settings, 100, len, checkpoint).folder
     np.array([[9**9, 0]], dtype="<i8").tofile(folder / packing._DOCUMENTS["train.bin"])
     seal(folder)
-    with pytest.raises(UserError, match=r"train\.documents\.bin does not fit to train\.bin; remove the folder"):
+    with pytest.raises(UserError, match=r"train\.documents\.bin does not match train\.bin; remove the folder"):
         prepare_packed(settings, 100, len, checkpoint)
 
 
