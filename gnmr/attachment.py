@@ -9,7 +9,8 @@ controller.step()          # before clipping and optimizer.step()
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +34,7 @@ from gnmr.controller.signals import SIGNALS
 from gnmr.controller.signals.base import whole
 from gnmr.paths import Plan, Recipe, convert
 from gnmr.paths.plan import nominal_bits
+from gnmr.paths.probe import Probe
 from gnmr.paths.units import PathUnit
 
 _Link: TypeAlias = tuple[dict[str, Any], str, Any]
@@ -87,7 +89,15 @@ def _links(model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Mod
 
 
 class AttachedController(Controller):
-    """A controller that knows the plan it routes, and the model.
+    """A controller that knows the plan it routes, and the model: the protocol of one step.
+
+        micro_step()         after each micro-batch's backward pass
+        measure()            after the last of them: norms, what the paths measured; the paths' step is over
+        observe(evidence)    signal and policy, as a packet for the host
+        apply(host)          units are switched, the paths' next step begins
+
+    `step` is the last three in one; `discard` ends a step that is not to count. `gnmr train` calls them one by one,
+    because its optimizer steps, and other numbers join the packet, before the one transfer to the host.
 
     A parameter of a unit that was exchanged for another one is followed from the next step on; a module that was, and
     parameters that were sharded, are refused there (`ValueError`).
@@ -95,6 +105,8 @@ class AttachedController(Controller):
 
     plan: Plan
     _detached = False
+    _measured = False
+    """The step's passes are over for the paths, its decision is not applied yet."""
 
     def attach_plan(self, plan: Plan, model: nn.Module, observe: str = "parameters", probe_tokens: int = 1) -> None:
         """Takes the plan of `model` and has its operators measure what the signal needs of them."""
@@ -105,7 +117,7 @@ class AttachedController(Controller):
         self._links = _links(model, self._modules, self._read)
         names = [name for name in self.needs if name in PATH_EVIDENCE]
         self._probe = plan.probe(names, probe_tokens) if names else None
-        self._look()
+        self._begin()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of pickle and deepcopy: a copy of the model alone has no probe."""
@@ -136,11 +148,18 @@ class AttachedController(Controller):
         self._exchange(units_of(self.plan, self._model, self._observe))
         self._links = _links(self._model, self._modules, self._read)
 
-    def _look(self) -> None:
-        """Has the paths measured in the coming step only if somebody reads it, and in 16 bits in a warm-up there."""
+    def _begin(self) -> None:
+        """A step of the paths: measured only if somebody reads it, and in 16 bits in a warm-up there."""
+        self._measured = False
         self.plan.begin_step(self.t + 1)
         if self._probe is not None:
             self._probe.enabled = self.reads_next()
+
+    def _end(self) -> None:
+        """The step's passes are over for the paths."""
+        if not self._measured:
+            self.plan.end_step()
+            self._measured = True
 
     def micro_step(self, share: float | None = None) -> None:
         """As `Controller.micro_step`."""
@@ -150,25 +169,70 @@ class AttachedController(Controller):
     def _own_evidence(self) -> set[str]:
         return super()._own_evidence() | set(() if self._probe is None else self._probe.names)
 
-    def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """As `Controller.measure`, with what the paths measured. RuntimeError after `detach`."""
+    def measure(self, grad_scale: float = 1.0, norms: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """As `Controller.measure`, with what the paths measured; their step ends. RuntimeError after `detach`."""
         self._follow()
-        found = super().measure(grad_scale)
+        found = super().measure(grad_scale, norms)
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.
-            scaled = {
+            found |= {
                 name: value / grad_scale**2 if name.startswith("gap") else value
                 for name, value in self._probe.read().items()
             }
             self._probe.reset()
-            found |= scaled
+        self._end()
         return found
 
-    def apply(self, host: Mapping[str, Tensor]) -> Decision:
-        """As `Controller.apply`; the step is over for the paths too (`Plan.end_step`)."""
+    def true_gap(self, backward: Callable[[], None]) -> Tensor:
+        """The evidence `true_gap`: the gradients of both paths on one batch (corollary 1), (U,).
+
+        Call it before the step's own passes. `backward` runs them, forward and backward, and is called once a path.
+        Paths and generators are afterwards as they were, all gradients are None. Does not wait for the device.
+        """
         self._check_attached()
-        self.plan.end_step()
-        self._look()
+        gradients: list[list[list[Tensor]]] = []
+        devices = [self._device] if self._device.type == "cuda" else []
+        with self._unmeasured():
+            for recovering in (False, True):
+                # Dropout draws in each of them what the step will draw.
+                with self.plan.no_side_effects(), torch.random.fork_rng(devices):
+                    for operator in self.plan.operators:
+                        operator.switch(recovering)
+                    backward()
+                # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+                gradients.append(
+                    [
+                        [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in unit.parameters]
+                        for unit in self.units
+                    ]
+                )
+                self._model.zero_grad(set_to_none=True)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(
+            [
+                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+                for low, high in zip(*gradients, strict=True)
+            ]
+        )
+
+    @contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """Inside, passes leave nothing in the probe and in norms of outputs."""
+        watching = [one for one in (self._probe, self.norms) if isinstance(one, (Probe, OutputGradients))]
+        enabled = [one.enabled for one in watching]
+        for one in watching:
+            one.enabled = False
+        try:
+            yield
+        finally:
+            for one, was in zip(watching, enabled, strict=True):
+                one.enabled = was
+
+    def apply(self, host: Mapping[str, Tensor]) -> Decision:
+        """As `Controller.apply`; the next step begins for the paths too."""
+        self._check_attached()
+        self._end()
+        self._begin()
         return super().apply(host)
 
     def discard(self) -> None:
@@ -177,7 +241,8 @@ class AttachedController(Controller):
         super().discard()
         if self._probe is not None:
             self._probe.reset()
-        self.plan.end_step()
+        self._end()
+        self._begin()
 
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
@@ -208,7 +273,7 @@ class AttachedController(Controller):
         """As `Controller.load_state_dict`; ValueError if it belongs to other paths too."""
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
-        self._look()
+        self._begin()
 
     def check_state(self, state: Any) -> None:
         """As `Controller.check_state`, and of the paths."""

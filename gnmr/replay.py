@@ -390,7 +390,7 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
     """The controller, UserError where the signal needs what was not recorded."""
     try:
-        controller = build_controller(settings, units, norms.steps, norms.seed)
+        controller: Controller = build_controller(settings, units, norms.steps, norms.seed)
     except ValueError as error:
         raise UserError(f"replay: {error}") from error
     if lacking := missing(controller.needs, tuple(norms.evidence)):

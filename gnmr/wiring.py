@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.de
         raise UserError(f"paths: {error}") from error
 
 
+AnyController = TypeVar("AnyController", bound=Controller)
+
+
 def build_controller(
     settings: ControllerConfig,
     units: list[Unit],
@@ -44,12 +47,13 @@ def build_controller(
     seed: int = 0,
     record: Sequence[str] = (),
     norms: OutputGradients | None = None,
-) -> Controller:
+    kind: type[AnyController] = Controller,  # type: ignore[assignment]
+) -> AnyController:
     """The controller of conf/controller over `units`, for a run of `steps` steps. ValueError for senseless options.
 
     `norms`: where they are not those of the units' parameters (`gnmr.attachment.norms_of`).
     """
-    return Controller(
+    return kind(
         units,
         signal_of(settings, units, steps, seed),
         settings.max_o,

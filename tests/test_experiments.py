@@ -142,7 +142,7 @@ def test_a_variant_takes_two_steps(name, variants):
     """And from its first step on it spends what its name says."""
     loaded = variants[name]
     parts = assemble(loaded, Path("unused"), lambda _: None)
-    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer, transform=parts.transform)
+    step = TrainStep(parts.model, parts.controller, parts.optimizer, transform=parts.transform)
     batches = torch.from_numpy(parts.corpus.train[: 2 * 17].astype("int64")).view(2, 1, 17)
     batches = [batches[i % 2] for i in range(loaded.training.accumulation)]
     results = [step(batches, loaded.optim.lr) for _ in range(2)]
@@ -250,7 +250,7 @@ def test_a_scale_takes_two_steps(scale, text_file):
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
     loaded = compose(f"scale={scale}", "experiment=act_quant_stress", *data, *small)
     parts = assemble(loaded, Path("unused"), lambda _: None)
-    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer, loaded.optim.clip_norm)
+    step = TrainStep(parts.model, parts.controller, parts.optimizer, clip_norm=loaded.optim.clip_norm)
     before = parts.model.layers[0].mlp.down_proj.weight.detach().clone()
     block = torch.from_numpy(parts.corpus.train[:17].astype("int64"))[None]
     first, second = (step([block], loaded.optim.lr) for _ in range(2))
@@ -333,7 +333,7 @@ def test_a_scale_of_the_recipe_setting_takes_two_steps(scale, text_file):
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
     loaded = compose(f"scale={scale}", *data, *small)
     parts = assemble(loaded, Path("unused"), lambda _: None)
-    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer, loaded.optim.clip_norm)
+    step = TrainStep(parts.model, parts.controller, parts.optimizer, clip_norm=loaded.optim.clip_norm)
     block = torch.from_numpy(parts.corpus.train[:17].astype("int64"))[None]
     first, second = (step([block], loaded.optim.lr) for _ in range(2))
     assert not first.skipped and not second.skipped and second.loss < first.loss

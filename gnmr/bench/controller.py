@@ -96,7 +96,7 @@ def decision(setting: Setting) -> list[Figure]:
 
     nothing = nn.Parameter(torch.empty(0))
     units = [Unit(f"unit{i}", (nothing,), switch) for i in range(DECISION_UNITS)]
-    controller = build_controller(setting.config.controller, units, setting.config.training.steps)
+    controller: Controller = build_controller(setting.config.controller, units, setting.config.training.steps)
     rng = np.random.default_rng(0)
     observed = torch.ones(DECISION_UNITS, dtype=torch.bool)
     clock = clock_of(torch.device("cpu"), setting.clock)

@@ -293,8 +293,12 @@ class Controller:
         return ""
 
     @torch.no_grad()
-    def measure(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """The evidence that this controller can make of its units alone. Does not wait for the device."""
+    def measure(self, grad_scale: float = 1.0, norms: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """The evidence that this controller can make of its units alone. Does not wait for the device.
+
+        `norms`: (norm, observed) of the units' gradients where the loop took them together with those of other
+        parameters (`UnitNorms`); without effect where norms are of something else.
+        """
         if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)) or not 0 < grad_scale < math.inf:
             raise ValueError(
                 f"grad_scale={grad_scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
@@ -303,12 +307,8 @@ class Controller:
             raise ValueError(
                 f"the model is on {here} by now, its controller on {self._device}: move it before attaching"
             )
-        norm, observed = self.norms()
-        return {"norm": norm / grad_scale, "observed": observed} | self.measure_more(grad_scale)
-
-    def measure_more(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """The same without the norms, which a loop may have already: what is needed of micro-batches and weights."""
-        found = {}
+        norm, observed = self.norms() if norms is None or not isinstance(self.norms, UnitNorms) else norms
+        found = {"norm": norm / grad_scale, "observed": observed}
         if self._micro is not None:
             found["micro_square"] = self._micro.take() / grad_scale**2
         if "weight_std" in self.needs:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gnmr.controller import Controller
+from gnmr.attachment import AttachedController
 from gnmr.disk import no_link, sha256, sync_folder
 from gnmr.errors import RunFailed, UserError, writing
 from gnmr.paths import Plan
@@ -83,12 +83,11 @@ class Checkpointer:
         keep: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        controller: Controller,
-        plan: Plan,
+        controller: AttachedController,
         extras: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.folder, self.owner, self.keep = folder, owner, keep
-        self._model, self._optimizer, self._controller, self._plan = model, optimizer, controller, plan
+        self._model, self._optimizer, self._controller = model, optimizer, controller
         self._extras = dict(extras or {})
         self._options = _trained(model)
         self._whole: _Meta | None = None  # the one that `newest` found
@@ -99,8 +98,8 @@ class Checkpointer:
             "model": get_model_state_dict(self._model, options=self._options),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             # Names and the step count are the host's; they go to meta.json.
-            "controller": {k: v for k, v in controller.items() if k not in ("units", "t")},
-            "plan": self._plan.state_dict(),
+            "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "plan")},
+            "plan": controller["plan"],
             "rng": {"cpu": torch.get_rng_state()},
             "extras": {name: extra.state_dict() for name, extra in self._extras.items()},
         }
@@ -206,8 +205,7 @@ class Checkpointer:
             _read(path, meta, state)
             set_model_state_dict(self._model, state["model"], options=self._options)
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-            self._controller.load_state_dict({**state["controller"], "units": units, "t": step})
-            self._plan.load_state_dict(state["plan"])
+            self._controller.load_state_dict({**state["controller"], "plan": state["plan"], "units": units, "t": step})
             for name, extra in self._extras.items():
                 extra.load_state_dict(state["extras"][name])
             torch.set_rng_state(state["rng"]["cpu"])

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr import models
-from gnmr.attachment import norms_of, units_of
+from gnmr.attachment import AttachedController, norms_of, units_of
 from gnmr.config import Config
-from gnmr.controller import Controller
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data import (
     PackedBlocks,
@@ -55,7 +54,7 @@ class Parts:
     device: torch.device
     model: nn.Module
     plan: Plan
-    controller: Controller
+    controller: AttachedController
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
@@ -158,7 +157,7 @@ def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
         return
 
 
-def _controller(config: Config, model: nn.Module, plan: Plan) -> Controller:
+def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedController:
     """The controller of conf/controller. UserError for one that this run cannot have, and what its step cannot show."""
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
@@ -169,10 +168,13 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> Controller:
     try:
         units = units_of(plan, model, observe)
         norms = norms_of(model, units, observe)
-        controller = build_controller(config.controller, units, training.steps, training.seed, record, norms)
+        controller = build_controller(
+            config.controller, units, training.steps, training.seed, record, norms, AttachedController
+        )
     except ValueError as error:
         raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)
+    controller.attach_plan(plan, model, observe, config.paths.probe_tokens)
     try:
         monitored(model, controller, config.records.monitor)
     except ValueError as error:
@@ -344,15 +346,13 @@ def train_step(parts: Parts) -> TrainStep:
     config = parts.config
     return TrainStep(
         parts.model,
-        parts.plan,
         parts.controller,
         parts.optimizer,
-        config.optim.clip_norm,
+        clip_norm=config.optim.clip_norm,
         measure_saved=not config.training.activation_checkpointing
         and parts.plan.shared.engine is None
         and not parts.plan.in_graphs,
         transform=parts.transform,
-        probe_tokens=config.paths.probe_tokens,
         monitor=config.records.monitor,
     )
 

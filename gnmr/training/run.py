@@ -95,7 +95,7 @@ def _skip(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 def _checkpointer(parts: Parts) -> Checkpointer:
     keep = parts.config.training.keep_checkpoints
-    what = parts.model, parts.optimizer, parts.controller, parts.plan, _extras(parts)
+    what = parts.model, parts.optimizer, parts.controller, _extras(parts)
     return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what)
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.controller import Controller, Decision, OutputGradients
-from gnmr.controller.evidence import PATH_EVIDENCE, UpdateNorms, spike_share
+from gnmr.attachment import AttachedController
+from gnmr.controller import Controller, Decision
+from gnmr.controller.evidence import UpdateNorms, spike_share
 from gnmr.controller.norms import UnitNorms, gradient_norms
 from gnmr.data.batch import Batch, model_inputs
 from gnmr.models import Decoder
@@ -103,36 +104,30 @@ def monitored(model: nn.Module, controller: Controller, patterns: Sequence[str])
 
 
 class TrainStep:
-    """The fixed parts of a step: model, plan, controller, optimizer. Calling it takes one step."""
+    """The fixed parts of a step: model, controller, optimizer. Calling it takes one step."""
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
-        controller: Controller,
+        controller: AttachedController,
         optimizer: torch.optim.Optimizer,
+        *,
         clip_norm: float | None = None,
         measure_saved: bool = True,
         transform: Transform | None = None,
-        probe_tokens: int = 1,
         monitor: Sequence[str] = (),
     ) -> None:
         """`monitor`: patterns of modules outside of the units whose norms every result shall hold."""
-        self.model, self.plan, self.controller, self.optimizer = model, plan, controller, optimizer
+        self.model, self.controller, self.optimizer = model, controller, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
-        needs = controller.needs
-        measured = [name for name in needs if name in PATH_EVIDENCE]
-        self._probe = plan.probe(measured, probe_tokens) if measured else None
-        self._updates = UpdateNorms(controller.units) if "update_norm" in needs else None
+        self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._devices = [p.device for p in self.parameters[:1] if p.is_cuda]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
         # The units first, then every other parameter by itself: all norms of a step in one batched call.
         groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
         names = controller.names + [name.removesuffix(".weight") for name, _ in others]
         self._norms = UnitNorms(groups)
-        self._outputs = controller.norms if isinstance(controller.norms, OutputGradients) else None
         place = {id(p): len(controller.units) + i for i, (_, p) in enumerate(others)}
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
@@ -148,19 +143,16 @@ class TrainStep:
         The gradient is that of the mean over all targets of the step. Waits for the device once.
         """
         controller, step = self.controller, self.controller.t + 1
-        self.plan.begin_step(step)
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
-            evidence["true_gap"] = self._true_gap(micro_batches)
+            evidence["true_gap"] = controller.true_gap(lambda: self._passes(micro_batches))
         loss, statistics, saved, predicted = self._backward(micro_batches)
-        saturation = {operand: counts.sum(dim=0) for operand, counts in self.plan.saturation().items()}
-        self.plan.end_step()
-
+        saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         norms, present = self._norms()
         num_units = len(controller.units)
-        norm, observed = (norms[:num_units], present[:num_units]) if self._outputs is None else self._outputs()
-        evidence |= {"norm": norm, "observed": observed} | controller.measure_more()
-        evidence |= self._measured()
+        evidence |= controller.measure(norms=(norms[:num_units], present[:num_units]))
+        if "spike_share" in controller.needs:
+            evidence["spike_share"] = spike_share(controller.units, self.optimizer)
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
 
@@ -218,18 +210,15 @@ class TrainStep:
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
         saved = predicted = None
-        if self._probe is not None:
-            self._probe.reset()
-            self._probe.enabled = self.controller.reads_next()
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
         for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
             loss = loss_of(self.model, block)
             if self.measure_saved:
-                saved = max(saved or 0, self.plan.saved_bytes())
-                predicted = max(predicted or 0, self.plan.predicted_bytes())
+                saved = max(saved or 0, self.controller.plan.saved_bytes())
+                predicted = max(predicted or 0, self.controller.plan.predicted_bytes())
             for name, value in statistics_of(self.model).items():
-                share = value.double() / len(micro_batches)
-                statistics[name] = statistics[name] + share if name in statistics else share
+                part = value.double() / len(micro_batches)
+                statistics[name] = statistics[name] + part if name in statistics else part
             (objective_of(self.model, loss) / divisor).backward()
             self.controller.micro_step(1 / divisor if packed else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
@@ -237,48 +226,10 @@ class TrainStep:
         assert total is not None, "a step needs at least one micro-batch"
         return total / len(micro_batches), statistics, saved, predicted
 
-    def _measured(self) -> dict[str, Tensor]:
-        """Evidence of the paths and the optimizer, where it is needed."""
-        found = {} if self._probe is None else self._probe.read()
-        if "spike_share" in self.controller.needs:
-            found["spike_share"] = spike_share(self.controller.units, self.optimizer)
-        return found
-
-    def _true_gap(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
-        """Both paths on this step's batch (corollary 1's gaps), (U,). Two more forward and backward passes.
-
-        The paths in force and the generator of stochastic rounding are afterwards as they were.
-        """
-        plan, units = self.plan, self.controller.units
-        if self._probe is not None:
-            self._probe.enabled = False  # until `_backward` decides anew
-        gradients: list[list[list[Tensor]]] = []
-        if self._outputs is not None:
-            self._outputs.enabled = False
-        for recovering in (False, True):
-            # Dropout draws in each of them what the step will draw.
-            with plan.no_side_effects(), torch.random.fork_rng(self._devices):
-                for operator in plan.operators:
-                    operator.switch(recovering)
-                for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
-                    (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
-            # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
-            gradients.append(
-                [
-                    [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in u.parameters]
-                    for u in units
-                ]
-            )
-            self.optimizer.zero_grad(set_to_none=True)
-        if self._outputs is not None:
-            self._outputs.enabled = True
-        nothing = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        return torch.stack(
-            [
-                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
-                for low, high in zip(*gradients, strict=True)
-            ]
-        )
+    def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> None:
+        """The forward and backward passes alone."""
+        for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
+            (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
 
     def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""

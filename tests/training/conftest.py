@@ -42,7 +42,7 @@ def assembled(tiny, tmp_path: Path) -> Callable[..., run_module.Parts]:
 @pytest.fixture
 def step_of() -> Callable[[run_module.Parts], TrainStep]:
     return lambda parts: TrainStep(
-        parts.model, parts.plan, parts.controller, parts.optimizer, parts.config.optim.clip_norm
+        parts.model, parts.controller, parts.optimizer, clip_norm=parts.config.optim.clip_norm
     )
 
 

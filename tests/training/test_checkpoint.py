@@ -51,9 +51,7 @@ def half_way(failed, tmp_path) -> Path:
 def checkpointer(assembled, tmp_path):
     def make(parts=None, owner: str = "a-s0", keep: int = 2) -> Checkpointer:
         parts = parts or assembled()
-        return Checkpointer(
-            tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.controller, parts.plan
-        )
+        return Checkpointer(tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.controller)
 
     return make
 

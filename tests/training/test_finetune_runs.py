@@ -114,7 +114,7 @@ def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(total, trained)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected))
-    result = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)(batches, 1e-3)
+    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
     assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
     assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
 
@@ -132,7 +132,7 @@ def test_evaluation_is_the_mean_over_all_targets(assembled) -> None:
 
 def test_a_gradient_that_is_not_finite_leaves_adapters_and_moments(assembled) -> None:
     parts = assembled("model.adapter.dropout=0.0")
-    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)
+    step = TrainStep(parts.model, parts.controller, parts.optimizer)
     blocks = training_blocks(parts.config, parts.corpus, None)
     step([blocks.next(2)], 1e-3)
     trained = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
@@ -195,7 +195,7 @@ def test_norms_of_micro_batches_with_unequal_targets_are_their_own(assembled) ->
         squares = torch.stack([g.double().square().sum() for g in own]).view(3, -1).sum(dim=1)
         expected += squares / 2
     assert num_targets(batches[0]) != num_targets(batches[1])
-    result = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)(batches, 1e-3)
+    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
     assert result.decision.evidence["micro_square"] == pytest.approx(expected.numpy(), rel=1e-4)
 
 

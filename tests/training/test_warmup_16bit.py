@@ -235,7 +235,7 @@ def test_compiled_blocks_warm_up_in_16_bits() -> None:
 
 def test_evaluation_and_rehearsals_are_what_they_were(assembled, blocks_of) -> None:
     parts = assembled(*WARM, "paths.site=forward")
-    step = TrainStep(parts.model, parts.plan, parts.controller, parts.optimizer)
+    step = TrainStep(parts.model, parts.controller, parts.optimizer)
     step([blocks_of(parts, 2)], 0.0)
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}
     with parts.plan.no_side_effects():
