@@ -35,9 +35,9 @@ def batches(parts, blocks_of) -> list[tuple[torch.Tensor, ...]]:
     "words, options",
     [
         ([], PAPERS),
-        (["controller.signal.name=gap", *RANKED], {"signal": "gap", "ranked": True}),
-        (["controller.signal.name=random", "training.seed=3"], {"signal": "random", "seed": 3}),
-        (["controller.signal.name=gsnr", *RANKED], {"signal": "gsnr", "ranked": True}),
+        (["controller.signal=gap", *RANKED], {"signal": "gap", "ranked": True}),
+        (["controller.signal=random", "training.seed=3"], {"signal": "random", "seed": 3}),
+        (["controller.signal=gsnr", *RANKED], {"signal": "gsnr", "ranked": True}),
         (
             ["controller.warmup_frac=0.5", "controller.warmup_path=16bit"],
             PAPERS | {"warmup_steps": 4, "warmup_path": "16bit"},
