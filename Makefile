@@ -48,7 +48,9 @@ test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
 test-slow: $(READY)  ## the tests that make test leaves out, a sample of the attacks among them: pytest ARGS
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow  ## every test once: make test, then make test-slow
+test-all: $(READY)  ## every test once, as CI runs them: make test with a coverage report, then make test-slow
+	$(MAKE) test ARGS="--cov $(ARGS)"
+	$(MAKE) test-slow
 
 attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
 	$(BIN)/python -m tests.attacks $(ARGS)
@@ -63,7 +65,7 @@ wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"
 
 clean:  ## remove .venv, dist/ and caches; runs/ stays
-	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv dist .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any range would bring the newest build with its gigabytes.
