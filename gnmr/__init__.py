@@ -19,6 +19,7 @@ _WHERE = {
     "GnmrSignal": "gnmr.controller",
     "TwoStage": "gnmr.controller",
     "Unit": "gnmr.controller",
+    "PathSpec": "gnmr.paths",
     "convert": "gnmr.paths",
 }
 
@@ -28,6 +29,7 @@ __all__ = [
     "Controller",
     "Decision",
     "GnmrSignal",
+    "PathSpec",
     "TwoStage",
     "Unit",
     "__version__",
@@ -38,7 +40,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
     from gnmr.controller import Context, Controller, Decision, GnmrSignal, TwoStage, Unit
-    from gnmr.paths import convert
+    from gnmr.paths import PathSpec, convert
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals import SIGNALS
 from gnmr.controller.signals.base import whole
-from gnmr.paths import Plan, Recipe, convert
+from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.plan import nominal_bits
 from gnmr.paths.probe import Probe
 from gnmr.paths.units import PathUnit
@@ -321,7 +321,7 @@ def attach(
         low, recovery: two formats ("int4", "e4m3", "bf16"), which compress what the linears save for the backward pass
             and leave the forward pass as it is; or two recipes ("fp8_hybrid", "llm_int8", "bf16"), which compute in low
             precision.
-        targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.convert`.
+        targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.PathSpec`.
         max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
         warmup_path: what units are on in the warm-up: the `recovery` path, or `16bit`, whatever the recovery path is.
         alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
@@ -353,22 +353,20 @@ def attach(
     options = _with_thresholds(signal, options or {}, {"alpha": alpha, "beta": beta, "delta": delta})
     whole(probe_tokens, "probe_tokens")
     whole(seed, "seed", 0)
-    plan = convert(
-        model,
+    spec = PathSpec.of(
         low,
         recovery,
-        targets,
-        site,
-        rounding,
-        seed,
-        recovers,
-        unit,
-        backend,
-        weights,
-        outlier_threshold,
-        store=False,
-        shown=False,
+        targets=targets,
+        site=site,
+        rounding=rounding,
+        recovers=recovers,
+        unit=unit,
+        backend=backend,
+        weights=weights,
+        outlier_threshold=outlier_threshold,
+        probe_tokens=probe_tokens,
     )
+    plan = convert(model, spec, seed=seed, store=False, shown=False)
     norms = None
     try:
         if plan.without_effect:

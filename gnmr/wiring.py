@@ -11,28 +11,13 @@ from torch import nn
 from gnmr.config import THRESHOLDS, ControllerConfig, PathsConfig
 from gnmr.controller import Context, Controller, OutputGradients, Signal, Threshold, TwoStage, Unit, build_signal
 from gnmr.errors import UserError
-from gnmr.paths import Plan, Recipe, convert
+from gnmr.paths import Plan, convert
 
 
 def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
     """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
     try:
-        own = {name: Recipe.of(name, gemms) for name, gemms in paths.recipes.items()}
-        return convert(
-            model,
-            own.get(paths.low, paths.low),
-            paths.recovery if paths.recovery is None else own.get(paths.recovery, paths.recovery),
-            paths.targets,
-            paths.site,
-            paths.rounding,
-            seed,
-            paths.recovers,
-            paths.unit,
-            paths.backend,
-            paths.weights,
-            paths.outlier_threshold,
-            device,
-        )
+        return convert(model, paths, seed=seed, device=device)
     except ValueError as error:
         raise UserError(f"paths: {error}") from error
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.paths import PathLinear, convert
+from gnmr.paths import PathLinear, PathSpec, convert
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
@@ -72,7 +72,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("low", ["int4", "fp8_hybrid"])
 def test_tensor_parallelism_after_conversion_is_refused_where_it_would_compute(low: str) -> None:
     model = net()
-    convert(model, low, None, backend="auto" if low == "int4" else "simulated")
+    convert(model, PathSpec.of(low, None, backend="auto" if low == "int4" else "simulated"))
     model = parallel(model)
     with pytest.raises(ValueError, match=r"^0\.up_proj: its input or weight is a DTensor.*out of the targets$"):
         step(model)
@@ -80,7 +80,7 @@ def test_tensor_parallelism_after_conversion_is_refused_where_it_would_compute(l
 
 def test_tensor_parallelism_before_conversion_is_refused() -> None:
     model = parallel(net())
-    for make in (lambda: gnmr.attach(model), lambda: convert(model, "int4", None)):
+    for make in (lambda: gnmr.attach(model), lambda: convert(model, PathSpec.of("int4", None))):
         with pytest.raises(ValueError, match=r"^0\.up_proj has sharded parameters: its weight is a DTensor"):
             make()
         assert not any(isinstance(module, PathLinear) for module in model.modules())
@@ -92,7 +92,9 @@ def test_a_gradient_that_is_sharded_is_refused(low: str) -> None:
     from torch.distributed.tensor import DTensor
 
     model = net()[0].up_proj
-    convert(nn.Sequential(model), low, None, ["0"], backend="auto" if low == "int4" else "simulated")
+    convert(
+        nn.Sequential(model), PathSpec.of(low, None, targets=["0"], backend="auto" if low == "int4" else "simulated")
+    )
     output = model(torch.randn(4, 16))
     mesh = init_device_mesh("cpu", (1,))
     output.register_hook(lambda grad: DTensor.from_local(grad, mesh))
@@ -105,12 +107,12 @@ def test_a_gradient_that_is_sharded_is_refused(low: str) -> None:
 def test_fsdp2_gives_the_same_gradients_before_and_after_conversion(low: str, first: bool) -> None:
     how: dict[str, Any] = {"low": low, "recovery": None, "backend": "auto" if low == "int4" else "simulated"}
     alone, model = net(), net()
-    convert(alone, **how)
+    convert(alone, PathSpec.of(**how))
     if first:
-        convert(model, **how)
+        convert(model, PathSpec.of(**how))
     shard(model)
     if not first:
-        convert(model, **how)
+        convert(model, PathSpec.of(**how))
     for ours, theirs in zip(gradients(model), gradients(alone), strict=True):
         assert torch.equal(ours, theirs)
 

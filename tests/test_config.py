@@ -9,8 +9,6 @@ import pytest
 import yaml
 
 from gnmr.config import (
-    FORMATS,
-    RECIPES,
     Config,
     OptimConfig,
     OutlierConfig,
@@ -21,6 +19,7 @@ from gnmr.config import (
     to_dict,
 )
 from gnmr.errors import UserError
+from gnmr.vocabulary import FORMATS, RECIPES
 
 CONF = Path(__file__).parent.parent / "conf"
 BASES = {

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from gnmr import config, models
 from gnmr.config import compose as composing
 from gnmr.controller import Decision
-from gnmr.paths import convert
+from gnmr.paths import PathSpec, convert
 from gnmr.training.parts import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
@@ -275,7 +275,7 @@ def test_a_scale_is_built_whole_on_the_meta_device(scale):
     with torch.device("meta"):
         model = models.build(loaded.model, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
         tokens = torch.zeros(training.batch_size, training.seq_len, dtype=torch.int64)
-    plan = convert(model, loaded.paths.low, loaded.paths.recovery, loaded.paths.targets)
+    plan = convert(model, PathSpec.of(loaded.paths.low, loaded.paths.recovery, targets=loaded.paths.targets))
     assert len(plan.operators) == 7 * loaded.model.num_layers
     assert model(tokens).shape == (training.batch_size, training.seq_len, 32000)
     # By hand: q, k, v and gate, up share one copy; half a byte a number, and a 16-bit scale a token.
@@ -357,7 +357,7 @@ def test_a_scale_of_the_recipe_setting_is_built_whole_on_the_meta_device(scale):
     with torch.device("meta"):
         model = models.build(sizes, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
         tokens = torch.zeros(training.batch_size, training.seq_len, dtype=torch.int64)
-    plan = convert(model, loaded.paths.low, loaded.paths.recovery, loaded.paths.targets)
+    plan = convert(model, PathSpec.of(loaded.paths.low, loaded.paths.recovery, targets=loaded.paths.targets))
     assert model(tokens).shape == (training.batch_size, training.seq_len, loaded.data.vocab_size)
     # q, k, v share one copy, o has its own; gate and up share one, or every expert's up has its rows.
     hidden, mlp, k = sizes.hidden_size, sizes.intermediate_size, sizes.experts.top_k if sizes.experts.number else 1
@@ -536,6 +536,6 @@ def test_the_papers_size_has_its_units(size):
     with torch.device("meta"):
         model = models.build(loaded.model, loaded.data.vocab_size, loaded.training.seq_len)
     paths = loaded.paths
-    plan = convert(model, paths.low, paths.recovery, paths.targets, unit=paths.unit)
+    plan = convert(model, PathSpec.of(paths.low, paths.recovery, targets=paths.targets, unit=paths.unit))
     assert len(plan.units) // 4 == loaded.controller.max_o
     assert len(plan.operators) == {"recipe_3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]

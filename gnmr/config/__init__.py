@@ -2,8 +2,8 @@
 
 Hydra composes the YAML tree; these files say which keys exist, their types, and which values make sense. An unknown
 key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
-`__post_init__`, before anything is created on disk. Neither torch nor any other module of ours is imported here, but
-for recipes that a config declares itself.
+`__post_init__`, before anything is created on disk. torch is not imported here, but for recipes that a config
+declares itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gnmr.config.data import DataConfig
 from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
 from gnmr.config.old_words import is_old, translated
 from gnmr.config.optim import OptimConfig
-from gnmr.config.paths import BACKENDS, FORMATS, GEMMS, RECIPES, UNITS, WEIGHTS, PathsConfig
+from gnmr.config.paths import PathsConfig
 from gnmr.config.records import RecordsConfig, ScoresConfig
 from gnmr.config.stress import StressConfig
 from gnmr.config.training import TrainingConfig
@@ -36,13 +36,7 @@ from gnmr.errors import UserError
 from gnmr.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
 __all__ = [
-    "BACKENDS",
-    "FORMATS",
-    "GEMMS",
-    "RECIPES",
     "THRESHOLDS",
-    "UNITS",
-    "WEIGHTS",
     "AdapterConfig",
     "Config",
     "ControllerConfig",

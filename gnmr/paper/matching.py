@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gnmr.config import FORMATS, GEMMS
 from gnmr.paper import published
 from gnmr.report.arms import Arm, bits
 from gnmr.report.comparisons import Comparison, Kind
+from gnmr.vocabulary import FORMATS, GEMMS
 
 Where = dict[str, Any]
 

@@ -14,7 +14,6 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from gnmr.config import FORMATS
 from gnmr.paper import matching, published
 from gnmr.paper.matching import ACT_QUANT, FINETUNE, GNMR, MOE, PANGU, RECIPE, compared, meets, setting, size_of
 from gnmr.report.arms import Arm, bits
@@ -22,6 +21,7 @@ from gnmr.report.comparisons import Comparison, Kind
 from gnmr.report.layout import NOTHING, Table, count, measure, percent
 from gnmr.report.runs import Run
 from gnmr.report.statistics import stat
+from gnmr.vocabulary import FORMATS
 
 Figures = Sequence[str] | None
 

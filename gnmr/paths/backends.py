@@ -21,8 +21,6 @@ from torch import nn
 from gnmr.paths.kernels import int8, scaled_mm, te
 from gnmr.paths.recipes import Recipe
 
-BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
-
 
 def with_backend(
     recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device, shown: bool = True
@@ -60,9 +58,3 @@ def _missing(
         return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
     # A GPU that is elsewhere is taken to have FP8 by whoever asks for it.
     return scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='auto'"
-
-
-def check_backend(backend: str) -> None:
-    """ValueError for an unknown one."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-OPERANDS = ("input", "weight", "grad_output", "result")
+from gnmr.vocabulary import OPERANDS
 
 
 @dataclass(eq=False)

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnmr.paths.cast_stats import OPERANDS, AmaxHistory, CastStats
+from gnmr.paths.cast_stats import AmaxHistory, CastStats
 from gnmr.paths.casting import Reference, as_matrix, scaled
 from gnmr.paths.hooks import Casts, GraphLinear
 from gnmr.paths.kernels.scaled_mm import ScaledContext, ScaledLinear
 from gnmr.paths.kernels.simulated import GemmContext, SimulatedLinear, linear_backward
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import count_nonfinite
+from gnmr.vocabulary import OPERANDS
 
 
 def new_tally(device: torch.device) -> Tensor:

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from gnmr.names import listed, select
-from gnmr.paths.backends import check_backend, with_backend
-from gnmr.paths.cast_stats import OPERANDS, AmaxHistory
-from gnmr.paths.formats import FORMATS, Format
+from gnmr.names import select
+from gnmr.paths.backends import with_backend
+from gnmr.paths.cast_stats import AmaxHistory
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels import te
 from gnmr.paths.kernels.int8 import MOST_INPUTS, PER_ROW
 from gnmr.paths.linear import PathLinear
 from gnmr.paths.memory import SHARDED, is_sharded
+from gnmr.paths.pair import resolve
 from gnmr.paths.plan import Plan
-from gnmr.paths.recipes import GEMMS, KEPT, RECIPES, SCALES, ExecutionPath, Gemm, Recipe
+from gnmr.paths.recipes import KEPT, ExecutionPath, Gemm, Recipe
 from gnmr.paths.shared import SharedState
+from gnmr.paths.spec import PathSpec
 from gnmr.paths.units import check_unit, grouped, operator_names
 
-WEIGHTS = ("online", "beside", "instead")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def convert(
     model: nn.Module,
-    low: str | Recipe,
-    recovery: str | Recipe | None,
-    targets: Sequence[str] = ("*_proj",),
-    site: str = "saved",
-    rounding: str = "nearest",
+    spec: PathSpec,
+    *,
     seed: int = 0,
-    recovers: Sequence[str] = GEMMS,
-    unit: str = "operator",
-    backend: str = "auto",
-    weights: str = "online",
-    outlier_threshold: float | None = None,
     device: torch.device | None = None,
     store: bool = True,
     shown: bool = True,
@@ -52,201 +44,131 @@ def convert(
     their names is no part of the units'.
 
     Args:
-        low, recovery: two formats of the saved input (`gnmr.paths.formats.FORMATS`) or two recipes
-            (`gnmr.paths.recipes.RECIPES`), by name; bf16 is both. Or a `Recipe` of one's own (`Recipe.of`).
-            `recovery=None` makes the run static.
-        targets: patterns with `*` and `?`, matched against the end of the dotted name at a component's border:
-            `down_proj` is every layer's, `layers.2.*` is not layer 20's. Under recipes they pass over output heads and
-            the gates of experts (`gnmr.paths.recipes.KEPT`), and linears tied to an embedding.
-        site: `saved` quantizes what backward keeps; `forward` lets the forward pass read it too.
-        rounding: `nearest` or `stochastic`, the latter from a generator seeded with `seed`.
-        recovers: the GEMMs (fprop, dgrad, wgrad) that the recovery recipe takes over; the others stay in the low one.
-        unit: which operators change their path together: `operator`, `expert`, `layer` or `block`, told by their
-            names; a block by the first number in it (`gnmr.paths.units`).
-        backend: what runs a recipe: `auto`, `simulated`, `scaled_mm`, `int_mm` or `te` (`gnmr.paths.backends`).
-        weights: where the INT8 codes of the weights are that `llm_int8` multiplies: `online` (made in every forward
-            pass), `beside` or `instead` of the 16-bit weights, which must be frozen then (`gnmr.paths.kernels.int8`).
-        outlier_threshold: columns of the input with a magnitude from here on stay in 16 bits under `llm_int8`.
+        seed: of the generator of stochastic rounding.
         device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
             A model is planned on the meta device, not trained: convert it again where it gets its weights.
         store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
         shown: False where nobody is shown the plan: a warning then says what is simulated on CPUs too.
 
-    Recipes read `site=saved` and `rounding=nearest` only: they say themselves what each GEMM reads.
-
-    ValueError for an unknown format, recipe, site, rounding, GEMM, unit or backend, a format with a recipe, a pattern
-    that matches no linear, or under recipes only such as stay in 16 bits, a linear whose widths the tiles of a recipe
-    do not divide, a linear that is a subclass of `nn.Linear` (converted already, or another library's), sharded by
-    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
-    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
-    weights. Warns of a recovery path that is the low path itself, or coarser in any operand or result: fewer bits,
-    fewer significant ones, or the same format under a coarser scale (`gnmr.paths.recipes.SCALES`); of `recovers`,
-    `backend`, `weights` and `outlier_threshold` where they have no effect; and under backend=auto of recipes that a GPU
-    does not run, or nobody is shown as simulated (`gnmr.paths.backends`).
+    ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
+    16 bits, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of `nn.Linear`
+    (converted already, or another library's), sharded by anything but FSDP2's `fully_shard`, quantized, of integers or
+    complex, linears on several devices, a kind of unit that the model does not have, a backend that cannot run the
+    recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense
+    (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and under
+    backend=auto of recipes that a GPU does not run, or nobody is shown as simulated (`gnmr.paths.backends`).
     """
-    targets, recovers = listed("targets", targets), listed("recovers", recovers)
-    check_backend(backend)
-    _check_settings(weights, outlier_threshold)
-    low_path, recovery_path = resolve(low, recovery, recovers)
-    for name, value, choices in (
-        ("site", site, ("saved", "forward")),
-        ("rounding", rounding, ("nearest", "stochastic")),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: must be {' or '.join(choices)}")
-        if isinstance(low_path, Recipe) and value != choices[0]:
-            raise ValueError(
-                f"{name}={value!r}: belongs to formats; with the recipe {low_path.name} it must be {choices[0]}"
-            )
+    low, recovery = resolve(spec)
+    chosen = _chosen(model, spec, low)
+    for name, module in chosen.items():
+        _check_linear(name, module, model)
+        for path in (low, recovery):
+            if isinstance(path, Recipe):
+                _check_widths(name, module, path)
+    names = operator_names(list(chosen))
+    check_unit(names, spec.unit)
+    integer = any(isinstance(path, Recipe) and path.integer for path in (low, recovery))
+    if integer:
+        _check_weights(spec.weights, (low, recovery), chosen)
+    _warn_without_effect(spec, low, integer)
+    here, *others = {module.weight.device: None for module in chosen.values()}
+    if others:
+        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
+    if isinstance(low, Recipe):
+        low = with_backend(_with_outliers(low, spec.outlier_threshold), spec.backend, chosen, device or here, shown)
+    if isinstance(recovery, Recipe):
+        recovery = _with_outliers(recovery, spec.outlier_threshold)
+        recovery = with_backend(recovery, spec.backend, chosen, device or here, shown)
+    shared = _shared_state(model, spec, low, recovery, len(chosen), seed, here)
+    kind = Int8Linear if integer else PathLinear
+    operators = [
+        _exchanged(module, kind, name, index, low, recovery, shared)
+        for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
+    ]
+    plan = Plan(operators, grouped(operators, spec.unit), low, recovery, shared)
+    if store:
+        plan.store(spec.weights)
+    return plan
 
+
+def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, nn.Linear]:
+    """The linears that the targets name. ValueError for patterns that name none."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names, empty = select(linears, targets)
-    if empty or not targets:
+    names, empty = select(linears, spec.targets)
+    if empty:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
         raise ValueError(
             f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'} (what is no "
             "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
         )
-    if isinstance(low_path, Recipe):
-        free = _without_kept(model, linears)
-        names, empty = select(free, targets)
+    if isinstance(low, Recipe):
+        names, empty = select(_without_kept(model, linears), spec.targets)
         if empty:
             kept = sorted({name.rpartition(".")[2] for name in select(linears, empty)[0]})
             raise ValueError(
                 f"targets {empty}: recipes keep {', '.join(kept)} in 16 bits (output head and gates); name others"
             )
-    chosen = {name: linears[name] for name in names}
-    for name, module in chosen.items():
-        _check_linear(name, module, model)
-        for path in (low_path, recovery_path):
-            if isinstance(path, Recipe):
-                _check_widths(name, module, path)
+    return {name: linears[name] for name in names}
 
-    unit_names = operator_names(names)
-    check_unit(unit_names, unit)
-    integer = any(isinstance(path, Recipe) and path.integer for path in (low_path, recovery_path))
-    if integer:
-        _check_weights(weights, (low_path, recovery_path), chosen)
-    elif weights != "online" or outlier_threshold is not None:
-        unread = f"weights={weights!r}" if weights != "online" else f"outlier_threshold={outlier_threshold}"
-        warnings.warn(f"{unread}: has no effect without a recipe of integers (llm_int8)", stacklevel=2)
-    here, *others = {module.weight.device: None for module in chosen.values()}
-    if others:
-        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
-    if isinstance(low_path, Recipe):
-        low_path = with_backend(_with_outliers(low_path, outlier_threshold), backend, chosen, device or here, shown)
-    elif backend != "auto":
-        warnings.warn(f"backend={backend!r}: has no effect on formats, which are packed on any machine", stacklevel=2)
-    if isinstance(recovery_path, Recipe):
-        recovery_path = _with_outliers(recovery_path, outlier_threshold)
-        recovery_path = with_backend(recovery_path, backend, chosen, device or here, shown)
 
-    engine = te.engine_for(low_path, recovery_path)
-    generator = None
-    if rounding == "stochastic":
+def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
+    """Of settings that these paths do not read."""
+    ignored = []
+    if not integer and spec.weights != "online":
+        ignored.append(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
+    elif not integer and spec.outlier_threshold is not None:
+        ignored.append(
+            f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)"
+        )
+    if not isinstance(low, Recipe) and spec.backend != "auto":
+        ignored.append(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")
+    for line in ignored:
+        warnings.warn(line, stacklevel=3)
+
+
+def _shared_state(
+    model: nn.Module,
+    spec: PathSpec,
+    low: ExecutionPath,
+    recovery: ExecutionPath | None,
+    operators: int,
+    seed: int,
+    here: torch.device,
+) -> SharedState:
+    """What the operators, so many on the device `here`, have in common."""
+    recipes = [path for path in (low, recovery) if isinstance(path, Recipe)]
+    engine, generator, amax = te.engine_for(low, recovery), None, None
+    if spec.rounding == "stochastic":
         generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
-    amax = None
-    if isinstance(low_path, Recipe):
-        history = max(path.history for path in (low_path, recovery_path) if isinstance(path, Recipe))
-        amax = AmaxHistory(len(chosen), history, here)
+    if recipes and engine is None:
+        amax = AmaxHistory(operators, max(recipe.history for recipe in recipes), here)
     shared = SharedState(
-        quantize_forward=site == "forward",
-        generator=generator,
-        amax=amax if engine is None else None,
-        engine=engine,
-        device=here,
+        quantize_forward=spec.site == "forward", generator=generator, amax=amax, engine=engine, device=here
     )
     if engine is not None and engine.delayed:
-        engine.around(model, shared, next(p for p in (low_path, recovery_path) if isinstance(p, Recipe) and p.history))
-    operators = []
-    for index, (name, module) in enumerate(zip(unit_names, chosen.values(), strict=True)):
-        module.__class__ = Int8Linear if integer else PathLinear
-        assert isinstance(module, PathLinear)
-        module.operator_name, module.index, module.low, module.recovery = name, index, low_path, recovery_path
-        module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
-        module.in_graphs = module.tally = None
-        if isinstance(module, Int8Linear):
-            module.store("online")
-        operators.append(module)
-    plan = Plan(operators, grouped(operators, unit), low_path, recovery_path, shared)
-    if store:
-        plan.store(weights)
-    return plan
+        engine.around(model, shared, next(recipe for recipe in recipes if recipe.history))
+    return shared
 
 
-def resolve(
-    low: str | Recipe, recovery: str | Recipe | None, recovers: Sequence[str] = GEMMS
-) -> tuple[ExecutionPath, ExecutionPath | None]:
-    """The paths that these are or name, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
-
-    ValueError and warning: see `convert`.
-    """
-    given = [low] if recovery is None else [low, recovery]
-    names = [one.name if isinstance(one, Recipe) else one for one in given]
-    for one in given:
-        if isinstance(one, Recipe):
-            if one.name in FORMATS | RECIPES and (one.name not in RECIPES or one.words() != RECIPES[one.name].words()):
-                raise ValueError(f"recipe {one.name}: is not what has this name already; name it otherwise")
-        elif not isinstance(one, str) or one not in FORMATS | RECIPES:
-            raise ValueError(
-                f"{one!r} is not known: use a format ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)})"
-            )
-    unknown = [gemm for gemm in recovers if gemm not in GEMMS]
-    if unknown or not recovers:
-        raise ValueError(f"recovers={unknown or list(recovers)}: use some of {', '.join(GEMMS)}")
-    some = set(recovers) != set(GEMMS)
-    paths: list[ExecutionPath]
-    if all(one in FORMATS for one in given):
-        paths = [FORMATS[name] for name in names]
-        if some and recovery is not None:
-            warnings.warn(f"recovers={list(recovers)}: has no effect on formats, which touch wgrad alone", stacklevel=3)
-    elif all(isinstance(one, Recipe) or one in RECIPES for one in given):
-        # What runs a recipe is for `backend` to say.
-        recipes = [replace(one, backend="simulated") if isinstance(one, Recipe) else RECIPES[one] for one in given]
-        paths = [recipes[0], *(recipes[0].with_recovered(recipe, recovers) for recipe in recipes[1:])]
-    else:
-        kinds = [
-            f"{name} is a {'format' if one in FORMATS else 'recipe'}" for one, name in zip(given, names, strict=True)
-        ]
-        raise ValueError(f"{' and '.join(kinds)}: both paths must be of one kind (bf16 is of both)")
-    if recovery is None:
-        if some:
-            warnings.warn(f"recovers={list(recovers)}: has no effect without a recovery path", stacklevel=3)
-        return paths[0], None
-    low_name, recovery_name = names
-    if low == recovery:
-        warnings.warn(f"the recovery path {recovery_name} is the low path too: recovery changes nothing", stacklevel=3)
-    elif isinstance(paths[1], Recipe) and replace(paths[1], name=low_name) == paths[0]:
-        what = f"recovers={list(recovers)}: {recovery_name} has these" if some else f"{recovery_name} has all GEMMs"
-        warnings.warn(f"{what} as {low_name} has them: recovery changes nothing", stacklevel=3)
-    elif coarser := _coarser(*paths):
-        warnings.warn(
-            f"the recovery path {recovery_name} is coarser than the low path {low_name}{coarser}", stacklevel=3
-        )
-    return paths[0], paths[1]
-
-
-def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
-    """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
-    if isinstance(low, Format) and isinstance(recovery, Format):
-        if recovery.bits < low.bits:
-            return f" ({recovery.bits} bits, {low.bits})"
-        ours, theirs = recovery.significant_bits, low.significant_bits
-        return f" ({ours} significant bits, {theirs})" if ours < theirs else ""
-
-    def coarser(gemm: str, operand: str) -> bool:
-        before, after = (getattr(getattr(path, gemm), operand) for path in (low, recovery))
-        if before is None or after is None:
-            return after is not None
-        ours, theirs = after.format, before.format
-        if ours == theirs:
-            return SCALES.index(after.scale) < SCALES.index(before.scale)
-        return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
-
-    # Of GEMMs that are not recovered the casts are the low path's own.
-    places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
-    return f" in {', '.join(places)}" if places else ""
+def _exchanged(
+    module: nn.Linear,
+    kind: type[PathLinear],
+    name: str,
+    index: int,
+    low: ExecutionPath,
+    recovery: ExecutionPath | None,
+    shared: SharedState,
+) -> PathLinear:
+    """The same module, with two paths and on the low one."""
+    module.__class__ = kind
+    assert isinstance(module, PathLinear)
+    module.operator_name, module.index, module.low, module.recovery = name, index, low, recovery
+    module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
+    module.in_graphs = module.tally = None
+    if isinstance(module, Int8Linear):
+        module.store("online")
+    return module
 
 
 def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
@@ -307,15 +229,6 @@ def _with_outliers(recipe: Recipe, threshold: float | None) -> Recipe:
         return recipe
     assert recipe.fprop.input is not None
     return replace(recipe, fprop=replace(recipe.fprop, input=replace(recipe.fprop.input, outliers=threshold)))
-
-
-def _check_settings(weights: str, outlier_threshold: float | None) -> None:
-    """ValueError for values that mean nothing."""
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights!r}: use one of {', '.join(WEIGHTS)}")
-    number = isinstance(outlier_threshold, (int, float)) and not isinstance(outlier_threshold, bool)
-    if outlier_threshold is not None and not (number and outlier_threshold > 0):
-        raise ValueError(f"outlier_threshold={outlier_threshold!r}: must be above 0 (published: 6.0), or None")
 
 
 def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:

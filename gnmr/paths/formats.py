@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gnmr import vocabulary
+
 
 @dataclass(frozen=True)
 class Format:
@@ -186,21 +188,24 @@ class KeepFormat(Format):
         return 8
 
 
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        IntFormat("int2", 2, 1.0),
-        IntFormat("int3", 3, 3.0),
-        IntFormat("int4", 4, 7.0),
-        IntFormat("int8", 8, 127.0),
-        FloatFormat("e2m1", 4, 6.0, 2, 1),
-        FloatFormat("e2m3", 6, 7.5, 2, 3),
-        FloatFormat("e3m2", 6, 28.0, 3, 2),
-        FloatFormat("e4m3", 8, 448.0, 4, 3, torch.float8_e4m3fn),
-        FloatFormat("e5m2", 8, 57344.0, 5, 2, torch.float8_e5m2),
-        KeepFormat("bf16", 16, float("inf")),
-    )
-}
+_NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _format(name: str) -> Format:
+    """The format of that name (`gnmr.vocabulary.FORMATS`)."""
+    if name == "bf16":
+        return KeepFormat(name, 16, float("inf"))
+    if name.startswith("int"):
+        bits = int(name.removeprefix("int"))
+        return IntFormat(name, bits, 2.0 ** (bits - 1) - 1)
+    exponent, mantissa = map(int, name.removeprefix("e").split("m"))
+    native = _NATIVE.get(name)
+    # Without Inf and NaN every code is a number; PyTorch's own types have some.
+    largest = 2.0**2 ** (exponent - 1) * (2 - 2.0**-mantissa) if native is None else torch.finfo(native).max
+    return FloatFormat(name, 1 + exponent + mantissa, largest, exponent, mantissa, native)
+
+
+FORMATS: dict[str, Format] = {name: _format(name) for name in vocabulary.FORMATS}
 
 
 def get_format(name: str) -> Format:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.paths.cast_stats import OPERANDS
 from gnmr.paths.compiled import graph_linear, missing, new_tally
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.int8_linear import Int8Linear
@@ -25,6 +24,7 @@ from gnmr.paths.recipes import RECIPES, ExecutionPath, Recipe
 from gnmr.paths.scaling import row_bytes, scale_dtype
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
+from gnmr.vocabulary import OPERANDS
 
 
 @dataclass(eq=False)

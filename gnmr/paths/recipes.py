@@ -67,9 +67,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
+from gnmr import vocabulary
 from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
+from gnmr.vocabulary import GEMMS
 
-GEMMS = ("fprop", "dgrad", "wgrad")
 SCALES = ("delayed", "tensor", "block", "row", "tile", "mx")
 """The coarsest first."""
 TILE, MX = 128, 32
@@ -270,43 +271,12 @@ def _mapping(what: str, given: Mapping[str, Any], form: str) -> Mapping[str, Any
     return given
 
 
-def _same_everywhere(name: str, forward: str, backward: str, weight: str | None = None) -> Recipe:
-    """Operands alike in all GEMMs, results kept."""
-    weight = weight or forward
-    return Recipe(
-        name,
-        fprop=Gemm.of(input=forward, weight=weight),
-        dgrad=Gemm.of(grad_output=backward, weight=weight),
-        wgrad=Gemm.of(grad_output=backward, input=forward),
-    )
+def _recipe(name: str, words: vocabulary.Words) -> Recipe:
+    fprop, dgrad, wgrad = (Gemm.of(**words.get(gemm, {})) for gemm in GEMMS)
+    return Recipe(name, fprop, dgrad, wgrad)
 
 
-def _simulated(fmt: str) -> Recipe:
-    cast = f"{fmt}/row"
-    return Recipe(
-        f"sim_{fmt}",
-        fprop=Gemm.of(input=cast, weight=cast, result=cast),
-        dgrad=Gemm.of(grad_output=cast, weight=cast, result=cast),
-        wgrad=Gemm.of(grad_output=cast, input=cast, result=cast),
-    )
-
-
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        _same_everywhere("fp8_hybrid", "e4m3/tensor", "e5m2/tensor"),
-        _same_everywhere("fp8_delayed", "e4m3/delayed", "e5m2/delayed"),
-        _same_everywhere("fp8_delayed_1024", "e4m3/delayed/1024", "e5m2/delayed/1024"),
-        _same_everywhere("deepseek_v3", "e4m3/tile", "e4m3/tile", weight="e4m3/block"),
-        _same_everywhere("deepseek_v3_blocks", "e4m3/tile", "e4m3/block", weight="e4m3/block"),
-        _same_everywhere("mxfp8", "e4m3/mx", "e4m3/mx"),
-        *(_simulated(fmt) for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")),
-        Recipe("llm_int8", Gemm.of(input="int8/row/codes", weight="int8/row/codes")),
-        Recipe("llm_int8_dgrad", Gemm.of(input="int8/row/codes", weight="int8/row/codes"), Gemm.of(weight="int8/row")),
-        Recipe("bf16"),
-    )
-}
-
+RECIPES = {name: _recipe(name, words) for name, words in vocabulary.RECIPES.items()}
 
 KEPT = ("lm_head", "gate", "router")
 """Linears of these names are left in 16 bits by every recipe: output head and gates of experts, from the list of

@@ -99,7 +99,7 @@ def row_bytes(width: int, bits: int) -> int:
 
 def _planes(bits: int) -> tuple[int, ...]:
     """Codes whose width does not divide 8 are stored as planes that do: 3 = 2 + 1 bits, 6 = 4 + 2 bits."""
-    return {3: (2, 1), 6: (4, 2)}.get(bits, (bits,))
+    return tuple(plane for plane in (8, 4, 2, 1) if bits & plane)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.config import RECIPES
 from gnmr.report.runs import Run
 from gnmr.report.statistics import Stat, as_percent, paired, stat
+from gnmr.vocabulary import RECIPES
 
 QUANTIZER = ("paths.site", "paths.rounding", "paths.targets")
 """What a path does besides its format."""
@@ -198,7 +198,7 @@ class Arm:
 def bits(number_format: Any) -> int | None:
     """Width of a number format or a recipe by its name: int4, e2m1 and sim_e2m1 have 4 bits, bf16 has 16."""
     if number_format in RECIPES:
-        return RECIPES[number_format]
+        number_format = RECIPES[number_format].get("fprop", {}).get("input", "bf16").partition("/")[0]
     if floating := re.fullmatch(r"e(\d+)m(\d+)", str(number_format)):
         return 1 + int(floating[1]) + int(floating[2])
     plain = re.search(r"(\d+)$", str(number_format))

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from gnmr.bench import BENCHMARKS, process, recipe
 from gnmr.bench.setting import Setting
-from gnmr.config import RECIPES
 from gnmr.config.compose import compose
+from gnmr.vocabulary import RECIPES
 
 MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
 

@@ -19,7 +19,7 @@ from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
 from gnmr.evaluation import load_subject, of_run, score
 from gnmr.evaluation.harness import Harness
-from gnmr.paths import convert
+from gnmr.paths import PathSpec, convert
 from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.xdist_group("evaluation")
@@ -80,7 +80,7 @@ def test_the_low_path_is_the_runs_own(runs, corpus) -> None:
     assert low.facts["low_path"] == "sim_int4, simulated"
     with plain.serving(), low.serving():
         exact, found = nll(plain.logits, blocks), nll(low.logits, blocks)
-    convert(plain.model, "sim_int4", None)
+    convert(plain.model, PathSpec.of("sim_int4", None))
     assert found == nll(plain.logits, blocks) != exact
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gnmr.config import ExpertsConfig, ModelConfig
 from gnmr.controller.norms import UnitNorms
 from gnmr.models.moe import MoEMLP, hashed_scores
-from gnmr.paths import convert
+from gnmr.paths import PathSpec, convert
 
 
 def mixture(number: int = 6, top_k: int = 2, seed: int = 0, **options: object) -> MoEMLP:
@@ -223,7 +223,7 @@ def test_linears_of_an_expert_without_tokens_keep_nothing():
         mlp.router.weight.zero_()
         mlp.router.weight[:, :3] = torch.eye(3)
     for low in ("int4", "bf16"):
-        plan = convert(mlp, low, None)
+        plan = convert(mlp, PathSpec.of(low, None))
         for experts in ([0, 0, 1], [2, 2, 2]):
             y_BTD, _ = mlp(10 * torch.eye(16)[experts][None])
             rows = [experts.count(e) for e in range(3) for _ in ("up", "down")]
@@ -277,18 +277,18 @@ def test_convert_finds_exactly_the_eligible_linears(build):
     model = build("moe")
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     experts = [f"mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("up", "down")]
-    plan = convert(model, "int4", "int8")
+    plan = convert(model, PathSpec.of("int4", "int8"))
     assert [o.operator_name for o in plan.operators] == [
         f"layers.{i}.{n}" for i in range(2) for n in attention + experts
     ]
     plan.restore()
-    one = convert(model, "int4", "int8", ["experts.1.*"])
+    one = convert(model, PathSpec.of("int4", "int8", targets=["experts.1.*"]))
     assert [o.operator_name for o in one.operators] == [
         f"layers.{i}.mlp.experts.1.{name}_proj" for i in range(2) for name in ("up", "down")
     ]
     one.restore()
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router is a Router: only a plain nn\.Linear"):
-        convert(model, "int4", "int8", ["router"])
+        convert(model, PathSpec.of("int4", "int8", targets=["router"]))
 
 
 def test_compiled_blocks_give_the_same_gradients(build, tokens_BT):

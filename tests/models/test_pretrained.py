@@ -13,7 +13,7 @@ from gnmr.config import AdapterConfig, ModelConfig
 from gnmr.errors import UserError
 from gnmr.models import Llama, pretrained
 from gnmr.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
-from gnmr.paths import PathLinear, convert
+from gnmr.paths import PathLinear, PathSpec, convert
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(32).view(2, 16) % 61
@@ -90,7 +90,7 @@ def test_adapters_keep_32_bits_and_compute_in_16(checkpoint: Path) -> None:
 
 def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path) -> None:
     model = load_frozen(checkpoint)
-    convert(model, "sim_int8", "bf16", unit="block")
+    convert(model, PathSpec.of("sim_int8", "bf16", unit="block"))
     add_adapter(model, AdapterConfig(rank=2, dropout=0.0), seed=0)
     assert sum(isinstance(module, PathLinear) for module in model.modules()) == 14
     with torch.no_grad():

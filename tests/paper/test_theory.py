@@ -24,7 +24,7 @@ from gnmr.paper import false_triggers, recovery_gaps, theory
 from gnmr.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.paper.recovery_gaps import ESTIMATE, NORM
 from gnmr.paper.theory_tables import TableFigure
-from gnmr.paths import Plan, convert
+from gnmr.paths import PathSpec, Plan, convert
 from gnmr.training.step import loss_of
 
 MAX_O = 3
@@ -37,7 +37,7 @@ def tiny_plan(site: str = "saved", low: str = "int2", recovery: str = "int8", **
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "init_std": 0.2}
     model = models.build(ModelConfig(**sizes), 61, 16)
     model.init_weights(torch.Generator().manual_seed(0))
-    return model, convert(model, low, recovery, site=site, **more)
+    return model, convert(model, PathSpec.of(low, recovery, site=site, **more))
 
 
 def measured(model: nn.Module, plan: Plan) -> recovery_gaps.Gaps:
@@ -52,7 +52,7 @@ def gaps() -> recovery_gaps.Gaps:
 
 def test_the_gap_of_one_token_by_hand():
     linear = nn.Linear(2, 3, bias=False)
-    plan = convert(nn.Sequential(linear), "int2", "bf16", targets=["0"])
+    plan = convert(nn.Sequential(linear), PathSpec.of("int2", "bf16", targets=["0"]))
     x = torch.tensor([[0.25, 1.0]])  # int2 keeps -1, 0, 1 times the largest: (0, 1)
     found = recovery_gaps.measure(linear, plan, lambda: linear(x).sum().backward())
     # Every row of the weight gradient is x; it lacks 0.25 in each of the three. 16 bits lack nothing.
@@ -131,7 +131,7 @@ def test_an_expert_without_tokens_has_no_gap():
         ModelConfig("moe", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, experts=experts), 61, 16
     )
     model.init_weights(torch.Generator().manual_seed(0))
-    plan = convert(model, "int2", "int8", targets=["experts.*"], unit="expert")
+    plan = convert(model, PathSpec.of("int2", "int8", targets=["experts.*"], unit="expert"))
     block = torch.tensor([[3, 14, 15]])  # two targets: at most four of the 16 experts read something
     gaps = recovery_gaps.measure(model, plan, lambda: loss_of(model, block).backward())
     reached = np.flatnonzero(gaps.gap_U)

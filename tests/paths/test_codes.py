@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gnmr.paths import Fault, FaultSchedule, Plan, convert
+from gnmr.paths import Fault, FaultSchedule, PathSpec, Plan, convert
 from gnmr.paths.kernels import scaled_mm
 from gnmr.paths.kernels.scaled_mm import Codes
-from gnmr.paths.recipes import GEMMS, RECIPES, Recipe
+from gnmr.paths.recipes import RECIPES, Recipe
+from gnmr.vocabulary import GEMMS
 
 Scaling, Swizzle = F.ScalingType, F.SwizzleType
 PLAIN = F.scaled_mm
@@ -89,7 +90,9 @@ def through(
     net = nn.Sequential(nn.Linear(inputs, outputs))
     net[0].weight.data.copy_(spread(outputs, inputs, seed=1))
     net[0].bias.data.fill_(0.25)
-    plan = convert(net, low, "bf16" if recovers else None, ["0"], recovers=recovers or GEMMS, backend=backend)
+    plan = convert(
+        net, PathSpec.of(low, "bf16" if recovers else None, targets=["0"], recovers=recovers or GEMMS, backend=backend)
+    )
     plan.operators[0].switch(recovers is not None)
     probe = plan.probe(kinds["probe"]) if "probe" in kinds else None
     if "fault" in kinds:
@@ -166,7 +169,7 @@ def test_the_stand_in_refuses_scales_that_lie_otherwise() -> None:
 def test_what_is_kept_are_codes_and_the_scales_of_groups(low: str, scales: int) -> None:
     """wgrad's groups lie along the tokens: 2 of 128 or 5 of 32 of them."""
     net = nn.Sequential(nn.Linear(384, 256))
-    plan = convert(net, low, None, ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"))
     y = net(spread(130, 384, seed=2).requires_grad_())
     assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 130 * 384 + scales
 
@@ -178,7 +181,7 @@ def test_what_casts_meet_is_counted_as_in_the_simulation(low: str) -> None:
     for backend in ("scaled_mm", "simulated"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(384, 256))
-        plan = convert(net, low, None, ["0"], backend=backend)
+        plan = convert(net, PathSpec.of(low, None, targets=["0"], backend=backend))
         x = spread(130, 384, seed=2)
         x[7, 300] = float("inf")
         y = net(x.requires_grad_())
@@ -247,7 +250,7 @@ def test_what_the_device_must_have(
     net = nn.Sequential(nn.Linear(128, 128, device="meta"))
 
     def made() -> Plan:
-        return convert(net, low, None, ["0"], backend="scaled_mm", device=torch.device("cuda"))
+        return convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"), device=torch.device("cuda"))
 
     if said is None:
         assert made().low.backend == "scaled_mm"
@@ -258,7 +261,9 @@ def test_what_the_device_must_have(
 
 def test_a_plan_for_a_gpu_that_is_elsewhere() -> None:
     net = nn.Sequential(nn.Linear(128, 128, device="meta"))
-    plan = convert(net, "deepseek_v3", None, ["0"], backend="scaled_mm", device=torch.device("cuda"))
+    plan = convert(
+        net, PathSpec.of("deepseek_v3", None, targets=["0"], backend="scaled_mm"), device=torch.device("cuda")
+    )
     y = net(torch.empty(64, 128, device="meta", requires_grad=True))
     assert y.shape == (64, 128) and plan.predicted_bytes() == 64 * 128 + 128 * 4
 
@@ -274,7 +279,7 @@ def test_a_plan_for_a_gpu_that_is_elsewhere() -> None:
 def test_what_is_not_multiplied(input: str, weight: str, said: str) -> None:
     mine = Recipe.of("mine", {"fprop": {"input": input, "weight": weight}})
     with pytest.raises(ValueError, match=f"mine {said}"):
-        convert(nn.Sequential(nn.Linear(128, 128)), mine, None, ["0"], backend="scaled_mm")
+        convert(nn.Sequential(nn.Linear(128, 128)), PathSpec.of(mine, None, targets=["0"], backend="scaled_mm"))
 
 
 @pytest.mark.gpu
@@ -290,7 +295,7 @@ def test_on_hardware_it_is_the_simulation_within_rounding(low: str, capability: 
     for backend in ("scaled_mm", "simulated"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(256, 512, bias=False)).to("cuda", torch.bfloat16)
-        convert(net, low, None, ["0"], backend=backend)
+        convert(net, PathSpec.of(low, None, targets=["0"], backend=backend))
         x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = net(x)
         y.backward(torch.randn_like(y))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gnmr
 from gnmr import models
 from gnmr.config.model import ExpertsConfig, ModelConfig
-from gnmr.paths import Fault, FaultSchedule, Plan, convert
+from gnmr.paths import Fault, FaultSchedule, PathSpec, Plan, convert
 from gnmr.paths.recipes import Recipe
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def pair(
     made = []
     for _ in range(2):
         net = model(name)
-        made.append((net, convert(net, low, recovery, unit=unit)))
+        made.append((net, convert(net, PathSpec.of(low, recovery, unit=unit))))
     net, plan = made[1]
     plan.compile(net.layers, backend="aot_eager", fullgraph=fullgraph)
     return made[0], made[1]
@@ -154,7 +154,7 @@ def test_autocast_computes_as_between_the_graphs() -> None:
     found = []
     for compiles in (False, True):
         net = model(dtype=torch.float32)
-        plan = convert(net, "sim_e3m2", "fp8_hybrid", unit="block")
+        plan = convert(net, PathSpec.of("sim_e3m2", "fp8_hybrid", unit="block"))
         if compiles:
             plan.compile(net.layers, backend="aot_eager", fullgraph=True)
         with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +169,7 @@ def test_eight_bit_codes_go_into_graphs_too() -> None:
     found = []
     for compiles in (False, True):
         net = model()
-        plan = convert(net, "fp8_hybrid", "bf16", unit="block", backend="scaled_mm")
+        plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", unit="block", backend="scaled_mm"))
         if compiles:
             plan.compile(net.layers, backend="aot_eager", fullgraph=True)
         found.append(step(net, plan))
@@ -209,7 +209,7 @@ def test_what_would_make_many_graphs_or_remembers_stays_between_them(low: str, r
     found = []
     for compiles in (False, True):
         net = model()
-        plan = convert(net, low, recovery, **({"unit": "block"} | how))
+        plan = convert(net, PathSpec.of(low, recovery, **{"unit": "block"} | how))
         if compiles:
             why = plan.compile(net.layers, backend="aot_eager")
         found.append(step(net, plan))
@@ -265,7 +265,7 @@ def test_what_graphs_keep_cannot_be_read() -> None:
     with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):
         plan.saved_bytes()
     net = model()
-    plan = convert(net, "sim_e2m1", "bf16", unit="block")
+    plan = convert(net, PathSpec.of("sim_e2m1", "bf16", unit="block"))
     assert plan.compile([]) is None and not plan.in_graphs
     logits = net(tokens())
     assert logits.requires_grad and plan.saved_bytes() > 0
@@ -286,7 +286,7 @@ def test_frozen_weights_and_nothing_to_train_before_them() -> None:
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
     net.requires_grad_(False)
     net[2].requires_grad_(True)
-    plan = convert(net, "mxfp8", None, ["*"])
+    plan = convert(net, PathSpec.of("mxfp8", None, targets=["*"]))
     plan.compile([net], backend="aot_eager")
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     assert not net[:2](x).requires_grad
@@ -334,7 +334,7 @@ def test_inductor_rounds_to_the_same_values(low: str) -> None:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             net[0].weight.normal_(generator=generator)
-        plan = convert(net, low, None, ["*"])
+        plan = convert(net, PathSpec.of(low, None, targets=["*"]))
         if compiles:
             plan.compile([net], fullgraph=True)
         x = torch.randn(48, 64, generator=generator).requires_grad_()

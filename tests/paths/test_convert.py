@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gnmr.paths import PathLinear, convert
+from gnmr.paths import PathLinear, PathSpec, convert
 
 
 def net(layers: int = 3) -> nn.Module:
@@ -20,7 +20,7 @@ def net(layers: int = 3) -> nn.Module:
 
 
 def converted(model: nn.Module, *targets: str) -> list[str]:
-    plan = convert(model, "int4", "int8", targets)
+    plan = convert(model, PathSpec.of("int4", "int8", targets=targets))
     found = [name for name, module in model.named_modules() if isinstance(module, PathLinear)]
     assert found == [operator.operator_name for operator in plan.operators]
     return found
@@ -37,7 +37,7 @@ def test_patterns_end_at_component_borders() -> None:
 def test_a_pattern_that_matches_nothing_is_refused_and_nothing_is_changed(pattern: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=rf"{pattern.replace('*', '.')}.*down_proj, lm_head, up_proj"):
-        convert(model, "int4", "int8", ["down_proj", pattern])
+        convert(model, PathSpec.of("int4", "int8", targets=["down_proj", pattern]))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
@@ -45,7 +45,7 @@ def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
     model = net()
     module, parameters, calls = model["layers"][0]["up_proj"], list(model.parameters()), []
     module.register_forward_hook(lambda *_: calls.append(1))
-    convert(model, "int4", None)
+    convert(model, PathSpec.of("int4", None))
     assert model["layers"][0]["up_proj"] is module and isinstance(module, nn.Linear)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     module(torch.zeros(1, 4))
@@ -54,21 +54,21 @@ def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
 
 def test_restore_gives_plain_linears_back() -> None:
     model = net()
-    convert(model, "int4", "int8").restore()
+    convert(model, PathSpec.of("int4", "int8")).restore()
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
     assert converted(model, "*_proj"), "and they can be converted again"
 
 
 def test_what_is_refused() -> None:
     model = net()
-    convert(model, "int4", None)
+    convert(model, PathSpec.of("int4", None))
     with pytest.raises(ValueError, match=r"layers\.0\.up_proj has two paths already \(attached twice\?\)"):
-        convert(model, "int4", None)
+        convert(model, PathSpec.of("int4", None))
     for key, value in (("low", "int5"), ("recovery", "fp7"), ("site", "output"), ("rounding", "up")):
         with pytest.raises(ValueError, match=value):
-            convert(net(), **{"low": "int4", "recovery": "int8", key: value})
+            convert(net(), PathSpec.of(**{"low": "int4", "recovery": "int8", key: value}))
     with pytest.raises(ValueError, match="no linear"):
-        convert(nn.Sequential(nn.ReLU()), "int4", None)
+        convert(nn.Sequential(nn.ReLU()), PathSpec.of("int4", None))
 
 
 @pytest.mark.parametrize("shape", [(0,), (32,), (16, 4)])
@@ -79,7 +79,7 @@ def test_a_shard_is_refused_and_nothing_is_changed(shape: tuple[int, ...]) -> No
     with pytest.raises(
         ValueError, match=r"^layers\.1\.down_proj is sharded, its weight is \(.*in place of \(4, 8\): [^\n]+$"
     ):
-        convert(model, "int4", "int8")
+        convert(model, PathSpec.of("int4", "int8"))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
@@ -101,7 +101,7 @@ def test_a_weight_that_is_no_plain_number_is_refused_and_nothing_is_changed(low:
     with pytest.raises(
         ValueError, match=r"^layers\.1\.down_proj has a weight of torch\.[^\n]+: two paths need plain [^\n]+$"
     ):
-        convert(model, low, None, backend="simulated" if low == "llm_int8" else "auto")
+        convert(model, PathSpec.of(low, None, backend="simulated" if low == "llm_int8" else "auto"))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
@@ -118,8 +118,12 @@ def mixture() -> nn.Module:
 def test_recipes_pass_over_heads_and_gates(target: str) -> None:
     for low, recovery in (("sim_int4", None), ("sim_e2m1", "fp8_hybrid"), ("llm_int8", "bf16"), ("bf16", "sim_int8")):
         with warnings.catch_warnings(action="ignore"):
-            assert [o.operator_name for o in convert(mixture(), low, recovery, target).operators] == ["mlp.gate_proj"]
-    assert len(convert(mixture(), "int4", "int8", ["*"]).operators) == 5, "formats convert what they are told to"
+            assert [
+                o.operator_name for o in convert(mixture(), PathSpec.of(low, recovery, targets=target)).operators
+            ] == ["mlp.gate_proj"]
+    assert len(convert(mixture(), PathSpec.of("int4", "int8", targets=["*"])).operators) == 5, (
+        "formats convert what they are told to"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,13 +134,13 @@ def test_a_recipe_converts_no_head_or_gate_by_its_name_either(target: str, kept:
     model = mixture()
     line = f"targets ['{target}']: recipes keep {kept} in 16 bits (output head and gates); name others"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        convert(model, "sim_int4", None, ["gate_proj", target])
+        convert(model, PathSpec.of("sim_int4", None, targets=["gate_proj", target]))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
 def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_nothing() -> None:
     model = net()
-    plan = convert(model, "int4", "int8")
+    plan = convert(model, PathSpec.of("int4", "int8"))
     last = plan.operators[-1]
     expected = model["lm_head"](last(torch.ones(2, 8)))
     nn.utils.parametrizations.weight_norm(last)
@@ -150,22 +154,22 @@ def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_noth
 
 
 def test_the_plan_is_a_table_of_units_and_paths() -> None:
-    text = str(convert(net(), "int4", "int8", ["*_proj", "lm_head"]))
+    text = str(convert(net(), PathSpec.of("int4", "int8", targets=["*_proj", "lm_head"])))
     assert text.splitlines()[0].split() == ["unit", "operator", "low", "path", "recovery", "path"]
     assert "layers.*.up_proj  (3 units)" in text and "Linear 8 -> 4" in text and "lm_head" in text
     assert "int4" in text and "int8" in text
-    assert "none (static)" in str(convert(net(), "int4", None))
+    assert "none (static)" in str(convert(net(), PathSpec.of("int4", None)))
 
 
 def test_the_precision_shows_in_the_models_repr() -> None:
     model = net()
-    convert(model, "e2m1", "e4m3", ["up_proj"])
+    convert(model, PathSpec.of("e2m1", "e4m3", targets=["up_proj"]))
     assert "low=e2m1, recovery=e4m3" in repr(model)
 
 
 def test_a_static_operator_cannot_be_switched() -> None:
     model = net()
-    operator = convert(model, "int4", None).operators[0]
+    operator = convert(model, PathSpec.of("int4", None)).operators[0]
     operator.switch(False)
     with pytest.raises(AssertionError, match="no recovery path"):
         operator.switch(True)
@@ -177,7 +181,7 @@ def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     )
     model = transformers.LlamaForCausalLM(config)
-    plan = convert(model, "int4", "int8")
+    plan = convert(model, PathSpec.of("int4", "int8"))
     assert len(plan.operators) == 14
     tokens = torch.randint(0, 64, (2, 16))
     loss = model(input_ids=tokens, labels=tokens).loss

@@ -16,7 +16,7 @@ from test_simulated import BY_HAND
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.paths import FORMATS, Fault, FaultSchedule, Plan, Window, convert
+from gnmr.paths import FORMATS, Fault, FaultSchedule, PathSpec, Plan, Window, convert
 from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.casting import quantize, quantize_with_stats
 from gnmr.paths.recipes import Cast
@@ -156,7 +156,7 @@ def inputs(step: int = 0) -> Tensor:
 
 def make(low: str = "int4", recovery: str | None = "int8", **how) -> tuple[Net, Plan]:
     net = Net()
-    return net, convert(net, low, recovery, ["a", "b", "c"], **how)
+    return net, convert(net, PathSpec.of(low, recovery, targets=["a", "b", "c"], **how))
 
 
 def gradients(net: nn.Module, step: int = 0) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ def test_only_the_low_path_of_the_target_in_its_window_is_hit(low: str, kind: st
 def test_the_weight_gradient_reads_the_broken_copy_and_the_forward_pass_with_site_forward() -> None:
     for site in ("saved", "forward"):
         net = nn.Sequential(nn.Linear(4, 1, bias=False))
-        plan = convert(net, "int4", None, ["0"], site=site)
+        plan = convert(net, PathSpec.of("int4", None, targets=["0"], site=site))
         with torch.no_grad():
             net[0].weight.fill_(1.0)
         armed(plan, "scale_up", ("0",))
@@ -284,7 +284,7 @@ def test_a_recomputed_forward_pass_meets_the_same_fault(how: dict, kind: str, re
 def test_a_stale_scale_is_that_of_the_steps_before() -> None:
     """Magnitudes 2, 4, 16, 1, 1, 1, history 2: the scale of steps 4 and 5 is 16 / 7, of step 6 1 / 7."""
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
-    plan = convert(net, "int4", "int8", ["0"])
+    plan = convert(net, PathSpec.of("int4", "int8", targets=["0"]))
     schedule = FaultSchedule(plan, Fault("stale_scale", 1.0, history=2), ["0"], 6, windows=[(1, 1), (4, 3)])
     scales = {}
     for step, size in enumerate((2.0, 4.0, 16.0, 1.0, 1.0, 1.0), start=1):
@@ -301,7 +301,9 @@ def test_a_stale_scale_is_that_of_the_steps_before() -> None:
 
 def test_a_bad_step_does_not_spoil_the_history() -> None:
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
-    schedule = FaultSchedule(convert(net, "int4", None, ["0"]), Fault("stale_scale"), ["0"], 9, windows=[(3, 1)])
+    schedule = FaultSchedule(
+        convert(net, PathSpec.of("int4", None, targets=["0"])), Fault("stale_scale"), ["0"], 9, windows=[(3, 1)]
+    )
     for step, value in enumerate((2.0, math.nan, 8.0), start=1):
         schedule.begin_step(step)
         y = net(torch.full((1, 4), value))
@@ -418,7 +420,7 @@ def test_the_presets_hit_some_units_a_few_times(file: Path) -> None:
     if preset["kind"] == "none":
         return
     net = nn.ModuleDict({f"layers_{i}": nn.ModuleList(nn.Linear(1, 1) for _ in range(7)) for i in range(4)})
-    plan = convert(net, "int4", "int8", ["*"])
+    plan = convert(net, PathSpec.of("int4", "int8", targets=["*"]))
     fault = Fault(preset["kind"], preset["magnitude"], preset["share"], preset["history"])
     when = {key: preset[key] for key in ("windows", "rate", "duration")}
     for steps in (300, 1000):
@@ -556,7 +558,7 @@ def readers(low: str, recovery: str | None = "bf16", **how) -> tuple[nn.ModuleDi
     """a and b read one tensor, both without bias."""
     torch.manual_seed(0)
     net = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in "ab"})
-    return net, convert(net, low, recovery, ["a", "b"], **how)
+    return net, convert(net, PathSpec.of(low, recovery, targets=["a", "b"], **how))
 
 
 def outcome(net: nn.ModuleDict, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -639,7 +641,7 @@ def test_codes_are_hit_as_their_simulation(kind: str, low: str, share: float) ->
     for backend in ("scaled_mm", "simulated"):
         net = nn.ModuleDict({"a": nn.Linear(32, 48, bias=False)})
         net["a"].weight.data.copy_(W)
-        plan = convert(net, low, "bf16", ["a"], backend=backend)
+        plan = convert(net, PathSpec.of(low, "bf16", targets=["a"], backend=backend))
         sound = outcome(net, x, DY)
         armed(plan, kind, share=share, magnitude=4096.0 if kind == "scale_up" else 4.0)
         found.append([*outcome(net, x, DY), plan.saturation()["input"]])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.paths import FORMATS, PathLinear, Plan, convert
+from gnmr.paths import FORMATS, PathLinear, PathSpec, Plan, convert
 from gnmr.paths.scaling import compress, decompress
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
@@ -56,7 +56,7 @@ def single(name: str, bias: bool, dtype: torch.dtype, site: str = "saved") -> tu
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, 16, bias=bias)).to(dtype)
     low = copy.deepcopy(plain)
-    convert(low, name, None, targets=["0"], site=site)
+    convert(low, PathSpec.of(name, None, targets=["0"], site=site))
     return plain[0], low[0]
 
 
@@ -102,7 +102,7 @@ def test_site_forward_reads_the_quantized_input_in_the_forward_pass_too(name: st
 def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
     plain = model(bias, dtype)
     kept = copy.deepcopy(plain)
-    convert(kept, "bf16", None)
+    convert(kept, PathSpec.of("bf16", None))
     for ours, theirs in zip(gradients(kept, inputs(dtype)), gradients(plain, inputs(dtype)), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -110,8 +110,8 @@ def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dty
 def test_off_is_off_under_autocast() -> None:
     plain = model(True)
     kept, low = copy.deepcopy(plain), copy.deepcopy(plain)
-    convert(kept, "bf16", None)
-    convert(low, "int8", None)
+    convert(kept, PathSpec.of("bf16", None))
+    convert(low, PathSpec.of("int8", None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = gradients(plain, inputs())
         for ours, theirs in zip(gradients(kept, inputs()), expected, strict=True):
@@ -123,7 +123,7 @@ def test_off_is_off_under_autocast() -> None:
 def test_autocast_leaves_float64_alone() -> None:
     plain = model(True, torch.float64)
     kept = copy.deepcopy(plain)
-    convert(kept, "bf16", None)
+    convert(kept, PathSpec.of("bf16", None))
     x = inputs(torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = plain(x)
@@ -144,7 +144,7 @@ def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measured_bytes_are_those_of_the_memory_model(name: str, dtype: torch.dtype) -> None:
     net = model(dtype=dtype)
-    plan = convert(net, name, None)
+    plan = convert(net, PathSpec.of(name, None))
     scale = 2 if dtype == torch.bfloat16 else 4
     per_row = WIDTH * dtype.itemsize if name == "bf16" else WIDTH * FORMATS[name].bits // 8 + scale
     copies = 4 * 2  # a block's q/k/v, o, gate/up and down inputs; two blocks
@@ -170,14 +170,15 @@ def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
 
     nets = [model(dtype=torch.bfloat16) for _ in range(2)]
     (high, high_plan), (low, low_plan) = (
-        graph_bytes(net, convert(net, name, None)) for net, name in zip(nets, ("bf16", "int4"), strict=True)
+        graph_bytes(net, convert(net, PathSpec.of(name, None)))
+        for net, name in zip(nets, ("bf16", "int4"), strict=True)
     )
     assert high - low == high_plan - low_plan > 0
 
 
 def test_readers_of_one_tensor_share_a_copy_only_on_the_same_path() -> None:
     net = model(dtype=torch.bfloat16)
-    plan = convert(net, "int4", "int8")
+    plan = convert(net, PathSpec.of("int4", "int8"))
     low = kept_bytes(net, plan, torch.bfloat16)
     low_copy, high_copy = ROWS * (WIDTH // 2 + 2), ROWS * (WIDTH + 2)
     assert low == 8 * low_copy
@@ -192,7 +193,7 @@ def test_readers_of_one_tensor_share_a_copy_only_on_the_same_path() -> None:
 
 def test_extra_bytes_follow_the_papers_equations() -> None:
     net = model(dtype=torch.bfloat16)
-    plan = convert(net, "int4", "int8")
+    plan = convert(net, PathSpec.of("int4", "int8"))
     before = kept_bytes(net, plan, torch.bfloat16)
     net[0].o_proj.switch(True)  # its input is its own: nothing is shared, the scale stays
     extra = kept_bytes(net, plan, torch.bfloat16) - before
@@ -203,7 +204,7 @@ def test_extra_bytes_follow_the_papers_equations() -> None:
 
 def test_one_tensor_changed_in_place_is_compressed_again() -> None:
     net = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
-    plan = convert(net, "int4", None, targets=["a", "b"])
+    plan = convert(net, PathSpec.of("int4", None, targets=["a", "b"]))
     x = torch.randn(4, 8)
     first = net["a"](x)
     x.mul_(3)
@@ -242,7 +243,7 @@ def refilled(how: str) -> tuple[Tensor, Callable[[float], None]]:
 @pytest.mark.parametrize("low", ["int8", "llm_int8", "fp8_hybrid"])
 def test_a_buffer_that_is_refilled_is_cast_anew_in_each_pass(low: str, how: str) -> None:
     net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
-    convert(net, low, None, targets=["a", "b"], backend=backend(low))
+    convert(net, PathSpec.of(low, None, targets=["a", "b"], backend=backend(low)))
     x, fill = refilled(how)
     total, of_ones = torch.zeros(8, 32), [net[name](torch.ones(4, 32)) for name in "ab"]
     for value in (1.0, 3.0):  # two micro-batches of one step
@@ -263,7 +264,7 @@ def test_a_buffer_that_is_refilled_is_cast_anew_in_each_pass(low: str, how: str)
 def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
     """So its readers share nothing; the memory model knows."""
     net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
-    plan = convert(net, low, None, targets=["a", "b"], backend=backend(low))
+    plan = convert(net, PathSpec.of(low, None, targets=["a", "b"], backend=backend(low)))
     x, fill = refilled("array")
     ones = net["b"](torch.ones(4, 32)).detach()
     first = net["a"](x)
@@ -281,7 +282,9 @@ def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
 def test_what_was_cast_of_a_tensor_goes_with_it(low: str) -> None:
     """Nobody calls `end_step` while a model answers."""
     net = nn.Sequential(nn.Linear(32, 8))
-    plan = convert(net, low, None, targets=["0"], site="forward" if low == "int8" else "saved", backend=backend(low))
+    plan = convert(
+        net, PathSpec.of(low, None, targets=["0"], site="forward" if low == "int8" else "saved", backend=backend(low))
+    )
     with torch.no_grad():
         x = torch.ones(4, 32)
         net(x)
@@ -294,7 +297,7 @@ def test_what_was_cast_of_a_tensor_goes_with_it(low: str) -> None:
 @pytest.mark.parametrize("low", ["bf16", "llm_int8", "int4"])
 def test_views_of_one_storage_count_once_where_they_are_kept_as_they_are(low: str) -> None:
     net = nn.ModuleDict({name: nn.Linear(16, 8) for name in "abc"} | {"part": nn.Linear(8, 8)})
-    plan = convert(net, low, None, targets=["a", "b", "c", "part"], backend=backend(low))
+    plan = convert(net, PathSpec.of(low, None, targets=["a", "b", "c", "part"], backend=backend(low)))
     x = torch.randn(2, 3, 16, requires_grad=True) * 1
     outputs = [net["a"](x), net["b"](x.view(6, 16)), net["c"](x.clone()), net["part"](x[..., :8])]
     assert plan.saved_bytes() == plan.predicted_bytes()
@@ -317,7 +320,7 @@ def test_a_nonfinite_input_reaches_the_weight_gradient(bad: float) -> None:
 
 def test_a_frozen_weight_keeps_nothing() -> None:
     net = model()
-    plan = convert(net, "int4", None)
+    plan = convert(net, PathSpec.of("int4", None))
     for operator in plan.operators:
         operator.weight.requires_grad_(False)
     x = inputs().requires_grad_()
@@ -328,7 +331,7 @@ def test_a_frozen_weight_keeps_nothing() -> None:
 def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
     plain = model()
     net = copy.deepcopy(plain)
-    plan = convert(net, "int2", None, site="forward")
+    plan = convert(net, PathSpec.of("int2", None, site="forward"))
     with torch.no_grad():
         assert not torch.equal(net(inputs()), plain(inputs()))
         with plan.high_precision():
@@ -339,7 +342,7 @@ def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
     net = model()
-    convert(net, "int4", "int8")
+    convert(net, PathSpec.of("int4", "int8"))
     expected = gradients(net, inputs())
 
     class Checkpointed(nn.Module):
@@ -358,7 +361,7 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> N
 
 def test_a_forward_pass_that_would_differ_when_recomputed_is_refused() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
-    convert(net, "int4", None, targets=["?"], site="forward", rounding="stochastic")
+    convert(net, PathSpec.of("int4", None, targets=["?"], site="forward", rounding="stochastic"))
     output = checkpoint(net, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
     with pytest.raises(RuntimeError, match="recomputes differs from the first; use rounding='nearest'"):
         output.sum().backward()
@@ -368,7 +371,7 @@ def test_a_forward_pass_that_would_differ_when_recomputed_is_refused() -> None:
 def test_predicted_bytes_under_autocast(low: str) -> None:
     """Of weights in float32, as Trainers have them."""
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    plan = convert(net, low, None, targets=["?"])
+    plan = convert(net, PathSpec.of(low, None, targets=["?"]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = net(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
     assert plan.saved_bytes() == plan.predicted_bytes() > 0
@@ -378,7 +381,7 @@ def test_predicted_bytes_under_autocast(low: str) -> None:
 @pytest.mark.parametrize("low", ["int4", "mxfp8"])
 def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(32, 32))
-    plan = convert(net, low, None, targets=["?"])
+    plan = convert(net, PathSpec.of(low, None, targets=["?"]))
     monkeypatch.setattr("gnmr.paths.kernels.simulated.quantize_with_stats", None)
     monkeypatch.setattr("gnmr.paths.reads.compress", None)
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
@@ -388,7 +391,7 @@ def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest
 
 def test_a_state_of_another_site_or_backend_is_refused() -> None:
     def plan(low: str, **how: str) -> Plan:
-        return convert(nn.Sequential(nn.Linear(32, 32)), low, None, targets="?", **how)
+        return convert(nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", **how))
 
     for one, other in (
         (plan("int4"), plan("int4", site="forward")),
@@ -401,7 +404,7 @@ def test_a_state_of_another_site_or_backend_is_refused() -> None:
 def test_a_model_that_moved_to_another_device_is_told() -> None:
     for how in ({"low": "fp8_hybrid", "backend": "simulated"}, {"low": "int4", "rounding": "stochastic"}):
         net = nn.Sequential(nn.Linear(32, 32))
-        convert(net, recovery=None, targets="?", **how)
+        convert(net, PathSpec.of(recovery=None, targets="?", **how))
         net.to("meta")
         with pytest.raises(ValueError, match=r"^0 is on meta and was given its paths on cpu: move the model first"):
             net(torch.ones(2, 32, device="meta"))
@@ -410,7 +413,9 @@ def test_a_model_that_moved_to_another_device_is_told() -> None:
 @pytest.mark.parametrize("low", ["int4", "fp8_delayed"])
 def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
     rounding = "stochastic" if low == "int4" else "nearest"
-    plan = convert(nn.Sequential(nn.Linear(32, 32)), low, None, "?", rounding=rounding, backend=backend(low))
+    plan = convert(
+        nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", rounding=rounding, backend=backend(low))
+    )
     name = "generator" if low == "int4" else "largest"
     before, good = plan.state_dict(), plan.state_dict()
     bad: list[object] = [None, 3, torch.zeros(3, dtype=torch.uint8), "x"]
@@ -428,14 +433,14 @@ def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
 def test_linears_on_several_devices_are_refused() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
     with pytest.raises(ValueError, match=r"linears on several devices \(cpu, meta\)"):
-        convert(net, "int4", None, targets=["?"])
+        convert(net, PathSpec.of("int4", None, targets=["?"]))
     assert type(net[0]) is nn.Linear
 
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
     net = model()
-    plan = convert(net, "int4", "int8")
+    plan = convert(net, PathSpec.of("int4", "int8"))
     expected = gradients(net, inputs())
     torch._dynamo.reset()
     for block in net:
@@ -451,12 +456,12 @@ def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_
 
 def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
     net = model()
-    plan = convert(net, "int4", None, rounding="stochastic", seed=5)
+    plan = convert(net, PathSpec.of("int4", None, rounding="stochastic"), seed=5)
     gradients(net, inputs())
     state = plan.state_dict()
     expected = gradients(net, inputs())
     other = model()
-    other_plan = convert(other, "int4", None, rounding="stochastic", seed=6)
+    other_plan = convert(other, PathSpec.of("int4", None, rounding="stochastic"), seed=6)
     other_plan.load_state_dict(state)
     for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -467,7 +472,7 @@ def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> Non
     """Fused optimizers change parameters without a new version number."""
     latent = nn.Parameter(torch.randn(6, 8))
     net = nn.Sequential(nn.Linear(8, 8))
-    convert(net, "int8", None, targets=["0"])
+    convert(net, PathSpec.of("int8", None, targets=["0"]))
     optimizer = torch.optim.AdamW([latent], lr=0.5, fused=True)
     for _ in range(3):
         net.zero_grad()
@@ -480,7 +485,7 @@ def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> Non
 
 def test_a_converted_model_can_be_pickled_and_copied_after_a_step() -> None:
     net = model()
-    convert(net, "int4", "int8")
+    convert(net, PathSpec.of("int4", "int8"))
     expected = gradients(net, inputs())
     for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
@@ -489,9 +494,9 @@ def test_a_converted_model_can_be_pickled_and_copied_after_a_step() -> None:
 
 def test_inference_tensors_and_the_meta_device_are_fine() -> None:
     net = model()
-    convert(net, "int4", None, site="forward")
+    convert(net, PathSpec.of("int4", None, site="forward"))
     with torch.inference_mode():
         assert net(inputs()).shape == (2, 24, WIDTH)
     meta = model().to("meta")
-    convert(meta, "int4", "int8")
+    convert(meta, PathSpec.of("int4", "int8"))
     assert meta(inputs().to("meta")).device.type == "meta"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.paths import FORMATS, STATISTICS, PathLinear, Plan, convert
+from gnmr.paths import FORMATS, STATISTICS, PathLinear, PathSpec, Plan, convert
 from gnmr.paths.kernels import simulated
 from gnmr.paths.scaling import compress, decompress
 
@@ -40,7 +40,7 @@ def make(
     low: str = "int4", recovery: str | None = "int8", dtype: torch.dtype = torch.float32, out: int = OUT, **how
 ) -> tuple:
     net = Net(dtype, out)
-    return net, convert(net, low, recovery, NAMES, **how)
+    return net, convert(net, PathSpec.of(low, recovery, targets=NAMES, **how))
 
 
 def inputs(seed: int = 1, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,7 +83,7 @@ def exact_gap(grad: Tensor, low: Tensor, recovery: Tensor) -> float:
 def test_the_exact_gap_by_hand() -> None:
     """int2 of (1, 0.4) and (1, -0.4) is (1, 0): errors of opposite sign, which cancel where both tokens pull alike."""
     net = nn.Sequential(nn.Linear(2, 1, bias=False))
-    plan = convert(net, "int2", "bf16", ["0"])
+    plan = convert(net, PathSpec.of("int2", "bf16", targets=["0"]))
     for pull, pairs in ((3.0, 0.0), (-3.0, 4 * 9 * 0.16)):
         probe = plan.probe(["gap_low", "gap_exact"])
         y = net(torch.tensor([[1.0, 0.4], [1.0, -0.4]]))
@@ -123,7 +123,7 @@ def test_every_statistic_is_what_it_says_on_either_path(low, recovery, site, dty
 def test_by_hand() -> None:
     """int2 of (1, 0.4, -0.6, 0): scale 1, so (1, 0, -1, 0): error 0.16 + 0.16; of (0, 0, 0, 0): nothing."""
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
-    plan = convert(net, "int2", None, ["0"])
+    plan = convert(net, PathSpec.of("int2", None, targets=["0"]))
     probe = plan.probe(["gap_low", "underflow", "mse", "input_std"])
     y = net(torch.tensor([[1.0, 0.4, -0.6, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     (y * torch.tensor([[3.0], [100.0]])).sum().backward()
@@ -136,7 +136,7 @@ def test_by_hand() -> None:
 def test_the_gap_is_the_expected_squared_error_of_the_weight_gradient(low: str) -> None:
     """Independent random grad_output: the mean over 8 draws of ||dW_low - dW||^2 within 10 % of the gap."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False))
-    plan = convert(net, low, None, ["0"])
+    plan = convert(net, PathSpec.of(low, None, targets=["0"]))
     probe = plan.probe(["gap_low"])
     truth = 0.0
     for seed in range(8):
@@ -301,7 +301,7 @@ def test_a_bad_number_shows_in_every_statistic_of_its_unit(low: str, bad: float)
 
 def test_a_bad_grad_output_shows_in_the_gap() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, OUT))
-    plan = convert(net, "int4", "int8", ["0"])
+    plan = convert(net, PathSpec.of("int4", "int8", targets=["0"]))
     probe = plan.probe(["gap_low", "gap_recovery", "mse"])
     grad = torch.ones(4, OUT)
     grad[2, 1] = math.nan
@@ -349,7 +349,7 @@ def test_a_frozen_unit_and_an_empty_batch_measure_nothing() -> None:
 
 def test_a_new_probe_starts_afresh_on_the_same_tensor() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, OUT))
-    plan = convert(net, "int4", None, ["0"])
+    plan = convert(net, PathSpec.of("int4", None, targets=["0"]))
     x = inputs().flatten(0, 1)
     for tokens in (1, 7):
         probe = plan.probe(["mse"], tokens)
@@ -427,7 +427,7 @@ def test_of_recipes_every_statistic_is_what_it_says_on_either_path(low, recovery
 @pytest.mark.slow
 def test_groups_of_several_tokens_are_those_of_all_whatever_the_stride(low: str, tokens: int, recovering: bool) -> None:
     net, x, dy = single()
-    plan = convert(net, low, "sim_int8", ["0"])
+    plan = convert(net, PathSpec.of(low, "sim_int8", targets=["0"]))
     probe = plan.probe(STATISTICS, tokens)
     plan.operators[0].switch(recovering)
     by_us(x, net[0], dy)
@@ -438,7 +438,7 @@ def test_groups_of_several_tokens_are_those_of_all_whatever_the_stride(low: str,
 @pytest.mark.parametrize("recovering", [False, True])
 def test_delayed_scales_are_those_that_the_low_path_takes(recovering: bool) -> None:
     net, x, dy = single()
-    plan = convert(net, "fp8_delayed", "bf16", ["0"])
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16", targets=["0"]))
     by_us(x, net[0], dy)
     plan.end_step()
     probe = plan.probe(STATISTICS)
@@ -458,7 +458,7 @@ def test_codes_and_their_simulation_have_the_same_errors(low: str) -> None:
         for recovering in (False, True):
             net = nn.Sequential(nn.Linear(32, 48, bias=False))
             net[0].weight.data.copy_(W)
-            plan = convert(net, low, "bf16", ["0"], backend=backend)
+            plan = convert(net, PathSpec.of(low, "bf16", targets=["0"], backend=backend))
             assert plan.low.backend == backend
             probe = plan.probe(STATISTICS)
             plan.operators[0].switch(recovering)
@@ -488,7 +488,7 @@ def test_the_exact_gap_is_the_true_one_where_recovery_takes_over_wgrad_alone(rec
 def test_the_gap_of_a_recipe_is_the_expected_squared_error_of_the_weight_gradient() -> None:
     """Of both operands, E4M3 inputs and E5M2 gradients: within 10 % of the mean over 8 draws."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False))
-    plan = convert(net, "fp8_hybrid", None, ["0"])
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"]))
     probe, truth = plan.probe(["gap_low"]), 0.0
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)

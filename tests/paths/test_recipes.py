@@ -13,9 +13,10 @@ from torch import nn
 from gnmr import attach, config
 from gnmr.config.compose import conf_dir
 from gnmr.errors import UserError
-from gnmr.paths import PathLinear, convert
+from gnmr.paths import PathLinear, PathSpec, convert
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.recipes import GEMMS, RECIPES, Cast, Gemm, Recipe
+from gnmr.paths.recipes import RECIPES, Cast, Gemm, Recipe
+from gnmr.vocabulary import GEMMS
 
 
 def words(name: str) -> dict[str, dict[str, str]]:
@@ -52,12 +53,6 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
             "dgrad": {"weight": cast, "grad_output": cast, "result": cast},
             "wgrad": {"input": cast, "grad_output": cast, "result": cast},
         }
-
-
-def test_conf_knows_the_same_recipes_and_their_bits() -> None:
-    assert {name: recipe.bits for name, recipe in RECIPES.items()} == config.RECIPES
-    assert tuple(FORMATS) == config.FORMATS
-    assert GEMMS == config.GEMMS
 
 
 def test_every_recipe_is_a_static_run_by_a_word() -> None:
@@ -138,7 +133,7 @@ def test_names_of_recipes_of_ones_own() -> None:
         with pytest.raises(ValueError, match=f"recipe {name}: is {what} already; name it otherwise"):
             Recipe.of(name, {})
         with pytest.raises(ValueError, match=f"recipe {name}: is not what has this name already"):
-            convert(net(), Recipe(name, Gemm.of(input="e4m3/row")), None, ["0"])
+            convert(net(), PathSpec.of(Recipe(name, Gemm.of(input="e4m3/row")), None, targets=["0"]))
     for name in ("", "a.b", "1st", "two words"):
         with pytest.raises(ValueError, match="a name is letters, digits, - and _, and begins with no digit"):
             Recipe.of(name, {})
@@ -147,25 +142,25 @@ def test_names_of_recipes_of_ones_own() -> None:
 def test_recipes_in_the_place_of_names() -> None:
     """In code: either path, mixed with names, and under a backend that has their casts."""
     mine = Recipe.of("mine", RECIPES["fp8_hybrid"].words())
-    plan = convert(net(), mine, "bf16", ["0"], recovers=["wgrad"], backend="scaled_mm")
+    plan = convert(net(), PathSpec.of(mine, "bf16", targets=["0"], recovers=["wgrad"], backend="scaled_mm"))
     assert plan.low == replace(mine, backend="scaled_mm") and "mine, scaled_mm" in str(plan)
-    assert convert(net(), "sim_e2m1", mine, ["0"]).recovery == mine
+    assert convert(net(), PathSpec.of("sim_e2m1", mine, targets=["0"])).recovery == mine
     attached = attach(net(), mine, "bf16", targets=["0"])
     assert attached.plan.low == mine
-    with pytest.raises(ValueError, match="int4 is a format and mine is a recipe: both paths must be of one kind"):
-        convert(net(), "int4", mine, ["0"])
+    with pytest.raises(ValueError, match="recovery=mine: must be a format, as low=int4 is"):
+        convert(net(), PathSpec.of("int4", mine, targets=["0"]))
     with pytest.warns(UserWarning, match="mine has all GEMMs as fp8_hybrid has them: recovery changes nothing"):
-        convert(net(), "fp8_hybrid", mine, ["0"])
+        convert(net(), PathSpec.of("fp8_hybrid", mine, targets=["0"]))
     with pytest.warns(UserWarning, match="the recovery path mine is the low path too"):
-        convert(net(), mine, mine, ["0"])
+        convert(net(), PathSpec.of(mine, mine, targets=["0"]))
 
 
 def test_the_state_of_another_recipe_of_the_same_name_is_refused() -> None:
     one, other = (Recipe.of("mine", {"fprop": {"input": cast}}) for cast in ("e4m3/row", "e5m2/row"))
-    state = convert(net(), one, "bf16", ["0"]).state_dict()
-    convert(net(), one, "bf16", ["0"]).load_state_dict(state)
+    state = convert(net(), PathSpec.of(one, "bf16", targets=["0"])).state_dict()
+    convert(net(), PathSpec.of(one, "bf16", targets=["0"])).load_state_dict(state)
     with pytest.raises(ValueError, match=r"belongs to .*e4m3/row.*; this plan has .*e5m2/row"):
-        convert(net(), other, "bf16", ["0"]).load_state_dict(state)
+        convert(net(), PathSpec.of(other, "bf16", targets=["0"])).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -198,19 +193,19 @@ def net(inputs: int = 128, outputs: int = 128) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"low": "fp8_hybird"}, r"'fp8_hybird' is not known: use a format \(int2.* or a recipe \(fp8_hybrid"),
-        ({"low": "int4", "recovery": "fp8_hybrid"}, "int4 is a format and fp8_hybrid is a recipe: both paths must be"),
-        ({"low": "sim_int4", "recovery": "int8"}, "sim_int4 is a recipe and int8 is a format"),
-        ({"low": "sim_int4", "site": "forward"}, "site='forward': belongs to formats; with the recipe sim_int4"),
-        ({"low": "sim_int4", "rounding": "stochastic"}, "rounding='stochastic': belongs to formats"),
-        ({"low": "sim_int4", "recovery": "bf16", "recovers": ["bprop"]}, "recovers=.'bprop'.: use some of fprop"),
-        ({"low": "sim_int4", "recovery": "bf16", "recovers": []}, "recovers=..: use some of fprop, dgrad, wgrad"),
+        ({"low": "fp8_hybird"}, r"low=fp8_hybird: must be one of int2, .*, fp8_hybrid"),
+        ({"low": "int4", "recovery": "fp8_hybrid"}, "recovery=fp8_hybrid: must be a format, as low=int4 is"),
+        ({"low": "sim_int4", "recovery": "int8"}, "recovery=int8: must be a recipe, as low=sim_int4 is"),
+        ({"low": "sim_int4", "site": "forward"}, "site=forward: belongs to formats; with the recipe sim_int4"),
+        ({"low": "sim_int4", "rounding": "stochastic"}, "rounding=stochastic: belongs to formats"),
+        ({"low": "sim_int4", "recovery": "bf16", "recovers": ["bprop"]}, "recovers=.'bprop'.: must be some of fprop"),
+        ({"low": "sim_int4", "recovery": "bf16", "recovers": []}, "recovers=..: must be some of fprop, dgrad, wgrad"),
     ],
 )
 def test_what_convert_refuses(arguments: dict, line: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=line):
-        convert(model, **{"recovery": None, "targets": ["0"], **arguments})
+        convert(model, PathSpec.of(**{"recovery": None, "targets": ["0"], **arguments}))
     assert type(model[0]) is nn.Linear
 
 
@@ -223,29 +218,29 @@ def test_a_width_that_tiles_do_not_divide_is_named(low: str, recovery: str | Non
             warnings.catch_warnings(action="ignore"),
             pytest.raises(ValueError, match=f"0 has {said}: the recipe {name} needs a multiple of {size}"),
         ):
-            convert(model, low, recovery, ["0"])
+            convert(model, PathSpec.of(low, recovery, targets=["0"]))
         assert type(model[0]) is nn.Linear
     with warnings.catch_warnings(action="ignore"):
-        assert type(convert(net(256, 128), low, recovery, ["0"]).operators[0]) is PathLinear
+        assert type(convert(net(256, 128), PathSpec.of(low, recovery, targets=["0"])).operators[0]) is PathLinear
 
 
 def test_warnings_for_what_has_no_effect_or_cannot_be_meant() -> None:
     with pytest.warns(UserWarning, match=r"recovers=.'wgrad'.: has no effect on formats"):
-        convert(net(), "int4", "int8", ["0"], recovers=["wgrad"])
+        convert(net(), PathSpec.of("int4", "int8", targets=["0"], recovers=["wgrad"]))
     for low, recovery in (("fp8_hybrid", "sim_e3m2"), ("int8", "int4")):
         with pytest.warns(UserWarning, match=f"recovery path {recovery} is coarser than the low path {low}"):
-            convert(net(), low, recovery, ["0"])
+            convert(net(), PathSpec.of(low, recovery, targets=["0"]))
     for low in ("int4", "sim_int4"):
         with pytest.warns(UserWarning, match="recovers=.'wgrad'.: has no effect without a recovery path"):
-            convert(net(), low, None, ["0"], recovers=["wgrad"])
+            convert(net(), PathSpec.of(low, None, targets=["0"], recovers=["wgrad"]))
     for name in ("int4", "mxfp8", "bf16"):
         with pytest.warns(UserWarning, match=f"the recovery path {name} is the low path too"):
-            convert(net(), name, name, ["0"])
+            convert(net(), PathSpec.of(name, name, targets=["0"]))
     with warnings.catch_warnings(action="error"):
-        convert(net(), "sim_e2m1", "fp8_hybrid", ["0"], recovers=["wgrad"])
-        convert(net(), "sim_int4", "bf16", ["0"])
-        convert(net(), "int4", "bf16", ["0"])
-        convert(net(), "int4", None, ["0"])
+        convert(net(), PathSpec.of("sim_e2m1", "fp8_hybrid", targets=["0"], recovers=["wgrad"]))
+        convert(net(), PathSpec.of("sim_int4", "bf16", targets=["0"]))
+        convert(net(), PathSpec.of("int4", "bf16", targets=["0"]))
+        convert(net(), PathSpec.of("int4", None, targets=["0"]))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +262,7 @@ def test_warnings_for_what_has_no_effect_or_cannot_be_meant() -> None:
 def test_a_recovery_path_that_is_coarser(low: str, recovery: str, where: str) -> None:
     """In bits, in significant bits, or of the same format in its scale."""
     with pytest.warns(UserWarning, match=f"{recovery} is coarser than the low path {low}{re.escape(where)}"):
-        convert(net(), low, recovery, ["0"])
+        convert(net(), PathSpec.of(low, recovery, targets=["0"]))
 
 
 @pytest.mark.parametrize(
@@ -280,23 +275,23 @@ def test_a_recovery_path_that_is_coarser(low: str, recovery: str, where: str) ->
 )
 def test_a_recovery_path_that_is_not_coarser(low: str, recovery: str) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
-        convert(net(), low, recovery, ["0"])
+        convert(net(), PathSpec.of(low, recovery, targets=["0"]))
     assert [str(one.message) for one in caught] == []
 
 
-def test_every_operand_of_the_recovered_gemms_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operand_of_the_recovered_gemms_is_compared() -> None:
     wgrad = Gemm.of(grad_output="int4/row", input="e3m2/row", result="int4/row")
-    monkeypatch.setitem(RECIPES, "mixed", Recipe("mixed", Gemm.of(input="e4m3/row"), wgrad=wgrad))
+    mixed = Recipe("mixed", Gemm.of(input="e4m3/row"), wgrad=wgrad)
     with pytest.warns(UserWarning, match="coarser than the low path sim_e3m2 in wgrad.grad_output, wgrad.result$"):
-        convert(net(), "sim_e3m2", "mixed", ["0"])
+        convert(net(), PathSpec.of("sim_e3m2", mixed, targets=["0"]))
     with warnings.catch_warnings(action="error"):
-        convert(net(), "sim_e3m2", "mixed", ["0"], recovers=["fprop", "dgrad"])
+        convert(net(), PathSpec.of("sim_e3m2", mixed, targets=["0"], recovers=["fprop", "dgrad"]))
     with pytest.warns(UserWarning, match="coarser than the low path mixed in fprop.input"):
-        convert(net(), "mixed", "sim_e3m2", ["0"], recovers=["fprop"])
+        convert(net(), PathSpec.of(mixed, "sim_e3m2", targets=["0"], recovers=["fprop"]))
     with warnings.catch_warnings(action="error"):
-        convert(net(), "mixed", "sim_e3m2", ["0"], recovers=["wgrad"])
+        convert(net(), PathSpec.of(mixed, "sim_e3m2", targets=["0"], recovers=["wgrad"]))
 
 
 def test_the_plan_shows_recipes() -> None:
-    text = str(convert(net(), "sim_e2m1", "fp8_hybrid", ["0"], recovers=["wgrad"]))
+    text = str(convert(net(), PathSpec.of("sim_e2m1", "fp8_hybrid", targets=["0"], recovers=["wgrad"])))
     assert "sim_e2m1" in text and "fp8_hybrid in wgrad" in text

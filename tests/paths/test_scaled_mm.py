@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr import config
-from gnmr.paths import BACKENDS, Fault, FaultSchedule, Plan, backends, convert
+from gnmr.paths import Fault, FaultSchedule, PathSpec, Plan, backends, convert
 from gnmr.paths.kernels import scaled_mm
-from gnmr.paths.recipes import GEMMS, RECIPES
+from gnmr.paths.recipes import RECIPES
+from gnmr.vocabulary import GEMMS
 
 RECOVERED = [
     gemms for n in product((False, True), repeat=3) if (gemms := [g for g, yes in zip(GEMMS, n, strict=True) if yes])
@@ -51,7 +51,7 @@ def through(
     net[0].weight.data.copy_(w)
     if net[0].bias is not None:
         net[0].bias.data.fill_(0.25)
-    plan = convert(net, low, recovery, ["0"], recovers=recovers or GEMMS, backend=backend)
+    plan = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers or GEMMS, backend=backend))
     plan.operators[0].switch(recovery is not None)
     leaf = x.clone().requires_grad_()
     y = net(leaf.view(8, 9, 32))
@@ -60,10 +60,6 @@ def through(
     y.backward(dy.view(8, 9, 48))
     found = [y.detach(), leaf.grad, net[0].weight.grad]
     return found + ([] if net[0].bias is None else [net[0].bias.grad]), plan
-
-
-def test_conf_knows_the_same_backends() -> None:
-    assert config.BACKENDS == BACKENDS
 
 
 @pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
@@ -92,7 +88,7 @@ def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
 
 def test_what_is_kept_are_codes_and_their_scale() -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    plan = convert(net, "fp8_hybrid", "bf16", ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
     y = net(X.clone().requires_grad_())
     assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
     assert plan.extra_bytes() == 0
@@ -104,7 +100,7 @@ def test_what_is_kept_are_codes_and_their_scale() -> None:
 
 def test_readers_of_one_tensor_share_its_codes() -> None:
     net = nn.ModuleDict({"a": nn.Linear(32, 48), "b": nn.Linear(32, 16)})
-    plan = convert(net, "fp8_hybrid", None, ["a", "b"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["a", "b"], backend="scaled_mm"))
     x = X.clone().requires_grad_() * 1
     total = net["a"](x).sum() + net["b"](x).sum()
     assert total.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
@@ -113,7 +109,7 @@ def test_readers_of_one_tensor_share_its_codes() -> None:
 def test_the_weights_codes_are_saved_tensors_too() -> None:
     """So that checkpointing and hooks of saved tensors reach them."""
     net, saved = nn.Sequential(nn.Linear(32, 48)), []
-    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
         y = net(X.clone().requires_grad_())
     one_byte = [shape for dtype, shape in saved if dtype.itemsize == 1]
@@ -126,7 +122,7 @@ def test_the_weights_codes_are_saved_tensors_too() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
     x = X.clone()
     x[3, 4] = bad
     assert net(x.requires_grad_()).isnan().all()
@@ -137,7 +133,7 @@ def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
 @pytest.mark.parametrize(("share", "factor"), [(0.5, 1.0), (1.0, 3.0)])
 def test_the_scale_of_broken_codes_is_the_sound_one_unless_all_rows_are_hit(share: float, factor: float) -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
     for seed in range(4):  # other rows are hit
         schedule = FaultSchedule(plan, Fault("scale_up", 3.0, share), ["0"], steps=1, windows=[(1, 1)], seed=seed)
         schedule.begin_step(1)
@@ -150,7 +146,7 @@ def test_delayed_scales_saturate_and_are_counted_alike() -> None:
     counts = []
     for backend in ("scaled_mm", "simulated"):
         net = nn.Sequential(nn.Linear(32, 48))
-        plan = convert(net, "fp8_delayed", None, ["0"], backend=backend)
+        plan = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"], backend=backend))
         for factor in (1.0, 100.0):
             plan.end_step()
             net(X * factor).sum().backward()
@@ -164,7 +160,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=False)):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(32, 48))
-        convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
         leaf = X.clone().requires_grad_()
         run(net, leaf).sum().backward()
         found.append((leaf.grad, net[0].weight.grad))
@@ -173,7 +169,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
 
 def test_no_rows_at_all() -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    plan = convert(net, "fp8_hybrid", None, ["0"], backend="scaled_mm")
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
     net(torch.zeros(0, 32, requires_grad=True)).sum().backward()
     assert plan.saved_bytes() == 0 and net[0].weight.grad.count_nonzero() == 0
 
@@ -196,13 +192,13 @@ def test_no_rows_at_all() -> None:
 def test_a_recipe_that_it_cannot_run_is_named(low: str, said: str) -> None:
     net = nn.Sequential(nn.Linear(128, 128))
     with pytest.raises(ValueError, match=f"backend='scaled_mm': {said}"):
-        convert(net, low, None, ["0"], backend="scaled_mm")
+        convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"))
     assert type(net[0]) is nn.Linear
 
 
 def test_widths_that_hardware_cannot_read() -> None:
     with pytest.raises(ValueError, match="0 has 24 outputs, and FP8 hardware needs a multiple of 16"):
-        convert(nn.Sequential(nn.Linear(32, 24)), "fp8_hybrid", None, ["0"], backend="scaled_mm")
+        convert(nn.Sequential(nn.Linear(32, 24)), PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
 
 
 def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +251,11 @@ def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
         net = nn.Sequential(nn.Linear(128, 128, device="meta"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            convert(net, low, "bf16" if low != "bf16" else "fp8_hybrid", ["0"], device=torch.device(device))
+            convert(
+                net,
+                PathSpec.of(low, "bf16" if low != "bf16" else "fp8_hybrid", targets=["0"]),
+                device=torch.device(device),
+            )
         return [str(one.message) for one in caught if "simulated" in str(one.message)]
 
     assert warned("cpu") == []
@@ -265,17 +265,19 @@ def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
 
 def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    assert "fp8_hybrid, simulated" in str(convert(net, "fp8_hybrid", "bf16", ["0"]))
+    assert "fp8_hybrid, simulated" in str(convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"])))
     net = nn.Sequential(nn.Linear(32, 48))
-    assert "fp8_hybrid, scaled_mm" in str(convert(net, "fp8_hybrid", "bf16", ["0"], backend="scaled_mm"))
+    assert "fp8_hybrid, scaled_mm" in str(
+        convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
+    )
 
 
 def test_nonsense() -> None:
     net = nn.Sequential(nn.Linear(32, 48))
-    with pytest.raises(ValueError, match="backend='cublas': use one of auto, simulated, scaled_mm, int_mm, te"):
-        convert(net, "fp8_hybrid", None, ["0"], backend="cublas")
+    with pytest.raises(ValueError, match="backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te"):
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="cublas"))
     with pytest.warns(UserWarning, match="backend='simulated': has no effect on formats"):
-        convert(net, "int4", None, ["0"], backend="simulated")
+        convert(net, PathSpec.of("int4", None, targets=["0"], backend="simulated"))
 
 
 @pytest.mark.gpu
@@ -287,7 +289,7 @@ def test_on_hardware_it_is_the_simulation_within_rounding() -> None:
     for backend in ("scaled_mm", "simulated"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(256, 512, bias=False)).to("cuda", torch.bfloat16)
-        convert(net, "fp8_hybrid", None, ["0"], backend=backend)
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend=backend))
         x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = net(x)
         y.backward(torch.randn_like(y))

@@ -21,10 +21,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.paths import RECIPES, Plan, casting, convert
+from gnmr.paths import RECIPES, PathSpec, Plan, casting, convert
 from gnmr.paths.casting import quantize, quantize_with_stats
 from gnmr.paths.kernels import simulated
-from gnmr.paths.recipes import GEMMS, Cast, Recipe
+from gnmr.paths.recipes import Cast, Recipe
+from gnmr.vocabulary import GEMMS
 
 SCALES = ("tensor", "row", "tile", "block", "mx")
 
@@ -266,7 +267,7 @@ def test_each_gemm_is_the_one_written_out_by_hand_low_or_recovered(low: str, dty
         for number in range(1, 4):
             for recovers in itertools.combinations(GEMMS, number):
                 net, x, dy = single(dtype)
-                convert(net, low, recovery, ["0"], recovers=recovers)
+                convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers))
                 assert same(by_us(x, net[0], dy), low_expected)
                 net[0].switch(True)
                 taken = tuple(recovery if gemm in recovers else low for gemm in GEMMS)
@@ -291,7 +292,7 @@ def test_the_simulation_of_fp8_hybrid_is_scaled_mm_where_no_sum_is_rounded() -> 
     w = few_bits(48, 32, 448, 9, 15, 2.0**-7, 2)
     dy = few_bits(64, 48, 57344, 5, 7, 2.0**-20, 3)  # E5M2: whole numbers from 4 to 8
     net[0].weight.data.copy_(w)
-    convert(net, "fp8_hybrid", None, ["0"])
+    convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"]))
     leaf = x.clone().requires_grad_()
     y = net(leaf)
     y.backward(dy)
@@ -330,7 +331,7 @@ def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dty
     plain = model(dtype, bias)
     for low in ("sim_int4", "fp8_delayed"):
         net = copy.deepcopy(plain)
-        plan = convert(net, low, "bf16")
+        plan = convert(net, PathSpec.of(low, "bf16"))
         for operator in plan.operators:
             operator.switch(True)
         assert same(gradients(net, inputs(dtype)), gradients(plain, inputs(dtype)))
@@ -341,8 +342,8 @@ def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dty
 def test_under_autocast(low: str) -> None:
     plain = model()
     low_net, off = copy.deepcopy(plain), copy.deepcopy(plain)
-    convert(low_net, low, None)
-    for operator in convert(off, low, "bf16").operators:
+    convert(low_net, PathSpec.of(low, None))
+    for operator in convert(off, PathSpec.of(low, "bf16")).operators:
         operator.switch(True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = gradients(plain, inputs())
@@ -366,7 +367,7 @@ def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
 def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None:
     net = model(dtype)
     with warnings.catch_warnings(action="ignore"):
-        plan = convert(net, low, "sim_int8")
+        plan = convert(net, PathSpec.of(low, "sim_int8"))
     # q, k, v read one tensor, gate and up another; delayed scales are each operator's own.
     one = 2 * 24 * WIDTH * dtype.itemsize
     delayed = low.startswith("fp8_delayed")
@@ -392,7 +393,7 @@ def test_nothing_but_the_weights_casts_is_held_besides_what_nn_linear_holds(low:
 
     def held(name: str) -> list[int]:
         net = model(torch.bfloat16)
-        plan, before = convert(net, name, None), live_bytes()
+        plan, before = convert(net, PathSpec.of(name, None)), live_bytes()
         loss = net(inputs(torch.bfloat16)).float().square().mean()
         plan.shared.forget()
         between = live_bytes() - before
@@ -425,7 +426,7 @@ def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) 
     }
     for low, number in expected.items():
         net = model()
-        convert(net, low, None)
+        convert(net, PathSpec.of(low, None))
         made.clear()
         gradients(net, inputs())
         assert len(made) == 2 * number, low
@@ -434,7 +435,7 @@ def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) 
 def test_a_nonfinite_number_stays_one_in_every_recipe() -> None:
     for low in MODELS:
         net, x, dy = single()
-        plan = convert(net, low, None, ["0"])
+        plan = convert(net, PathSpec.of(low, None, targets=["0"]))
         x[0, 0] = math.inf
         y, dx, dw, _ = by_us(x, net[0], dy)
         assert not y[0].isfinite().any() and not dw.isfinite().all() and dx.isfinite().all(), low
@@ -448,7 +449,7 @@ def test_a_nonfinite_number_stays_one_in_every_recipe() -> None:
 def test_evaluation_is_exact_and_leaves_no_trace() -> None:
     plain = model()
     net = copy.deepcopy(plain)
-    plan = convert(net, "fp8_delayed", "bf16")
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16"))
     with torch.no_grad():
         assert not torch.equal(net(inputs()), plain(inputs())), "the recipe is read without gradients too"
         with plan.high_precision():
@@ -462,7 +463,7 @@ def test_evaluation_is_exact_and_leaves_no_trace() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients_and_counts(low: str, reentrant: bool) -> None:
     net = model()
-    plan = convert(net, low, "bf16")
+    plan = convert(net, PathSpec.of(low, "bf16"))
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -489,7 +490,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts(low: str, 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
     net = model()
-    plan = convert(net, "sim_e2m1", "fp8_hybrid")
+    plan = convert(net, PathSpec.of("sim_e2m1", "fp8_hybrid"))
     expected = gradients(net, inputs())
     torch._dynamo.reset()
     for block in net:
@@ -506,7 +507,7 @@ def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_
 def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
     plain = model()
     net = copy.deepcopy(plain)
-    plan = convert(net, "fp8_delayed", "bf16")
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16"))
     gradients(net, inputs())
     plan.end_step()
     expected = gradients(net, 2 * inputs())
@@ -518,7 +519,7 @@ def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
 
 def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> None:
     net = model()
-    plan = convert(net, "deepseek_v3", "bf16")
+    plan = convert(net, PathSpec.of("deepseek_v3", "bf16"))
     for operator in plan.operators:
         operator.weight.requires_grad_(False)
     x = inputs().requires_grad_()
@@ -527,14 +528,14 @@ def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> 
     for low in MODELS:
         with torch.inference_mode():
             other = model()
-            convert(other, low, None)
+            convert(other, PathSpec.of(low, None))
             assert other(inputs()).shape == (2, 24, WIDTH)
         single_net, _, _ = single()
-        convert(single_net, low, None, ["0"])
+        convert(single_net, PathSpec.of(low, None, targets=["0"]))
         single_net(torch.zeros(0, INPUTS)).sum().backward()
         assert single_net[0].weight.grad.count_nonzero() == 0
         meta = model().to("meta")
-        plan = convert(meta, low, "bf16")
+        plan = convert(meta, PathSpec.of(low, "bf16"))
         meta(inputs().to("meta")).sum().backward()
         plan.end_step()
 
@@ -545,7 +546,7 @@ def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> 
 def test_saturated_elements_of_mx_are_counted_in_the_operands_where_they_are() -> None:
     net, x, dy = single()
     weight = net[0].weight.detach()
-    plan = convert(net, "mxfp8", "bf16", ["0"])
+    plan = convert(net, PathSpec.of("mxfp8", "bf16", targets=["0"]))
 
     def saturated(matrix: Tensor, dim: int) -> int:
         number = 0
@@ -568,7 +569,7 @@ def test_saturated_elements_of_mx_are_counted_in_the_operands_where_they_are() -
     net[0].switch(True)
     by_us(x, net[0], dy)
     assert all(found.count_nonzero() == 0 for found in plan.saturation().values())
-    assert convert(nn.Sequential(nn.Linear(4, 4)), "int4", None, ["0"]).saturation() == {}
+    assert convert(nn.Sequential(nn.Linear(4, 4)), PathSpec.of("int4", None, targets=["0"])).saturation() == {}
 
 
 @pytest.mark.parametrize("backend", ["simulated", "scaled_mm"])
@@ -577,7 +578,7 @@ def test_a_cast_that_several_operators_read_is_counted_once(backend: str, first_
     """For the one that made it, even if that one's own backward pass never comes."""
     net = nn.ModuleDict({name: nn.Linear(INPUTS, OUTPUTS) for name in "abc"})
     net["a"].requires_grad_(first_runs)
-    plan = convert(net, "fp8_hybrid", None, ["a", "b", "c"], backend=backend)
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["a", "b", "c"], backend=backend))
     x = normal(TOKENS, INPUTS)
     x[0, 0] = math.nan
     sum(net[name](x).sum() for name in "abc").backward()
@@ -599,7 +600,7 @@ def delayed(history: int) -> Recipe:
 
 def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before() -> None:
     net, x, dy = single()
-    plan = convert(net, delayed(2), "bf16", ["0"])
+    plan = convert(net, PathSpec.of(delayed(2), "bf16", targets=["0"]))
     size = x.abs().max().item()
     factors = [1, 4, 2, 1, 1, 8]
     looked_back_on = [1, 1, 4, 4, 2, 1]  # the first step has only itself
@@ -658,7 +659,7 @@ def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
         for recovers in itertools.combinations(GEMMS, number):
             net, _, _ = single(dtype)
             other = delayed(recovery) if recovery else "bf16"
-            plan = convert(net, delayed(low), other, ["0"], recovers=recovers or GEMMS)
+            plan = convert(net, PathSpec.of(delayed(low), other, targets=["0"], recovers=recovers or GEMMS))
             for step, batches in enumerate(micro_batches):
                 taken = recovers if step % 4 > 0 else ()
                 net[0].switch(bool(taken))
@@ -679,7 +680,7 @@ def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
 
 def test_what_a_delayed_scale_remembers() -> None:
     net, x, dy = single()
-    plan = convert(net, "fp8_delayed", "bf16", ["0"])
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16", targets=["0"]))
 
     def history() -> list[float]:
         return [round(value, 5) for value in (plan.state_dict()["largest"][0, 0] / x.abs().max()).tolist()[:4]]
@@ -715,7 +716,7 @@ def test_what_a_delayed_scale_remembers() -> None:
 def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) -> None:
     """Frozen, and all before them: the projections of a first layer under LoRA. Recomputation counts nothing twice."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    plan = convert(net.requires_grad_(False), "fp8_delayed", "bf16", ["*"])
+    plan = convert(net.requires_grad_(False), PathSpec.of("fp8_delayed", "bf16", targets=["*"]))
     net[2].weight.requires_grad_()
     x = normal(3, 8)
     x[1, 1] = math.nan
@@ -747,12 +748,12 @@ def test_delayed_scales_carry_on_from_their_state() -> None:
 
 def test_a_saved_state_does_not_change_with_the_run() -> None:
     net, x, dy = single()
-    plan = convert(net, "fp8_delayed", None, ["0"])
+    plan = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"]))
     state = plan.state_dict()
     by_us(x, net[0], dy)
     plan.end_step()
     assert state["largest"].count_nonzero() == 0
-    assert set(convert(model(), "sim_int4", None).state_dict()) == {"paths"}
+    assert set(convert(model(), PathSpec.of("sim_int4", None)).state_dict()) == {"paths"}
 
 
 @pytest.mark.parametrize(

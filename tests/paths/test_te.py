@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr import attach
 from gnmr.controller.signals.gap import Gap
-from gnmr.paths import RECIPES, Fault, FaultSchedule, Recipe, convert
+from gnmr.paths import RECIPES, Fault, FaultSchedule, PathSpec, Recipe, convert
 from gnmr.paths.kernels import te
 
 
@@ -25,7 +25,7 @@ def net(seed: int = 0, bias: bool = True) -> nn.Sequential:
 
 
 def plan_of(model: nn.Module, low: str | Recipe = "fp8_hybrid", recovery: str | Recipe | None = "bf16", **how: Any):
-    return convert(model, low, recovery, ["0", "2"], backend="te", **how)
+    return convert(model, PathSpec.of(low, recovery, targets=["0", "2"], backend="te", **how))
 
 
 def batch(rows: int = 10, seed: int = 1) -> torch.Tensor:
@@ -52,7 +52,9 @@ def test_every_recipe_runs_under_the_engines_own_of_its_casts(
     words = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
     own = {gemm: dict.fromkeys(operands, low) for gemm, operands in words.items()}
     model = nn.Sequential(nn.Linear(128, 128))
-    plan = convert(model, low if low in RECIPES else Recipe.of("own", own), None, ["0"], backend="te")
+    plan = convert(
+        model, PathSpec.of(low if low in RECIPES else Recipe.of("own", own), None, targets=["0"], backend="te")
+    )
     model(torch.randn(8, 128))
     ((recipe, depth, _),) = stub.ran
     assert type(recipe).__name__ == kind and recipe.fp8_format.name == fmt and depth == 1
@@ -64,7 +66,7 @@ def test_what_it_cannot_run_is_named(stub: Any, monkeypatch: pytest.MonkeyPatch)
     def refused(line: str, *paths: Any, widths: int = 128, **how: Any) -> None:
         model = nn.Sequential(nn.Linear(widths, 128))
         with pytest.raises(ValueError, match=f"^backend='te': {line}"):
-            convert(model, *paths, targets=["0"], backend="te", **how)
+            convert(model, PathSpec.of(*paths, targets=["0"], backend="te", **how))
         assert type(model[0]) is nn.Linear
 
     for low in ("sim_e4m3", "llm_int8", "deepseek_v3_blocks"):
@@ -95,7 +97,7 @@ def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"mxfp8: needs a GPU of compute capability 10.0 or newer, the model is on cpu"
     ):
-        convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", None, ["0"], backend="te")
+        convert(nn.Sequential(nn.Linear(32, 32)), PathSpec.of("mxfp8", None, targets=["0"], backend="te"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     cuda = torch.device("cuda")
     assert te.capability_missing(cuda, (10, 0)) == "needs a GPU of compute capability 10.0 or newer, this one has 9.0"
@@ -103,7 +105,7 @@ def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_never_takes_it(stub: Any) -> None:
-    assert convert(net(), "fp8_hybrid", None, ["0"]).low.backend == "simulated"
+    assert convert(net(), PathSpec.of("fp8_hybrid", None, targets=["0"])).low.backend == "simulated"
 
 
 def test_older_versions_call_the_region_otherwise(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +296,7 @@ def test_the_real_one_is_near_the_simulation(low: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512)).to("cuda", torch.bfloat16)
         try:
-            convert(model, low, "bf16", ["0"], backend=backend)
+            convert(model, PathSpec.of(low, "bf16", targets=["0"], backend=backend))
         except ValueError as error:
             pytest.skip(str(error))
         x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

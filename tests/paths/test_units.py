@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gnmr
-from gnmr import config
 from gnmr.attachment import units_of
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
-from gnmr.paths import UNITS, Fault, FaultSchedule, PathLinear, Plan, convert
+from gnmr.paths import Fault, FaultSchedule, PathLinear, PathSpec, Plan, convert
 from gnmr.paths.units import unit_of
 
 
@@ -44,16 +43,12 @@ class Net(nn.Module):
 
 def made(unit: str, low: str = "int4", recovery: str | None = "int8") -> tuple[Net, Plan]:
     model = Net()
-    return model, convert(model, low, recovery, unit=unit)
+    return model, convert(model, PathSpec.of(low, recovery, unit=unit))
 
 
 def backward(model: nn.Module, seed: int = 1) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
     (model(x) - x).square().mean().backward()
-
-
-def test_conf_knows_the_same_units() -> None:
-    assert set(config.UNITS) == set(UNITS)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +87,14 @@ def test_the_units_of_a_plan(unit: str, names: list[str]) -> None:
 
 
 def test_what_is_refused() -> None:
-    for unit, line in (
-        ("blocks", "unit='blocks': use one of operator, expert, layer, block"),
-        ("expert", "unit='expert': no operator is part of an expert"),
-    ):
-        model = Net()
-        with pytest.raises(ValueError, match=line):
-            convert(model, "int4", "int8", unit=unit)
-        assert not any(isinstance(module, PathLinear) for module in model.modules())
+    with pytest.raises(ValueError, match="unit=blocks: must be one of operator, expert, layer, block"):
+        PathSpec(unit="blocks")
+    model = Net()
+    with pytest.raises(ValueError, match="unit='expert': no operator is part of an expert"):
+        convert(model, PathSpec.of("int4", "int8", unit="expert"))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
     with pytest.raises(ValueError, match="unit='block': no operator lies in a numbered block"):
-        convert(nn.ModuleDict({"up_proj": nn.Linear(4, 4)}), "int4", "int8", unit="block")
+        convert(nn.ModuleDict({"up_proj": nn.Linear(4, 4)}), PathSpec.of("int4", "int8", unit="block"))
 
 
 def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_blocks() -> None:
@@ -174,7 +167,7 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
 )
 @pytest.mark.filterwarnings("ignore:the recovery path")
 def test_a_recipe_costs_the_bits_of_the_input_that_wgrad_reads(paths, recovers, bits) -> None:
-    plan = convert(Net(), *paths, unit="block", recovers=recovers)
+    plan = convert(Net(), PathSpec.of(*paths, unit="block", recovers=recovers))
     expected = [1.0] * 5 if bits is None else [3 * 16 * bits / 8] * 4 + [16 * bits / 8]
     assert [unit.cost for unit in units_of(plan)] == expected
 

@@ -12,7 +12,7 @@ import pytest
 from report_reading import notes, row
 from report_recorded import Recorded
 
-from gnmr import config
+from gnmr import paths
 from gnmr.report.arms import bits, paired_difference
 from gnmr.report.layout import count, duration, measure, percent, size
 from gnmr.report.regimes import regime_cells
@@ -404,7 +404,7 @@ def test_statistics() -> None:
 
 def test_bits() -> None:
     assert [bits(name) for name in ("int2", "int4", "e2m1", "e3m2", "e4m3", "bf16", None)] == [2, 4, 4, 6, 8, 16, None]
-    assert {name: bits(name) for name in config.RECIPES} == config.RECIPES
+    assert {name: bits(name) for name in paths.RECIPES} == {name: one.bits for name, one in paths.RECIPES.items()}
 
 
 def test_numbers_as_text() -> None:

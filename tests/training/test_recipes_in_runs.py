@@ -12,7 +12,7 @@ from everything import differences, everything
 
 from gnmr import models
 from gnmr.config import ExpertsConfig, ModelConfig, config_hash, read
-from gnmr.paths import RECIPES, PathLinear, convert
+from gnmr.paths import RECIPES, PathLinear, PathSpec, convert
 from gnmr.paths.formats import FloatFormat, IntFormat
 from gnmr.paths.kernels import simulated
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
@@ -156,7 +156,7 @@ def model_of(name: str) -> torch.nn.Module:
 def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
     """And between the operators, in the attention core too, nothing is rounded to a format, forward or backward."""
     model = model_of(name).to(torch.bfloat16)
-    plan = convert(model, "deepseek_v3", None)
+    plan = convert(model, PathSpec.of("deepseek_v3", None))
     owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     kept = [name for name, module in owners.items() if not isinstance(module, PathLinear)]
     assert sorted(kept) == sorted(KEPT[name])

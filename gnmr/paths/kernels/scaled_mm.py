@@ -43,7 +43,8 @@ from gnmr.paths.casting import Reference, as_groups, as_matrix, scale_of_each, s
 from gnmr.paths.formats import FloatFormat
 from gnmr.paths.hooks import CastMeasurement, Casts
 from gnmr.paths.kernels.simulated import GemmContext, linear_backward, remember
-from gnmr.paths.recipes import GEMMS, MX, TILE, Cast, Gemm, Recipe
+from gnmr.paths.recipes import MX, TILE, Cast, Gemm, Recipe
+from gnmr.vocabulary import GEMMS
 
 MULTIPLE = 16
 """What the hardware wants every dimension of an eight-bit product to be a multiple of."""

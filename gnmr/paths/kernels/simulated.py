@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gnmr.paths.cast_stats import OPERANDS, AmaxHistory, CastStats
+from gnmr.paths.cast_stats import AmaxHistory, CastStats
 from gnmr.paths.casting import Reference, quantize_with_stats
 from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.reads import Read
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import count_nonfinite, largest_magnitude
+from gnmr.vocabulary import OPERANDS
 
 Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] | None
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""

@@ -1,0 +1,71 @@
+"""The two paths that a `PathSpec` names, and warnings where they make little sense."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from gnmr.paths.formats import FORMATS, Format
+from gnmr.paths.recipes import RECIPES, SCALES, ExecutionPath, Recipe
+from gnmr.paths.spec import PathSpec
+from gnmr.vocabulary import GEMMS, OPERANDS
+
+
+def resolve(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath | None]:
+    """The low and the recovery path, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
+
+    Warns of a recovery path that is the low path itself, or coarser in any operand or result: fewer bits, fewer
+    significant ones, or the same format under a coarser scale (`gnmr.paths.recipes.SCALES`); and of `recovers` where it
+    has no effect.
+    """
+    names = [name for name in (spec.low, spec.recovery) if name is not None]
+    some = set(spec.recovers) != set(GEMMS)
+    paths: list[ExecutionPath]
+    if all(name in FORMATS for name in names):
+        paths = [FORMATS[name] for name in names]
+        if some and spec.recovery is not None:
+            _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
+    else:
+        own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
+        # What runs a recipe is for `backend` to say.
+        recipes = [replace((RECIPES | own)[name], backend="simulated") for name in names]
+        paths = [recipes[0], *(recipes[0].with_recovered(recipe, spec.recovers) for recipe in recipes[1:])]
+    if spec.recovery is None:
+        if some:
+            _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
+        return paths[0], None
+    low, recovery = paths
+    if spec.low == spec.recovery:
+        _warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
+    elif isinstance(recovery, Recipe) and replace(recovery, name=spec.low) == low:
+        what = f"recovers={spec.recovers}: {spec.recovery} has these" if some else f"{spec.recovery} has all GEMMs"
+        _warn(f"{what} as {spec.low} has them: recovery changes nothing")
+    elif coarser := _coarser(low, recovery):
+        _warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
+    return low, recovery
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)  # where `convert` was called
+
+
+def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
+    """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
+    if isinstance(low, Format) and isinstance(recovery, Format):
+        if recovery.bits < low.bits:
+            return f" ({recovery.bits} bits, {low.bits})"
+        ours, theirs = recovery.significant_bits, low.significant_bits
+        return f" ({ours} significant bits, {theirs})" if ours < theirs else ""
+
+    def coarser(gemm: str, operand: str) -> bool:
+        before, after = (getattr(getattr(path, gemm), operand) for path in (low, recovery))
+        if before is None or after is None:
+            return after is not None
+        ours, theirs = after.format, before.format
+        if ours == theirs:
+            return SCALES.index(after.scale) < SCALES.index(before.scale)
+        return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
+
+    # Of GEMMs that are not recovered the casts are the low path's own.
+    places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
+    return f" in {', '.join(places)}" if places else ""

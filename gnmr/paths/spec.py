@@ -1,0 +1,127 @@
+"""What a conversion is asked for, checked without torch: the config's `paths` and the argument of `convert`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gnmr.names import listed
+from gnmr.vocabulary import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS
+
+if TYPE_CHECKING:
+    from gnmr.paths.recipes import Recipe
+
+_SHOWN = 500
+"""Characters of a value that a message repeats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSpec:
+    """The two execution paths of a unit. ValueError, naming the field, for a senseless value."""
+
+    low: str = "int4"
+    """The low-cost path: a format of the saved activations, or a recipe (gnmr/paths/recipes.py)."""
+    recovery: str | None = "int8"
+    """The recovery path, of the same kind (bf16 is of both); null: a static run, units are monitored and never
+    routed."""
+    recipes: dict[str, Any] = field(default_factory=dict)
+    """Recipes of one's own, {name: {gemm: {operand: cast}}}, for low and recovery to name."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """Patterns of the linears to exchange, with * and ?, matched at the end of the dotted name: down_proj is every
+    layer's, layers.2.* is not layer 20's. Under recipes they pass over output heads, gates of experts and linears tied
+    to an embedding."""
+    unit: str = "operator"
+    """What one decision moves: operator, expert (all its operators), layer (an attention, or an MLP with all its
+    experts) or block (5.2); of the operators that targets chooses."""
+    site: str = "saved"
+    """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too. Recipes
+    say themselves what each GEMM reads."""
+    rounding: str = "nearest"
+    """nearest (ties to even) or, of formats, stochastic."""
+    recovers: list[str] = field(default_factory=lambda: list(GEMMS))
+    """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
+    backend: str = "auto"
+    """What runs a recipe (gnmr/paths/backends.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto:
+    a real one where device, recipe and widths allow it, else simulated."""
+    weights: str = "online"
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/paths/kernels/int8.py): online (made in every forward
+    pass), beside or instead of the 16-bit weights; the latter two for frozen weights."""
+    outlier_threshold: float | None = None
+    """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
+    probe_tokens: int = 1
+    """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
+
+    @classmethod
+    def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
+        """The spec of these paths, each by name or as a `Recipe`; `more`: the other fields."""
+        own: dict[str, Any] = dict(more.pop("recipes", {}))
+        names: list[str | None] = []
+        for path in (low, recovery):
+            if path is None or isinstance(path, str):
+                names.append(path)
+                continue
+            if own.setdefault(path.name, path) != path:
+                raise ValueError(f"recipe {path.name}: there are two of this name; name one otherwise")
+            names.append(path.name)
+        return cls(low=names[0] or "", recovery=names[1], recipes=own, **more)
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "recovers"):
+            object.__setattr__(self, name, listed(name, getattr(self, name)))
+        _require(_positive(self.probe_tokens), "probe_tokens", self.probe_tokens, "must be a positive number")
+        self._check_recipes()
+        recipes = (*RECIPES, *self.recipes)
+        choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
+        _one_of("low", self.low, choices)
+        if self.recovery is not None:
+            _one_of("recovery", self.recovery, choices)
+            kind = "a format" if self.low in FORMATS else "a recipe"
+            alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
+            _require(alike, "recovery", self.recovery, f"must be {kind}, as low={self.low} is")
+        some = bool(self.recovers) and set(self.recovers) <= set(GEMMS)
+        _require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        _require(bool(self.targets), "targets", self.targets, "needs at least one pattern")
+        _one_of("unit", self.unit, UNITS)
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("weights", self.weights, WEIGHTS)
+        threshold = self.outlier_threshold
+        sound = threshold is None or _positive(threshold)
+        _require(sound, "outlier_threshold", threshold, "must be a positive number or null")
+        for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
+            value = getattr(self, name)
+            _one_of(name, value, choices)
+            formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+            right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
+            _require(formats or value == choices[0], name, value, right)
+
+    def _check_recipes(self) -> None:
+        """Whoever declares a recipe waits for torch, which knows the formats."""
+        for name, one in self.recipes.items():
+            from gnmr.paths.recipes import Recipe
+
+            if not isinstance(one, Recipe):
+                try:
+                    Recipe.of(name, one)
+                except ValueError as error:
+                    raise ValueError(f"recipes: {error}") from error
+            elif name in FORMATS or name in RECIPES:
+                words = {gemm: casts for gemm, casts in one.words().items() if casts}
+                if words != RECIPES.get(name):
+                    raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
+
+
+def _require(condition: bool, name: str, value: object, right: str) -> None:
+    if not condition:
+        shown = str(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
+        raise ValueError(f"{name}={shown}: {right}")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(value in choices, name, value, f"must be one of {', '.join(choices)}")
+
+
+def _positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf  # type: ignore[operator]

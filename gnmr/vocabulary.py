@@ -1,0 +1,57 @@
+"""Names that config, paths, report and tests share, said once. Imports nothing heavy.
+
+A number format or a recipe is added here: `gnmr.paths.formats` makes the format of a name (`int5`, `e3m3`), and
+`gnmr.paths.recipes` the recipe of its words.
+"""
+
+from __future__ import annotations
+
+FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "bf16")
+"""int<bits>, or e<exponent bits>m<mantissa bits>; bf16 keeps a tensor as it is."""
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("input", "weight", "grad_output", "result")
+UNITS = ("operator", "expert", "layer", "block")
+"""Which operators change their path together (gnmr/paths/units.py)."""
+SITES = ("saved", "forward")
+"""What a format quantizes: what backward keeps, or what the forward pass reads too."""
+ROUNDINGS = ("nearest", "stochastic")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
+"""What runs a recipe (gnmr/paths/backends.py)."""
+WEIGHTS = ("online", "beside", "instead")
+"""Where the INT8 codes of weights are (gnmr/paths/kernels/int8.py)."""
+
+Words = dict[str, dict[str, str]]
+"""{gemm: {operand: cast}}; what is left out is kept as it is."""
+
+
+def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
+    """Operands alike in all GEMMs, results kept."""
+    weight = weight or forward
+    return {
+        "fprop": {"input": forward, "weight": weight},
+        "dgrad": {"weight": weight, "grad_output": backward},
+        "wgrad": {"input": forward, "grad_output": backward},
+    }
+
+
+def _everywhere(cast: str) -> Words:
+    """Operands and results."""
+    return {gemm: {**operands, "result": cast} for gemm, operands in _alike(cast, cast).items()}
+
+
+RECIPES: dict[str, Words] = {
+    "fp8_hybrid": _alike("e4m3/tensor", "e5m2/tensor"),
+    "fp8_delayed": _alike("e4m3/delayed", "e5m2/delayed"),
+    "fp8_delayed_1024": _alike("e4m3/delayed/1024", "e5m2/delayed/1024"),
+    "deepseek_v3": _alike("e4m3/tile", "e4m3/tile", weight="e4m3/block"),
+    "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
+    "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
+    **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
+    "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
+    "llm_int8_dgrad": {
+        "fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"},
+        "dgrad": {"weight": "int8/row"},
+    },
+    "bf16": {},
+}
+"""The casts of each recipe (gnmr/paths/recipes.py teaches them)."""
