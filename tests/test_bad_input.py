@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from gnmr import config
@@ -216,14 +219,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("key", ["alpha", "beta", "delta", "max_o", "t_lock"])
-@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "true", "much", "1e400", "[1]", "''"])
-def test_controller_keys_take_positive_numbers_alone(key, value, gnmr, tmp_path):
-    """The same check behind `gnmr train`, `gnmr replay` and a saved config."""
-    tree = OmegaConf.from_dotlist([f"controller.{key}={value}"])
+POSITIVE_KEYS = ["alpha", "beta", "delta", "max_o", "t_lock"]
+NOT_POSITIVE = st.one_of(
+    st.floats(max_value=0), st.integers(max_value=0), st.booleans(), st.lists(st.integers(), max_size=2),
+    st.sampled_from([math.inf, math.nan, "much", "1e400", ""]),
+)  # fmt: skip
+
+
+@given(key=st.sampled_from(POSITIVE_KEYS), value=NOT_POSITIVE)
+@settings(max_examples=100, deadline=None)
+def test_controller_keys_take_positive_numbers_alone(key, value):
     with pytest.raises(UserError, match=key) as caught:
-        config.load(tree)
+        config.load({"controller": {key: value}})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), zip(POSITIVE_KEYS, ["-1", "nan", "much", "0", "[1]"], strict=True))
+def test_replay_checks_as_a_saved_config_does(key, value, gnmr, tmp_path):
     (tmp_path / "norms.csv").write_text(HEAD + "1,a,1\n")
     assert key in gnmr("replay", str(tmp_path / "norms.csv"), f"{key}={value}").mistake
 
@@ -239,34 +251,34 @@ def test_values_without_sense(words):
     assert VALUES[words] in str(caught.value) and "\n" not in str(caught.value)
 
 
-LONG = "a" * 256
+def around(letter: str) -> str:
+    return f"a{letter}b"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal"),
-        *("run_dir", "runs_dir", "data.path", "data.cache_dir", "data.tokenizer", "scores.data"),
-    ],
+NAMES = ["arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal"]
+NAMES += ["run_dir", "runs_dir", "data.path", "data.cache_dir", "data.tokenizer", "scores.data"]
+NO_NAMES = st.one_of(
+    st.tuples(
+        st.sampled_from("aé√𝄞").map(lambda letter: letter * (256 // len(letter.encode()) + 1)),
+        st.just("255 bytes of a file's name"),
+    ),
+    st.tuples(
+        (st.just("\0") | st.characters(categories=["Cs"])).map(around), st.just("must be text (UTF-8) without NUL")
+    ),
+    st.tuples(
+        st.characters(categories=["Cc"], exclude_characters="\0").map(around),
+        st.just("must have no line breaks or other control characters"),
+    ),
 )
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (LONG, "255 bytes of a file's name"),
-        ("é" * 128, "255 bytes of a file's name"),
-        ("a\0b", "must be text (UTF-8) without NUL"),
-        ("a\ud800b", "must be text (UTF-8) without NUL"),
-        ("a\nb", "must have no line breaks or other control characters"),
-        ("a\x1b[2Jb", "must have no line breaks or other control characters"),
-    ],
-)
-def test_names_that_no_file_can_have(key, value, told, gnmr):
-    tree: dict = {}
-    node = tree
-    *parents, last = key.split(".")
-    for parent in parents:
-        node = node.setdefault(parent, {})
-    node[last] = value
+
+
+@given(key=st.sampled_from(NAMES), case=NO_NAMES)
+@settings(max_examples=100, deadline=None)
+def test_names_that_no_file_can_have(key, case):
+    value, told = case
+    tree: object = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
     with pytest.raises(UserError) as caught:
         config.load(tree)
     line = str(caught.value)
