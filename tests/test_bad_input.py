@@ -359,7 +359,7 @@ def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
 
 @pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr("gnmr.training.parts._ORACLE_PARAMETERS", 20_000)
+    monkeypatch.setattr("gnmr.training.build._ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller.signal=oracle").mistake
     assert line.startswith("controller.signal=oracle: runs both paths in every step, for small models: ")
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms

@@ -15,7 +15,7 @@ from gnmr import config, models
 from gnmr.config import compose as composing
 from gnmr.controller import Decision
 from gnmr.paths import PathSpec, convert
-from gnmr.training.parts import assemble, train_step
+from gnmr.training.build import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
 

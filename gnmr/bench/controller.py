@@ -20,7 +20,7 @@ from gnmr.controller.norms import UnitNorms
 from gnmr.paths import Plan
 from gnmr.records.recorder import Recorder
 from gnmr.training import rows, step
-from gnmr.training.parts import assemble, first_batch, train_step
+from gnmr.training.build import assemble, first_batch, train_step
 from gnmr.wiring import build_controller
 
 DECISION_UNITS = 10_000

@@ -15,7 +15,7 @@ from gnmr.bench.timing import alternate, clock_of
 from gnmr.errors import UserError
 from gnmr.models import Llama
 from gnmr.models.pretrained import as_hugging_face
-from gnmr.training.parts import assemble, first_batch
+from gnmr.training.build import assemble, first_batch
 
 
 def check_hf(setting: Setting) -> None:

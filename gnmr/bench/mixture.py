@@ -14,7 +14,7 @@ from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import ExpertsConfig
 from gnmr.models.layers import GELUMLP
 from gnmr.models.moe import MoEMLP
-from gnmr.training.parts import device_of
+from gnmr.training.build import device_of
 
 DISPATCH = 1.3
 """The most that it should cost against its dense arithmetic."""

@@ -13,7 +13,7 @@ from gnmr.controller.controller import NO_CAP
 from gnmr.errors import UserError
 from gnmr.paths import RECIPES
 from gnmr.paths.plan import described
-from gnmr.training.parts import assemble
+from gnmr.training.build import assemble
 
 REFERENCE = "bf16"
 SIMULATED, SWITCHING = 2.0, 1.02

@@ -11,7 +11,7 @@ import numpy as np
 from gnmr.bench.setting import Setting
 from gnmr.bench.timing import alternate, clock_of
 from gnmr.config import Config
-from gnmr.training.parts import Parts, assemble, first_batch, train_step
+from gnmr.training.build import Parts, assemble, first_batch, train_step
 from gnmr.training.step import StepResult
 
 

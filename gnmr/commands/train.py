@@ -137,7 +137,7 @@ def run_cell(composed: DictConfig) -> None:
     refuse_sizes(config, settings.overrides.task)
 
     if config.plan:
-        from gnmr.training.memory import plan_run
+        from gnmr.training.memory_plan import plan_run
 
         say(str(plan_run(config)))
         return

@@ -13,7 +13,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.evaluation.progress import now_and_then
 from gnmr.evaluation.subjects import Subject, check_low, of_checkpoint, of_run
 from gnmr.models.pretrained import need
-from gnmr.training.parts import Parts
+from gnmr.training.build import Parts
 
 
 class RunScorer:

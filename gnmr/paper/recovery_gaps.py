@@ -29,7 +29,7 @@ from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.paper.theory_tables import in_table
 from gnmr.paths import Plan, Recipe
-from gnmr.training.parts import assemble, train_step, training_blocks
+from gnmr.training.build import assemble, train_step, training_blocks
 from gnmr.training.step import loss_of, objective_of
 
 SITES = ("saved", "forward")

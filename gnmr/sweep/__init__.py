@@ -196,7 +196,7 @@ def _combinations(overrides: list[Override]) -> list[list[str]]:
 
 def step_seconds(config: Config) -> float:
     """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
-    from gnmr.training.parts import assemble, first_batch, train_step
+    from gnmr.training.build import assemble, first_batch, train_step
 
     parts = assemble(config, run_folder(config), say)
     step, micro_batches = train_step(parts), first_batch(parts)
@@ -226,8 +226,8 @@ def _step_seconds_side_by_side(workers: Workers, jobs: int, config: Config) -> f
 
 def _prepare_data(cells: list[Cell]) -> None:
     """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
-    from gnmr.training.least import refuse_run
-    from gnmr.training.parts import device_of, open_data
+    from gnmr.training.build import device_of, open_data
+    from gnmr.training.memory_bound import refuse_run
 
     asked = {}
     for cell in cells:

@@ -16,9 +16,9 @@ from gnmr.data import Batch
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder
+from gnmr.training.build import Blocks, Parts, train_step
 from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.optim import learning_rate
-from gnmr.training.parts import Blocks, Parts, train_step
 from gnmr.training.rows import Counters, ratio_rows, step_row
 from gnmr.training.step import TrainStep, evaluate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.config import OptimConfig
-from gnmr.training.scale import build_scale
+from gnmr.training.scale_optimizer import build_scale
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

@@ -16,7 +16,7 @@ from gnmr.paths import Window
 from gnmr.paths.plan import described
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
-from gnmr.training.parts import Parts, tokens_of
+from gnmr.training.build import Parts, tokens_of
 from gnmr.training.provenance import commit, machine, told_command
 from gnmr.training.step import StepResult
 

@@ -26,10 +26,10 @@ from gnmr.paths.plan import described
 from gnmr.records.reader import read_json, read_jsonl, stored
 from gnmr.records.recorder import Recorder
 from gnmr.stopping import ending, handled, signals_collected
+from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, locked, run_folder, unexported
 from gnmr.training.loop import Loop, Scorer
-from gnmr.training.parts import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.provenance import told_config
 from gnmr.training.rows import Counters, fault_rows, header, run_info
 

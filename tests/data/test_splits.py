@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnmr.config import Config, DataConfig, ModelConfig, TrainingConfig
 from gnmr.data import Batch
-from gnmr.training.parts import open_data, training_blocks, validation
+from gnmr.training.build import open_data, training_blocks, validation
 
 Make = Callable[..., DataConfig]
 

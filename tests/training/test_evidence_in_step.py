@@ -13,7 +13,7 @@ from torch import Tensor
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.controller.signals import SIGNALS
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training.parts import Parts, train_step
+from gnmr.training.build import Parts, train_step
 from gnmr.training.step import StepResult, TrainStep, loss_of
 
 LR = 1e-2

@@ -16,7 +16,7 @@ from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.models.pretrained import load
 from gnmr.records.reader import read_json, read_jsonl
-from gnmr.training.parts import Parts, assemble, training_blocks, validation
+from gnmr.training.build import Parts, assemble, training_blocks, validation
 from gnmr.training.step import TrainStep, evaluate, loss_of, num_targets
 
 pytestmark = pytest.mark.slow

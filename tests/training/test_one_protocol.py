@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gnmr
-from gnmr.training.parts import train_step
+from gnmr.training.build import train_step
 from gnmr.training.step import loss_of
 
 STEPS, ACCUMULATION = 8, 2

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from gnmr import models
 from gnmr.config import ModelConfig, OptimConfig
 from gnmr.training.optim import skip_where
-from gnmr.training.scale import SCALE, _scale, build_scale
+from gnmr.training.scale_optimizer import SCALE, _scale, build_scale
 
 CONF = Path(__file__).parents[2] / "conf" / "optim" / "scale.yaml"
 

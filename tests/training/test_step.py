@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.training.build import train_step
 from gnmr.training.optim import learning_rate
-from gnmr.training.parts import train_step
 from gnmr.training.step import TrainStep, evaluate, loss_of
 
 LR = 1e-3

@@ -14,8 +14,8 @@ from gnmr.config.compose import compose
 from gnmr.controller import Controller
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.report.runs import load
-from gnmr.training.memory import plan_run
-from gnmr.training.parts import Parts, assemble
+from gnmr.training.build import Parts, assemble
+from gnmr.training.memory_plan import plan_run
 from gnmr.training.step import TrainStep
 
 WARM = ["controller.warmup_frac=0.4", "controller.warmup_path=16bit"]

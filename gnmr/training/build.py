@@ -35,7 +35,7 @@ from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
-from gnmr.training.least import refuse_run
+from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform

@@ -26,8 +26,8 @@ from gnmr.config import Config
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.plan import described
-from gnmr.training.least import GB, refuse_plan
-from gnmr.training.parts import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
+from gnmr.training.build import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
+from gnmr.training.memory_bound import GB, refuse_plan
 
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
 

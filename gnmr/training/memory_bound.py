@@ -1,10 +1,10 @@
-"""What a run needs of memory at the very least, by arithmetic alone: what cannot fit is refused before it is built.
+"""A lower bound of a run's memory, by arithmetic alone: what cannot fit is refused before anything is built.
 
     weights + optimizer state + the step's tokens + the largest of gradients, loss and one activation
 
 The first three are always there, each of the others at some time in a step. What is kept for backward, which is most of
-it in a large batch, is not counted: how much there is only `memory` knows, which builds the model. So what passes here
-may still not fit, and what may fit is never refused.
+it in a large batch, is not counted: only `memory_plan`, which builds the model, knows how much that is. So what passes
+here may still not fit, and what may fit is never refused.
 
 The loss of a micro-batch holds its logits in FP32 twice, before and after the softmax. On the CPU a model of ours is
 drawn in FP32, and each of its linears is a Python object with tables of its own, whatever the device.

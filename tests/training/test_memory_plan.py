@@ -13,8 +13,8 @@ from gnmr.config.compose import compose
 from gnmr.data import Batch
 from gnmr.errors import UserError
 from gnmr.paths.int8_linear import Int8Linear
-from gnmr.training.memory import GB, MemoryPlan, plan_run
-from gnmr.training.parts import Parts, assemble, training_blocks
+from gnmr.training.build import Parts, assemble, training_blocks
+from gnmr.training.memory_plan import GB, MemoryPlan, plan_run
 from gnmr.training.step import loss_of
 
 

@@ -9,9 +9,9 @@ from gnmr import models
 from gnmr.config import ModelConfig
 from gnmr.config.model import ExpertsConfig
 from gnmr.errors import UserError
-from gnmr.training import least
-from gnmr.training.least import linears, parameters, refuse_run
-from gnmr.training.memory import plan_run
+from gnmr.training import memory_bound
+from gnmr.training.memory_bound import linears, parameters, refuse_run
+from gnmr.training.memory_plan import plan_run
 
 CPU = torch.device("cpu")
 MOE = ["model.name=moe", "model.experts.number=3"]
@@ -62,17 +62,17 @@ def test_refused_by_run_and_plan_before_anything_is_built(words, train, tiny, tm
 def test_it_is_less_than_a_step_really_takes(more, tiny):
     """Less than the plan, which knows what is kept for backward; so what fits by the plan is not refused."""
     config = tiny(*more, "model.hidden_size=64", "model.num_layers=3", "training.batch_size=8", "training.seq_len=64")
-    need = sum(part.size for part in least.on_device(config, config.data.vocab_size))
+    need = sum(part.size for part in memory_bound.on_device(config, config.data.vocab_size))
     assert 0.1 < need / plan_run(config).total < 1
 
 
 def test_to_the_byte(tiny, monkeypatch):
     config = tiny()
-    need = [*least.on_device(config, 300), *least.to_build(config), *least.to_tokenize(config)]
+    need = [*memory_bound.on_device(config, 300), *memory_bound.to_build(config), *memory_bound.to_tokenize(config)]
     total = sum(part.size for part in need)
-    monkeypatch.setattr(least, "machine_memory", lambda: total)
+    monkeypatch.setattr(memory_bound, "machine_memory", lambda: total)
     refuse_run(config, CPU, 300)
-    monkeypatch.setattr(least, "machine_memory", lambda: total - 1)
+    monkeypatch.setattr(memory_bound, "machine_memory", lambda: total - 1)
     with pytest.raises(UserError, match="cannot fit into memory"):
         refuse_run(config, CPU, 300)
 
@@ -80,7 +80,7 @@ def test_to_the_byte(tiny, monkeypatch):
 def test_a_vocabulary_that_the_text_will_not_reach_does_not_count(train, tmp_path, monkeypatch):
     """Before its text is read: a run may get a smaller one than it asks for."""
     enough = 4 * 10**8
-    monkeypatch.setattr(least, "machine_memory", lambda: enough)
+    monkeypatch.setattr(memory_bound, "machine_memory", lambda: enough)
     words = ["data.vocab_size=1000000", "model.hidden_size=256"]
     asked = 3 * 2 * parameters(ModelConfig(hidden_size=256, intermediate_size=48, num_layers=1, num_heads=2), 10**6, 16)
     assert asked > enough
