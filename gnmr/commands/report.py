@@ -34,5 +34,14 @@ def main(argv: list[str]) -> int:
     parser.epilog = "out=DIR, against=ARM and html=FILE will do too."
     as_flags = [f"--{word}" if word.startswith(("html=", "out=", "against=")) else word for word in argv]
     given = parser.parse_args(as_flags)
-    report(given.runs, given.out, Terminal(), given.plots, given.against, given.strict, given.html, paper_tables)
+    report(
+        given.runs,
+        given.out,
+        Terminal(),
+        plots=given.plots,
+        against=given.against,
+        strict=given.strict,
+        html=given.html,
+        further=paper_tables,
+    )
     return 0

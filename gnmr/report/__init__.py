@@ -25,6 +25,7 @@ def report(
     paths: list[Path],
     out: Path | None,
     console: Console,
+    *,
     plots: bool = True,
     against: str | None = None,
     strict: bool = False,
@@ -33,10 +34,14 @@ def report(
 ) -> None:
     """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too.
 
-    `out` None: report/ in the path, or in the common parent of several. `against`: label or name of the arm that the
-    others are tested against. `further`: makes tables of all comparisons. Raises `UserError` for a path that is missing
-    or holds no run, for an `out` that cannot be written, for an `against` that no arm fits or that is missing where it
-    would be needed, and, where `strict`, for runs of one experiment and scale that cannot be compared.
+    Args:
+        out: None: report/ in the path, or in the common parent of several.
+        against: label or name of the arm that the others are tested against.
+        strict: refuse runs of one experiment and scale that cannot be compared.
+        further: makes tables of all comparisons.
+
+    Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot be written, and for an
+    `against` that no arm fits or that is missing where it would be needed.
     """
     root = _common(paths)
     written = (root / "report" if out is None else out) / "report.md"
@@ -80,6 +85,10 @@ def report(
         _shown(runs, as_page, left_out)
     told = [f"Left out: {folder}: {why}" for folder, why in left_out.items()]
     output.write_text(written, _markdown([*found, run_table(runs, root)], told, images), follow=False)
+    _say_where(console, written, html, images)
+
+
+def _say_where(console: Console, written: Path, html: Path | None, images: list[Path]) -> None:
     lines = [f"Report: {written}", *([f"Page: {html}"] if html is not None else []), *(["Plots:"] if images else [])]
     for line in (*lines, *(f"  {image}" for image in images)):
         console.print(Text(printable(line)), soft_wrap=True)
