@@ -6,54 +6,96 @@ costs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gnmr.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gnmr.bench.figures import Figure
     from gnmr.bench.setting import Setting
 
-# Name: (module, function, what it measures).
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: `PARTS` of its module are functions by name, `CHECKS` what says beforehand that one cannot run."""
+
+    module: str
+    parts: tuple[str, ...]
+    what: str
+
+
 BENCHMARKS = {
-    "controller": ("gnmr.bench.controller", "step_cost", "norms, signal, policy and records in a training step"),
-    "decision": ("gnmr.bench.controller", "decision", "signal and policy alone, for 10,000 units"),
-    "saved": ("gnmr.bench.saved", "saved", "steps with saved activations of 4 and 8 bits against 16, and their bytes"),
-    "signals": ("gnmr.bench.signals", "signals", "whole steps under signals that look beyond the norms"),
-    "recipe": ("gnmr.bench.recipe", "recipe", "steps under recipes against 16 bits, and steps that switch every block"),
-    "mixture": (
-        "gnmr.bench.mixture",
-        "mixture",
-        "a mixture of experts against a dense MLP of as many operations",
+    "step": Bench(
+        "gnmr.bench.step",
+        ("controller", "signals", "mixture", "hf"),
+        "the controller's share of a training step, signals' evidence, a mixture's dispatch, Hugging Face's model",
     ),
-    "hf": ("gnmr.bench.hf", "hf", "our 16-bit model against Hugging Face's LLaMA of the same shape"),
-    "startup": ("gnmr.bench.process", "startup", "gnmr --help, and gnmr train to its first step"),
-    "memory": ("gnmr.bench.process", "memory", "peak memory of gnmr train"),
-    "theory": ("gnmr.paper.theory", "theory", "the paper's theorems 1 and 2 as numbers: recovery gaps, false triggers"),
+    "paths": Bench(
+        "gnmr.bench.paths",
+        ("saved", "recipes"),
+        "steps and bytes of saved activations of few bits, steps under recipes, switching",
+    ),
+    "decision": Bench("gnmr.bench.decision", ("decision",), "signal and policy alone, for 10,000 units"),
+    "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
+    "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
+    "theory": Bench(
+        "gnmr.paper.theory", ("theory",), "the paper's theorems 1 and 2 as numbers: recovery gaps, false triggers"
+    ),
 }
+RENAMED = {
+    **{part: f"step only={part}" for part in ("controller", "signals", "mixture", "hf")},
+    "saved": "paths only=saved",
+    "recipe": "paths only=recipes",
+}
+"""What earlier versions called benchmarks, and the words that measure the same now."""
+_OF_OUR_MODELS = ("saved", "recipes", "mixture", "theory", "hf")
 
-_OF_OUR_MODELS = ("saved", "recipe", "mixture", "theory", "hf")
+
+@dataclass(frozen=True)
+class Part:
+    """Of a benchmark what can be measured here."""
+
+    bench: str
+    name: str
+    measure: Callable[[Setting], list[Figure]]
+    show: Callable[[str, Sequence[Figure], Console], None]
+    """Prints the figures under a title."""
+
+    @property
+    def title(self) -> str:
+        """Above its figures."""
+        return self.bench if self.bench == self.name else f"{self.bench}: {self.name}"
 
 
-def measurable(names: list[str], setting: Setting) -> list[str]:
-    """The named benchmarks, UserError if one cannot be measured here; without names all that can be."""
-    chosen = []
+def measurable(names: Sequence[str], only: Sequence[str], setting: Setting) -> list[Part]:
+    """Parts of the named benchmarks, all of them without names; `only` those, where it names some.
+
+    A part that cannot be measured here is left out with a line that says why. Raises `UserError` instead where that
+    leaves nothing of a benchmark that was named.
+    """
+    from gnmr.bench.figures import show
+
+    chosen = list[Part]()
     for name in names or BENCHMARKS:
-        try:
-            if setting.config.model.checkpoint is not None and name in _OF_OUR_MODELS:
-                raise UserError(f"bench {name}: is for models of ours, not for model.name=pretrained")
-            function(name, "check_")(setting)
-        except UserError as error:
-            if names:
-                raise
-            setting.say(f"left out: {error}")
-        else:
-            chosen.append(name)
+        mine, refused = list[Part](), list[UserError]()
+        module = import_module(BENCHMARKS[name].module)
+        for part in (part for part in BENCHMARKS[name].parts if not only or part in only):
+            try:
+                if setting.config.model.checkpoint is not None and part in _OF_OUR_MODELS:
+                    raise UserError(f"bench {part}: is for models of ours, not for model.name=pretrained")
+                getattr(module, "CHECKS", {}).get(part, lambda _setting: None)(setting)
+            except UserError as error:
+                refused.append(error)
+            else:
+                mine.append(Part(name, part, module.PARTS[part], getattr(module, "SHOW", show)))
+        if refused and names and not mine:
+            raise refused[0]
+        for why in refused:
+            setting.say(f"left out: {why}")
+        chosen += mine
     return chosen
-
-
-def function(name: str, prefix: str = "", otherwise: Callable[..., Any] = lambda _setting: None) -> Callable[..., Any]:
-    """A benchmark's function, or with a prefix the one that goes with it; `otherwise` where there is none."""
-    module, function, _ = BENCHMARKS[name]
-    return getattr(import_module(module), prefix + function, otherwise)

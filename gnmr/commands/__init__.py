@@ -29,7 +29,7 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
   eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
            gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
   bench    measure what the controller and the paths cost on this machine
-           gnmr bench controller
+           gnmr bench step only=controller
 
   --help, --version
 

@@ -9,9 +9,7 @@ from gnmr.bench.setting import Setting
 from gnmr.errors import UserError
 from gnmr.paper.false_triggers import false_triggers, recorded_norms
 from gnmr.paper.recovery_gaps import recovery
-from gnmr.paper.theory_tables import show_tables as show_theory
-
-__all__ = ["check_theory", "show_theory", "theory"]
+from gnmr.paper.theory_tables import show_tables
 
 
 def check_theory(setting: Setting) -> None:
@@ -28,3 +26,8 @@ def theory(setting: Setting) -> list[Figure]:
     if setting.config.run_dir is None:
         setting.say("theory: theorem 2 in recorded norms is left out; run=FOLDER gives a run")
     return recovery(setting) + false_triggers(setting)
+
+
+PARTS = {"theory": theory}
+CHECKS = {"theory": check_theory}
+SHOW = show_tables

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gnmr.bench import BENCHMARKS, process, recipe
+from gnmr.bench import BENCHMARKS, RENAMED, paths, process
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.vocabulary import RECIPES
@@ -21,7 +21,7 @@ MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
 
 @pytest.fixture
 def measure(gnmr, tiny_words, tmp_path):
-    """measure("saved", ...) -> the JSON tree of that tiny benchmark with one measurement."""
+    """measure("paths", "only=saved", ...) -> the JSON tree of that tiny benchmark with one measurement."""
 
     def run(*words: str) -> dict:
         out = tmp_path / "figures.json"
@@ -47,13 +47,20 @@ def test_help_names_every_benchmark(gnmr):
     assert outcome.code == 0 and all(f"  {name} " in outcome.out for name in BENCHMARKS)
 
 
+@pytest.mark.parametrize("word", RENAMED)
+def test_old_names_are_told_the_new_words(gnmr, word):
+    new = RENAMED[word].split()
+    assert f"is now gnmr bench {' '.join(new)}" in gnmr("bench", word).mistake
+    assert new[1].removeprefix("only=") in BENCHMARKS[new[0]].parts
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["sved"], "'sved' is no benchmark"),
         (["--verbose"], "'--verbose' is no benchmark"),
         (["-x=1"], "'-x=1' is no benchmark"),
-        (["recipe", "recipe=fp8_hybrid", "hierarchy=6/8"], "each of them chooses the paths; give one of them"),
+        (["paths", "recipe=fp8_hybrid", "hierarchy=6/8"], "each of them chooses the paths; give one of them"),
         (["decision", "model.width=1"], "width"),
         (["decision", "controller.alpha=0"], "controller.alpha=0"),
         (["decision", "repeats=0"], "repeats=0"),
@@ -62,7 +69,8 @@ def test_help_names_every_benchmark(gnmr):
         (["decision", "out="], "out="),
         (["decision", "out=missing/figures.json"], "must be a file in a folder that exists"),
         (["decision", "out=."], "and is a folder"),
-        (["hf", "model=gpt"], "model.name=gpt"),
+        (["step", "only=hf", "model=gpt"], "model.name=gpt"),
+        (["step", "only=saved"], "only=saved: must be of controller, signals, mixture, hf"),
     ],
 )
 def test_mistakes_are_one_line(gnmr, words, says):
@@ -79,19 +87,18 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(gnm
 
 
 def test_hf_without_transformers(gnmr, monkeypatch, tiny_words):
-    monkeypatch.setattr("gnmr.bench.hf.find_spec", lambda _name: None)
-    assert "pip install transformers" in gnmr("bench", "hf").mistake
-    monkeypatch.setattr("gnmr.bench.BENCHMARKS", {name: BENCHMARKS[name] for name in ("decision", "hf")})
-    outcome = gnmr("bench", *tiny_words, "repeats=1")
+    monkeypatch.setattr("gnmr.bench.step.find_spec", lambda _name: None)
+    assert "pip install transformers" in gnmr("bench", "step", "only=hf").mistake
+    outcome = gnmr("bench", "only=decision,hf", *tiny_words, "repeats=1")
     assert outcome.code == 0 and "left out: bench hf" in outcome.err and "10,000 units" in outcome.out
 
 
 def test_controller_and_decision(measure):
-    tree = measure("controller", "decision")
-    assert tree["command"].startswith("gnmr bench controller decision debug=smoke")
+    tree = measure("step", "decision", "only=controller,decision")
+    assert tree["command"].startswith("gnmr bench step decision only=controller,decision debug=smoke")
     assert tree.keys() >= {"commit", "date", "gnmr", "python", "torch"} and tree["machine"].keys() == MACHINE
     assert tree["machine"]["threads"] == 1
-    assert [figure["bench"] for figure in tree["figures"]] == ["controller"] * 7 + ["decision"] * 2
+    assert [figure["bench"] for figure in tree["figures"]] == ["step"] * 7 + ["decision"] * 2
     figures = named(tree)
     parts = [figures[name]["value"] for name in ("norms", "signal and policy", "switching", "records")]
     assert all(part > 0 for part in parts)  # every part was found inside the step
@@ -102,7 +109,7 @@ def test_controller_and_decision(measure):
 
 
 def test_saved_bytes_follow_the_format(measure):
-    figures = named(measure("saved", "paths.targets=[down_proj]"))
+    figures = named(measure("paths", "only=saved", "paths.targets=[down_proj]"))
     assert {name for name in figures if name.startswith("step with")} == {
         "step with bf16",
         *(f"step with {fmt} over bf16" for fmt in ("int4", "int8", "e2m1", "e4m3")),
@@ -115,7 +122,7 @@ def test_saved_bytes_follow_the_format(measure):
 
 
 def test_signals_are_held_against_gnmr(measure):
-    figures = named(measure("signals"))
+    figures = named(measure("step", "only=signals"))
     assert {"step under gap", "step under gap, every 8th token", "step under oracle", "step under gnmr_delta"} < set(
         figures
     )
@@ -125,35 +132,35 @@ def test_signals_are_held_against_gnmr(measure):
 @pytest.mark.slow
 def test_recipes_and_switching(measure, gnmr):
     """Recipes whose tiles do not divide 32 and 48 are left out."""
-    figures = named(measure("recipe"))
+    figures = named(measure("paths", "only=recipes"))
     steps = {name.removeprefix("step under ") for name in figures if name.startswith("step under ")}
     assert steps == set(RECIPES) - {"deepseek_v3", "deepseek_v3_blocks", "mxfp8"}
     assert (
         figures["step under sim_e3m2"]["target"] == 2.0
         and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"
     )
-    for hierarchy, paths in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
+    for hierarchy, pair in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
         switching = figures[f"step that switches every block, {hierarchy}"]
-        assert switching["note"].startswith(f"1 blocks, {paths} in turn") and switching["target"] == 1.02
-    assert "recipes need paths.site=saved" in gnmr("bench", "recipe", "paths.site=forward").mistake
+        assert switching["note"].startswith(f"1 blocks, {pair} in turn") and switching["target"] == 1.02
+    assert "recipes need paths.site=saved" in gnmr("bench", "paths", "only=recipes", "paths.site=forward").mistake
 
 
-@pytest.mark.parametrize("hierarchy", recipe.SWITCHED)
+@pytest.mark.parametrize("hierarchy", paths.SWITCHED)
 @pytest.mark.slow
 def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, monkeypatch):
     """The arm takes a step on each path and changes every block before it; the others stay where they are."""
     config = compose([*tiny_words, "model.num_layers=2"])
     theirs = compose([f"hierarchy={hierarchy}"]).paths
-    assert recipe.SWITCHED[hierarchy] == (theirs.low, theirs.recovery)
-    taken, plain = [], recipe.same_step
+    assert paths.SWITCHED[hierarchy] == (theirs.low, theirs.recovery)
+    taken, plain = [], paths.same_step
 
     def same_step(parts):
-        assert (parts.config.paths.low, parts.config.paths.recovery) == recipe.SWITCHED[hierarchy]
+        assert (parts.config.paths.low, parts.config.paths.recovery) == paths.SWITCHED[hierarchy]
         step = plain(parts)
         return lambda: (taken.append((id(parts), [operator.recovering for operator in parts.plan.operators])), step())
 
-    monkeypatch.setattr(recipe, "same_step", same_step)
-    figure = recipe._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), hierarchy)
+    monkeypatch.setattr(paths, "same_step", same_step)
+    figure = paths._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), hierarchy)
     assert figure.note.startswith("2 blocks")
     arms = [[path for arm, path in taken if arm == which] for which in dict.fromkeys(arm for arm, _ in taken)]
     low, high = [False] * 14, [True] * 14
@@ -163,7 +170,7 @@ def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, 
 
 @pytest.mark.slow
 def test_a_mixture(measure):
-    figures = named(measure("mixture"))
+    figures = named(measure("step", "only=mixture"))
     assert "8 experts, top-2 of width 48, 32 tokens" in figures["mixture over its dense arithmetic"]["note"]
     assert "mixture over its experts alone" in figures
 
@@ -171,7 +178,7 @@ def test_a_mixture(measure):
 @pytest.mark.slow
 def test_hf_compares_equal_models(measure):
     pytest.importorskip("transformers")
-    figures = named(measure("hf"))
+    figures = named(measure("step", "only=hf"))
     note = figures["our plain step over Hugging Face's"]["note"]
     ours, theirs = (float(part.split()[0]) for part in note.split("loss ")[1].split(", "))
     assert ours == pytest.approx(theirs, rel=1e-3)
@@ -201,7 +208,7 @@ def fake_train(monkeypatch, tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch):
-    monkeypatch.setattr(process, "POLL_S", 0.0)
+    monkeypatch.setattr("gnmr.bench.memory.POLL_S", 0.0)
     figures = named(measure("startup", "memory"))
     assert len(figures) == 3 and all(figure["value"] > 0 for figure in figures.values())
     assert figures["peak resident memory of gnmr train and its helpers"]["unit"] == "MiB"

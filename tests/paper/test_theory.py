@@ -270,7 +270,7 @@ def test_cells_are_shown_as_a_table():
         cell("after 1", "alpha 2", 1e-7),
         cell("after 2", "alpha 2", 0.0, unit=""),
     ]
-    theory.show_theory("theory", figures, Console(file=text, width=100))
+    theory.SHOW("theory", figures, Console(file=text, width=100))
     lines = [line.split() for line in text.getvalue().splitlines()]
     assert ["worst", "0.500x", "1"] in lines
     assert ["after", "1", "25/50/100", "<.01"] in lines and ["after", "2", "0"] in lines

@@ -1,4 +1,4 @@
-"""What recipes and switching between them cost in time."""
+"""What the paths cost: saved activations of few bits in time and bytes, recipes, switching between recipes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,39 @@ from gnmr.paths.plan import described
 from gnmr.training.build import assemble
 
 REFERENCE = "bf16"
+# Format: the most that time and bytes should be against 16-bit.
+TARGETS: dict[str, tuple[float | None, float | None]] = {
+    "int4": (1.25, 0.28),
+    "int8": (None, 0.53),
+    "e2m1": (None, 0.28),
+    "e4m3": (None, 0.53),
+}
 SIMULATED, SWITCHING = 2.0, 1.02
 """The most that a simulated step and switching should cost."""
 SWITCHED = {"6/8": ("sim_e3m2", "fp8_hybrid"), "8/16": ("fp8_hybrid", "bf16")}
 """Hierarchy: its low and its recovery path (conf/hierarchy)."""
 
 
-def recipe(setting: Setting) -> list[Figure]:
+def saved(setting: Setting) -> list[Figure]:
+    """Whole training steps of static runs that differ in the format alone."""
+    found = compare(setting, "saved: steps with", {fmt: setting.static(fmt) for fmt in (REFERENCE, *TARGETS)})
+    times, sizes = [], []
+    whole = found.last[REFERENCE].saved_bytes
+    for fmt, (most_time, most_bytes) in TARGETS.items():
+        times.append(median(f"step with {fmt} over {REFERENCE}", found.ratios[fmt], "x", most_time, interval=True))
+        own = found.last[fmt].saved_bytes
+        if own is not None and whole:
+            note = f"{own / 2**20:.2f} of {whole / 2**20:.2f} MiB, read from the autograd graph"
+            sizes.append(Figure(f"bytes with {fmt} over {REFERENCE}", own / whole, "x", target=most_bytes, note=note))
+    return [*times, *sizes, median(f"step with {REFERENCE}", found.seconds, "s")]
+
+
+def recipes(setting: Setting) -> list[Figure]:
     """Whole steps of static runs that differ in the recipe alone; steps that switch every block."""
-    return [*_recipes(setting), *(_switching(setting, hierarchy) for hierarchy in SWITCHED)]
+    return [*_static(setting), *(_switching(setting, hierarchy) for hierarchy in SWITCHED)]
 
 
-def _recipes(setting: Setting) -> list[Figure]:
+def _static(setting: Setting) -> list[Figure]:
     """Steps under every recipe whose tiles divide the widths of the model."""
     model = setting.config.model
     keys = model.hidden_size // model.num_heads * (model.num_kv_heads or model.num_heads)
@@ -76,7 +97,11 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
     return median(f"step that switches every block, {hierarchy}", ratio, "x", SWITCHING, note, interval=True)
 
 
-def check_recipe(setting: Setting) -> None:
+def check_recipes(setting: Setting) -> None:
     """UserError where the setting has nothing to measure."""
     if setting.config.paths.site != "saved" or setting.config.paths.rounding != "nearest":
         raise UserError("bench recipe: recipes need paths.site=saved and paths.rounding=nearest")
+
+
+PARTS = {"saved": saved, "recipes": recipes}
+CHECKS = {"recipes": check_recipes}

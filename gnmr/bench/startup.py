@@ -1,0 +1,41 @@
+"""How long a fresh process takes to begin."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from gnmr.bench import process
+from gnmr.bench.figures import Figure, median
+from gnmr.bench.setting import Setting
+from gnmr.bench.timing import samples
+
+
+def startup(setting: Setting) -> list[Figure]:
+    """Wall time of `gnmr --help`, and of `gnmr train` from the start of its process to the first row in steps.jsonl."""
+
+    def first_row() -> float:
+        with tempfile.TemporaryDirectory(prefix="gnmr-bench-") as folder:
+            rows = Path(folder, "run", "steps.jsonl")
+            began = time.perf_counter()
+            with process.train(setting, folder, "training.steps=1", "training.eval_blocks=1") as run:
+                while run.poll() is None and not (rows.exists() and rows.stat().st_size):
+                    time.sleep(0.002)
+                return time.perf_counter() - began
+
+    def asked_for_help() -> float:
+        began = time.perf_counter()
+        subprocess.run([*process.GNMR, "--help"], stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - began
+
+    help_s = samples(asked_for_help, setting.rounds("startup: gnmr --help", 5, warm_up=1))
+    begin_s = samples(first_row, setting.rounds("startup: gnmr train to its first step", 3, warm_up=1))
+    return [
+        median("gnmr --help", help_s, "s", 0.5),
+        median("gnmr train to its first row in steps.jsonl, warm cache", begin_s, "s", 8.0),
+    ]
+
+
+PARTS = {"startup": startup}
