@@ -4,7 +4,7 @@
 `RunFailed` is a run that could not go on: one line, exit code 1, the run folder marked FAILED.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 MAX_LINE = 1500
@@ -29,6 +29,15 @@ def printable(text: object) -> str:
     """The text in one line; what a terminal would obey, or not show, is written out: an escape as \\x1b."""
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What an unknown word may have been meant to be, as the end of a message."""
+    from difflib import get_close_matches
+
+    known = list(known)
+    close = get_close_matches(word.partition("=")[0], known, 1)
+    return f": did you mean {close[0]}?" if close else f": use one of {', '.join(known)}"
 
 
 @contextmanager

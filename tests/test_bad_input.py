@@ -367,7 +367,7 @@ def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, mo
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("words", [[], ["runs", "--agianst", "x"], ["runs", "--out"]])
+@pytest.mark.parametrize("words", [[], ["runs", "--agianst", "x"], ["runs", "--out"], ["runs", "out="]])
 def test_words_of_report_that_are_none(words, gnmr):
     line = gnmr("report", *words).mistake
     assert line.startswith("report: ") and line.endswith("(gnmr report --help)")
@@ -577,7 +577,7 @@ def test_replay_of_a_bad_table(gnmr, tmp_path):
     [
         (["nowhere"], "nowhere: there is no such file or run folder"),
         (["empty_folder"], "no recorded norms in this folder"),
-        (["norms.csv", "alfa=1"], "'alfa=1' is not understood; use alpha"),
+        (["norms.csv", "alfa=1"], "unknown key 'alfa=1': did you mean alpha?"),
         (["norms.csv", "alpha"], "replay: alpha: one run folder or file at a time"),
         (["norms.csv", "alpha={"], "alpha={: "),
         (["norms.csv", "calibrate="], "replay: 'calibrate=' has no value"),

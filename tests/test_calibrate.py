@@ -62,11 +62,6 @@ def spent(file, gnmr) -> Callable[..., float]:
     return run
 
 
-def for_replay(overrides: list[str]) -> list[str]:
-    """Words of `gnmr train` as those of `gnmr replay`: controller.trigger=2 -> trigger=2."""
-    return [word.removeprefix("controller.") for word in overrides]
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -89,7 +84,7 @@ def test_what_it_prints_spends_the_share(name, words, calibrated, spent):
     assert overrides[0] == f"controller.signal={name}"
     key = "options.share" if name in (*BLIND, "static_k") else "trigger"
     assert f"controller.{key}" in [word.partition("=")[0] for word in overrides]
-    assert spent(*for_replay(overrides), *words) == pytest.approx(share, abs=1e-5)
+    assert spent(*overrides, *words) == pytest.approx(share, abs=1e-5)
 
 
 def test_the_share_falls_as_the_trigger_rises(calibrated, spent):
@@ -109,7 +104,7 @@ def test_of_a_run(train, gnmr, tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
     name, share, *overrides = outcome.out.split()
     assert name == "mse" and float(share) == pytest.approx(0.05, rel=0.1)
-    again = gnmr("replay", str(folder), *for_replay(overrides))
+    again = gnmr("replay", str(folder), *overrides)
     assert f"promotion_frac                   {float(share):.4f}" in again.out
 
 
@@ -167,7 +162,7 @@ def test_several_shares_of_several_signals(file, gnmr, spent):
     for (_, share, *overrides), wanted in zip(lines, (0.1, 0.4, 0.1, 0.4), strict=True):
         assert float(share) == pytest.approx(wanted, rel=0.1)
         assert overrides[-1] == "controller.max_o=5"
-        assert spent(*for_replay(overrides)) == pytest.approx(float(share), abs=1e-5)
+        assert spent(*overrides) == pytest.approx(float(share), abs=1e-5)
     told = [line.partition(":")[0].split() for line in outcome.err.splitlines()]
     assert told == [["gap", "left", "out"], ["random", "left", "out"]]
 
@@ -179,7 +174,7 @@ def test_several_runs_spend_the_share_together(table, file, gnmr, spent, tmp_pat
     outcome = gnmr("replay", *map(str, files), "calibrate=0.25", "signal=grad_norm")
     (line,) = outcome.out.splitlines()
     _, share, *overrides = line.split()
-    shares = [spent(*for_replay(overrides), source=source) for source in files]
+    shares = [spent(*overrides, source=source) for source in files]
     assert shares[0] < 0.1 < 0.4 < shares[1] and float(share) == pytest.approx(np.mean(shares), abs=1e-5)
 
 
@@ -198,7 +193,7 @@ def test_a_small_share_of_a_run_is_spent_to_the_unit_step(gnmr, spent, tmp_path)
     outcome = gnmr("replay", str(tmp_path / "plain.parquet"), "calibrate=0.001", "signal=random", "max_o=28")
     _, share, *overrides = outcome.out.split()
     assert share == "0.00100"
-    assert spent(*for_replay(overrides), source=tmp_path / "plain.parquet") == 0.001
+    assert spent(*overrides, source=tmp_path / "plain.parquet") == 0.001
 
 
 def test_a_file_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatch):
@@ -230,7 +225,7 @@ def test_values_that_differ_in_their_fifth_digit(table, gnmr, spent, tmp_path):
     pq.write_table(pa.table(close), tmp_path / "close.parquet")
     outcome = gnmr("replay", str(tmp_path / "close.parquet"), f"calibrate={WANTED}", "signal=grad_norm")
     _, share, *overrides = outcome.out.split()
-    assert spent(*for_replay(overrides), source=tmp_path / "close.parquet") == pytest.approx(float(share), abs=1e-5)
+    assert spent(*overrides, source=tmp_path / "close.parquet") == pytest.approx(float(share), abs=1e-5)
 
 
 def test_a_share_close_to_the_most_there_is_without_a_warning(file, gnmr):

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gnmr.commands.replay import main
 from gnmr.config import ControllerConfig
 from gnmr.errors import UserError
-from gnmr.replay import main, parse
+from gnmr.replay.request import request
 
 UNITS, STEPS = ["a", "b", "c", "d"], 60
 
@@ -115,5 +116,5 @@ def test_without_any_faults_it_says_so(recorded) -> None:
 def test_options_of_several_signals_are_refused(recorded, tmp_path: Path) -> None:
     """They would be dropped without a word."""
     with pytest.raises(UserError, match=r"options\.two_sided=true: of which signal\?"):
-        parse(["detect=0.1", "signal=gnmr,ema_ratio", "options.two_sided=true"], ControllerConfig())
-    parse(["detect=0.1", "signal=gnmr", "options.two_sided=true"], ControllerConfig())
+        request(["signal=gnmr,ema_ratio", "options.two_sided=true"], several=True)
+    request(["signal=gnmr", "options.two_sided=true"], several=True).over(ControllerConfig())

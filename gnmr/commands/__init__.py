@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TextIO
 
 from gnmr import __version__
-from gnmr.errors import MAX_LINE, RunFailed, UserError, printable
+from gnmr.errors import MAX_LINE, RunFailed, UserError, nearest, printable
 
 _HELP = """\
 gnmr: runtime stability control for low-precision language model training
@@ -57,11 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return _mistake(f"{odd[0]}: has a NUL in it, which no name or value has")
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(command, COMMANDS, 1)
-        right = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
-        return _mistake(f"unknown command {command!r}: {right} (gnmr --help)")
+        return _mistake(f"unknown command {command!r}{nearest(command, COMMANDS)} (gnmr --help)")
     return _guarded(command, rest)
 
 

@@ -5,43 +5,26 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from gnmr import output
-from gnmr.config import from_words
-from gnmr.errors import UserError, writing
+from gnmr.commands.words import Parser, names_of, optional, settings_and_places, text, whole
+from gnmr.errors import UserError, nearest, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
     from gnmr.evaluation.progress import Progress
 
-_HELP = """\
-usage: gnmr eval CHECKPOINT_OR_RUN [key=value ...]
-
-  CHECKPOINT_OR_RUN  a run folder (its newest checkpoint), a folder with a Hugging Face checkpoint of a LLaMA-like model
-                     (config.json, *.safetensors, tokenizer), or such a checkpoint's name on the hub
-  tasks       [gsm8k,mmlu,hellaswag,wikitext2] (default: all four)
-  limit       items of a task at the most, of mmlu of each subject; default: all
-  shots       examples in the prompts of gsm8k and mmlu; default: 5
-  data        a folder with local files in the hub's schema (gsm8k/test.jsonl, mmlu/dev.jsonl, ...; see
-              gnmr/evaluation/tasks.py); default: the hub
-  block       tokens of a block of wikitext2's token_perplexity; default: 2048, or the model's context if it is shorter
-  path        16bit (default; of a run with paths.weights=instead: w8a16, weights that are INT8 codes times scale), or
-              low: the run's own low path, for every operator
-  adapter     a folder with an adapter of peft's for the checkpoint
-  batch_size  inputs a pass; default: 8
-  device      auto (default), cpu or cuda
-  out         default: RUN/scores.json (path=low: scores-low.json), for a checkpoint ./scores.json
+_TASKS = ["gsm8k", "mmlu", "hellaswag", "wikitext2"]
+_TEXT = """\
+CHECKPOINT_OR_RUN is a run folder (its newest checkpoint), a folder with a Hugging Face checkpoint of a LLaMA-like model
+(config.json, *.safetensors, tokenizer), or such a checkpoint's name on the hub.
 
 Prompts, filters and metrics are lm-eval's (the extra finetune), the same from the hub and from local files.
 
@@ -50,31 +33,51 @@ Prompts, filters and metrics are lm-eval's (the extra finetune), the same from t
 """
 
 
-@dataclass
-class Asked:
-    """The words of the command line."""
-
-    tasks: list[str] = field(default_factory=lambda: ["gsm8k", "mmlu", "hellaswag", "wikitext2"])
-    limit: int | None = None
-    shots: int | None = None
-    data: str | None = None
-    block: int | None = None
-    path: str = "16bit"
-    adapter: str | None = None
-    batch_size: int = 8
-    device: str = "auto"
-    out: str | None = None
+def _parser() -> Parser:
+    parser = Parser("eval", "CHECKPOINT_OR_RUN [key=value ...]", _TEXT)
+    parser.option("tasks", names_of, "[gsm8k,mmlu,hellaswag,wikitext2], or some of them; default: all four")
+    parser.option("limit", whole(1), "items of a task at the most, of mmlu of each subject; default: all")
+    parser.option("shots", whole(0), "examples in the prompts of gsm8k and mmlu; default: 5")
+    parser.option(
+        "data",
+        optional,
+        "a folder with local files in the hub's schema (gsm8k/test.jsonl, mmlu/dev.jsonl, ...; see "
+        "gnmr/evaluation/tasks.py); default: the hub",
+    )
+    parser.option(
+        "block",
+        whole(1),
+        "tokens of a block of wikitext2's token_perplexity; default: 2048, or the model's context if it is shorter",
+    )
+    parser.option(
+        "path",
+        text,
+        "16bit (of a run with paths.weights=instead: w8a16, weights that are INT8 codes times scale), or low: the "
+        "run's own low path, for every operator",
+        "16bit",
+    )
+    parser.option("adapter", optional, "a folder with an adapter of peft's for the checkpoint")
+    parser.option("batch_size", whole(1), "inputs a pass", 8)
+    parser.option("device", text, "auto, cpu or cuda", "auto")
+    parser.option(
+        "out", optional, "default: RUN/scores.json (path=low: scores-low.json); of a checkpoint ./scores.json"
+    )
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
-    if not argv or "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0 if argv else 2
-    places = [word for word in argv if "=" not in word]
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 2
+    asked = parser.parse(argv)
+    words, places = settings_and_places(asked.words)
+    if words:
+        parser.error(f"unknown option {words[0]!r}{nearest(words[0], parser.names)}")
     if len(places) != 1:
-        raise UserError("eval: name one checkpoint or run folder (gnmr eval --help)")
-    asked = parse([word for word in argv if "=" in word])
+        parser.error("name one checkpoint or run folder")
+    asked.tasks = _TASKS if asked.tasks is None else asked.tasks
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
         raise UserError(f"eval: {', '.join(missing)} not installed: {install('finetune')}")
     is_run = exists(Path(places[0]).expanduser() / "config.yaml")
@@ -114,23 +117,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse(words: list[str]) -> Asked:
-    """key=value words, strictly typed. UserError for an unknown key and a value of the wrong type."""
-    from gnmr.config import one_line
-
-    known = [one.name for one in fields(Asked)]
-    for word in words:
-        if word.partition("=")[0] not in known:
-            raise UserError(f"eval: {word!r} is not understood; use {', '.join(known)}, as key=value")
-    try:
-        asked = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Asked), from_words(words)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"eval: {one_line(error)}") from error
-    assert isinstance(asked, Asked)
-    return asked
-
-
-def _record(subject: Any, asked: Asked, found: dict[str, Any], command: str) -> dict[str, Any]:
+def _record(subject: Any, asked: Namespace, found: dict[str, Any], command: str) -> dict[str, Any]:
     """scores.json."""
     import torch
     import transformers

@@ -1,5 +1,164 @@
-"""`gnmr replay FILE [key=value ...]`."""
+"""`gnmr replay FILE [key=value ...]`: the controller over recorded norms, without training."""
 
-from gnmr.replay import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gnmr import output
+from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
+from gnmr.errors import UserError
+from gnmr.replay.calibrate import Calibration, calibrate_each, write_variant
+from gnmr.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
+from gnmr.replay.engine import Totals, replay
+from gnmr.replay.request import Request, request
+from gnmr.replay.trace import read_norms, refuse_gaps
+from gnmr.terminal import for_tables, tracked
+from gnmr.untrusted import exists
+
+_TEXT = """\
+FILE is a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed; a missing
+row is a unit that was not observed in that step).
+
+keys:
+  alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
+  conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
+  signal     another signal (docs/signals.md), its options as options.KEY=VALUE; what it needs besides norms must have
+             been recorded (records.evidence). With calibrate or detect: several with commas between, or all
+
+  gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
+  gnmr replay runs/act_quant_stress/RUN calibrate=0.01,0.05 signal=all
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser("replay", "FILE... [key=value ...] [calibrate=SHARE,...|detect=SHARE] [out=OUT.jsonl]", _TEXT)
+    parser.option(
+        "calibrate",
+        fractions,
+        "finds the controller.trigger (for random and fixed sets the option share) at which the mean share of "
+        "unit-steps on the recovery path is SHARE, over all runs. A line a signal and share: the share that it gives, "
+        "and words for gnmr train; with out=FOLDER also FOLDER/variant/<signal>_at_<share>.yaml, for gnmr train "
+        "--config-dir FOLDER variant=...",
+    )
+    parser.option(
+        "detect",
+        fraction,
+        "holds the signals against the runs' injected faults (stress=...), each at the trigger that raises false "
+        "alarms in SHARE of the unit-steps outside of them: recall, precision and delay; with out=FILE as JSON",
+    )
+    parser.option(
+        "out",
+        path,
+        'one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t '
+        "(in force in step t + 1), largest risk first",
+    )
+    parser.flag("trust", "import the signal too that a run's config names as package.module:Class: its maker's code")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code. UserError for a file or a value without sense."""
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 2
+    given = parser.parse(argv)
+    words, places = settings_and_places(given.words)
+    paths = [Path(place) for place in places]
+    if not paths:
+        parser.error("name a run folder or a file")
+    if given.calibrate and given.detect:
+        raise UserError("calibrate and detect: one at a time")
+    asked = request(words, several=bool(given.calibrate or given.detect), trust=given.trust)
+    if given.calibrate:
+        return _calibrate(paths, asked, given.calibrate, given.out)
+    if given.out is not None:
+        output.check(given.out, f"out={given.out}")
+    if given.detect:
+        return _detect(paths, asked, given.detect, given.out)
+    if len(paths) > 1:
+        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
+    return _replay(paths[0], asked, given.out)
+
+
+def _replay(place: Path, asked: Request, out: Path | None) -> int:
+    settings = asked.settings(place)
+    norms = read_norms(place)
+    if norms.every > 1:
+        note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
+        print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
+    totals = Totals(len(norms.units), settings.max_o)
+    with _lines(out) as write:
+        for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
+            totals.add(decision)
+            line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
+            write({"step": decision.step, **line})
+    for name, value in totals.summary().items():
+        print(f"{name:33}{value}")
+    if out is not None:
+        print(f"{'decisions':33}{out}")
+    return 0
+
+
+def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out: Path | None) -> int:
+    """One line a signal and share, with `out` also a variant file."""
+    if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
+        raise UserError(f"out={out}: must be a folder in a folder that exists")
+    settings, recorded = asked.settings(paths[0]), []
+    for place in paths:
+        if asked.settings(place) != settings:
+            raise UserError(f"calibrate: {place}: has other controller settings than {paths[0]}")
+        recorded.append(read_norms(place))
+        refuse_gaps(place, recorded[-1], "calibrate")
+    if len({len(norms.units) for norms in recorded}) > 1:
+        raise UserError("calibrate: these runs differ in their number of units")
+
+    def found(name: str, share: float, calibration: Calibration) -> None:
+        print(f"{name:20} {calibration.share:.5f}  {' '.join(calibration.overrides)}", flush=True)
+        if out is not None:
+            write_variant(out, calibration, share)
+
+    calibrate_each(recorded, settings, asked, wanted, found=found, left_out=_left_out)
+    return 0
+
+
+def _detect(paths: list[Path], asked: Request, share: float, out: Path | None) -> int:
+    """Two tables, and with `out` the same as JSON."""
+    runs: list[FaultyRun] = []
+    for place in paths:
+        settings, norms = asked.settings(place), read_norms(place)
+        refuse_gaps(place, norms, "detect")
+        run = faulty_run(place, norms, settings)
+        if run is None:
+            print(f"gnmr: {place}: no faults, passed over", file=sys.stderr)
+        else:
+            runs.append(run)
+    if not runs:
+        raise UserError("detect: none of these runs had faults; train with stress=... (conf/stress)")
+    found = detect_each(runs, share, asked.signals, _left_out)
+    shown = for_tables()
+    for table in tables(found, runs, share):
+        table.print(shown)
+    if out is not None:
+        output.write_json(out, as_tree(found, runs, share), f"out={out}")
+        print(f"figures: {out}")
+    return 0
+
+
+def _left_out(name: str, error: UserError) -> None:
+    print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+
+
+@contextmanager
+def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Writes one JSON object a line; nothing without `out`."""
+    if out is None:
+        yield lambda _row: None
+        return
+    with output.json_lines(out, f"out={out}") as file:
+        yield lambda row: print(json.dumps(row), file=file)

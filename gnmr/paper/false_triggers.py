@@ -27,7 +27,7 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.errors import UserError
 from gnmr.paper.theory_tables import TableFigure, in_table
-from gnmr.replay import read_norms
+from gnmr.replay.trace import read_norms
 
 HISTORIES = (1, 2, 5, 10, 30, 100, 300, 1000)
 ALPHAS = (1.1, 1.3, 1.5, 2.0, 3.0)

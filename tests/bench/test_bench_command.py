@@ -57,9 +57,9 @@ def test_old_names_are_told_the_new_words(gnmr, word):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["sved"], "'sved' is no benchmark"),
-        (["--verbose"], "'--verbose' is no benchmark"),
-        (["-x=1"], "'-x=1' is no benchmark"),
+        (["sved"], "unknown benchmark 'sved': use one of step"),
+        (["--verbose"], "unknown option '--verbose': use one of only, repeats, clock, run, out"),
+        (["-x=1"], "unknown option '-x=1'"),
         (["paths", "recipe=fp8_hybrid", "hierarchy=6/8"], "each of them chooses the paths; give one of them"),
         (["decision", "model.width=1"], "width"),
         (["decision", "controller.alpha=0"], "controller.alpha=0"),

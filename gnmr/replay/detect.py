@@ -8,23 +8,23 @@ chance catches at that rate.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from gnmr.config import ControllerConfig
 from gnmr.controller.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError
-from gnmr.output import write_json
-from gnmr.replay import Norms, risks
+from gnmr.replay.engine import risks
+from gnmr.replay.trace import Norms
 from gnmr.report.faults import GRACE, Detection, FaultWindow, detect, read_windows
 from gnmr.report.layout import NOTHING, Table
 from gnmr.report.runs import Ratios
-from gnmr.terminal import for_tables, tracked
+from gnmr.terminal import tracked
 
 _BLIND = set(BlindSignal.__subclasses__())
 
@@ -45,8 +45,10 @@ def faulty_run(folder: Path, norms: Norms, settings: ControllerConfig) -> Faulty
     return FaultyRun(folder, norms, settings, windows) if windows else None
 
 
-def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str], out: Path | None) -> int:
-    """Two tables, and with `out` the same as JSON; returns the exit code. `signals`: as of `Asked`."""
+def detect_each(
+    runs: list[FaultyRun], share: float, signals: Sequence[str], left_out: Callable[[str, UserError], None]
+) -> dict[str, dict[str, Tally]]:
+    """Of every signal, by kind of fault; "all" holds the kinds together. `signals`: as of `Request`."""
     names = list(signals) or [runs[0].settings.signal]
     if names == ["all"]:
         names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in _BLIND)]
@@ -57,17 +59,20 @@ def detect_and_print(runs: list[FaultyRun], share: float, signals: Sequence[str]
         except UserError as error:
             if len(names) == 1:
                 raise
-            print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+            left_out(name, error)
+    return found
+
+
+def tables(found: dict[str, dict[str, Tally]], runs: list[FaultyRun], share: float) -> list[Table]:
+    """Over all faults, and by their kind."""
     kinds = sorted({window.kind for run in runs for window in run.windows})
-    shown = for_tables()
-    for table in (_overall(found, runs, share), _by_kind(found, kinds)):
-        table.print(shown)
-    if out is not None:
-        rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
-        told = {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows}
-        write_json(out, told, f"out={out}")
-        print(f"figures: {out}")
-    return 0
+    return [_overall(found, runs, share), _by_kind(found, kinds)]
+
+
+def as_tree(found: dict[str, dict[str, Tally]], runs: list[FaultyRun], share: float) -> dict[str, Any]:
+    """For a JSON file."""
+    rows = {name: {kind: asdict(tally) for kind, tally in kinds.items()} for name, kinds in found.items()}
+    return {"false_alarms": share, "runs": [str(run.folder) for run in runs], "signals": rows}
 
 
 @dataclass

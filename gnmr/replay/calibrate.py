@@ -7,7 +7,6 @@ out there differs somewhat and is what a comparison has to state.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,9 @@ from gnmr.config import ControllerConfig
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, writing
 from gnmr.output import write_text
-from gnmr.replay import Asked, Norms, replay
+from gnmr.replay.engine import replay
+from gnmr.replay.request import Request
+from gnmr.replay.trace import Norms
 from gnmr.terminal import tracked
 
 _ROUNDS = 30
@@ -89,35 +90,38 @@ def _bisect(f: Callable[[float], float], low: float, high: float, wanted: float,
     return best
 
 
-def calibrate_and_print(recorded: Sequence[Norms], asked: Asked) -> int:
-    """One line a signal and share, with `asked.out` also a variant file; returns the exit code."""
-    settings = asked.settings
+def calibrate_each(
+    recorded: Sequence[Norms],
+    settings: ControllerConfig,
+    asked: Request,
+    wanted: Sequence[float],
+    *,
+    found: Callable[[str, float, Calibration], None],
+    left_out: Callable[[str, UserError], None],
+) -> None:
+    """Every signal at every share, told as they are found; alone, a signal that cannot be calibrated is a UserError."""
     own = settings.signal
     names = list(SIGNALS) if asked.signals == ("all",) else list(asked.signals or [own])
-    points = [(name, wanted) for name in names for wanted in asked.calibrate]
-    changed = [f"controller.{word}" for word in asked.words if not word.startswith(("signal=", "options."))]
-    for name, wanted in tracked(points, "calibrating"):
-        options = [f"controller.{word}" for word in asked.words if name == own and word.startswith("options.")]
+    points = [(name, share) for name in names for share in wanted]
+    changed = [f"controller.{word}" for word in asked.changes if not word.startswith(("signal=", "options."))]
+    for name, share in tracked(points, "calibrating"):
+        options = [f"controller.{word}" for word in asked.changes if name == own and word.startswith("options.")]
         signal = replace(settings, signal=name, options=settings.options if name == own else {})
         try:
-            found = calibrate(recorded, signal, wanted)
+            one = calibrate(recorded, signal, share)
         except UserError as error:
             if len(points) == 1:
                 raise
-            print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+            left_out(name, error)
             continue
-        words = [*found.overrides, *options, *changed]
-        print(f"{found.signal:20} {found.share:.5f}  {' '.join(words)}", flush=True)
-        if asked.out is not None:
-            write_variant(asked.out, found, wanted, words)
-    return 0
+        found(name, share, replace(one, overrides=[*one.overrides, *options, *changed]))
 
 
-def write_variant(folder: Path, found: Calibration, wanted: float, words: Sequence[str]) -> None:
-    """`words` as folder/variant/<signal>_at_<share>.yaml, an arm of its own. UserError where it cannot be written."""
+def write_variant(folder: Path, found: Calibration, wanted: float) -> None:
+    """Its overrides as folder/variant/<signal>_at_<share>.yaml, an arm. UserError where it cannot be written."""
     name = found.signal.rpartition(":")[2]
     arm = {"arm": f"${{paths.name}}-{name}-{wanted:g}"}
-    text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.from_dotlist(list(words)), arm))
+    text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.from_dotlist(found.overrides), arm))
     file = folder / "variant" / f"{name}_at_{wanted:g}.yaml"
     what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
     with writing(f"out={folder}"):

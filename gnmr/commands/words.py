@@ -1,0 +1,138 @@
+"""Words of a command line: argparse, whose options may be written `name=VALUE` too and whose mistakes are one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gnmr.errors import UserError, nearest
+
+Read = Callable[[str, str], Any]
+"""Name and text of an option -> its value; UserError where the text makes none."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of one command. What is no option is left in `words`: places and keys of the config."""
+
+    def __init__(self, command: str, usage: str, text: str) -> None:
+        """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options."""
+        super().__init__(
+            prog=f"gnmr {command}",
+            usage=f"gnmr {command} {usage}",
+            epilog=text,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16, width=120),
+            allow_abbrev=False,
+        )
+        self._command = command
+        self._reads: dict[str, Read] = {}
+        self._flags: list[str] = []
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+
+    def option(self, name: str, read: Read, about: str, default: Any = None) -> None:
+        """`--name VALUE` or `name=VALUE`."""
+        self._reads[name] = read
+        about = f"{about} (default: {default})" if default else about
+        self.add_argument(f"--{name}", default=default, help=about)
+
+    def flag(self, name: str, about: str) -> None:
+        """`--name`."""
+        self._flags.append(name)
+        self.add_argument(f"--{name}", action="store_true", help=about)
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """UserError for an unknown option and for a value that makes no sense."""
+        given, unknown = self.parse_known_intermixed_args([f"--{word}" if self._named(word) else word for word in argv])
+        if unknown:
+            self.error(f"unknown option {unknown[0]!r}{nearest(unknown[0].strip('-'), self.names)}")
+        for name, read in self._reads.items():
+            if isinstance(text := getattr(given, name), str):
+                if not text:
+                    self.error(f"'{name}=' has no value")
+                setattr(given, name, read(name, text))
+        return given
+
+    @property
+    def names(self) -> list[str]:
+        """Of the options and flags."""
+        return [*self._reads, *self._flags]
+
+    def error(self, message: str) -> NoReturn:
+        """UserError with the message."""
+        raise UserError(f"{self._command}: {message} (gnmr {self._command} --help)")
+
+    def _named(self, word: str) -> bool:
+        name, sign, _ = word.partition("=")
+        return bool(sign) and name in self._reads
+
+
+def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
+    """key=value words, and the others; a file whose name has a = in it is a place."""
+    settings = [word for word in words if "=" in word and not os.path.lexists(word)]
+    return settings, [word for word in words if word not in settings]
+
+
+def text(_name: str, value: str) -> str:
+    """As it is written."""
+    return value
+
+
+def optional(_name: str, value: str) -> str | None:
+    """As it is written; null: None."""
+    return None if value == "null" else value
+
+
+def path(_name: str, value: str) -> Path:
+    """A file or folder."""
+    return Path(value).expanduser()
+
+
+def whole(least: int) -> Read:
+    """A whole number of at least `least`; null: None."""
+
+    def read(name: str, value: str) -> int | None:
+        if value == "null":
+            return None
+        number = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else None
+        if number is None or number < least:
+            raise UserError(f"{name}={value}: must be a whole number of at least {least}")
+        return number
+
+    return read
+
+
+def one_of(*choices: str) -> Read:
+    """One of the choices."""
+
+    def read(name: str, value: str) -> str:
+        if value not in choices:
+            raise UserError(f"{name}={value}: must be {' or '.join(choices)}")
+        return value
+
+    return read
+
+
+def names_of(_name: str, value: str) -> list[str]:
+    """[a,b] or a,b."""
+    inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    return [one.strip(" '\"") for one in inner.split(",")] if inner.strip() else []
+
+
+def fraction(name: str, value: str) -> float:
+    """Of the unit-steps."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
+    return number
+
+
+def fractions(name: str, value: str) -> tuple[float, ...]:
+    """One or several, with commas between."""
+    return tuple(fraction(name, one) for one in value.split(","))

@@ -1,0 +1,1 @@
+"""The controller over recorded norms: what it would have chosen, without training."""

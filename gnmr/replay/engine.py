@@ -1,0 +1,86 @@
+"""The controller over recorded evidence, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from gnmr.config import ControllerConfig
+from gnmr.controller import Controller, Decision, Unit
+from gnmr.controller.evidence import missing
+from gnmr.errors import UserError
+from gnmr.replay.trace import Norms
+from gnmr.wiring import build_controller
+
+
+def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
+    """The decision of every step, in order."""
+
+    def ignore(_recovering: bool) -> None:
+        """There is no operator to switch."""
+
+    costs = norms.cost or (1.0,) * len(norms.units)
+    nothing = (nn.Parameter(torch.empty(0)),)
+    units = [Unit(name, nothing, ignore, cost) for name, cost in zip(norms.units, costs, strict=True)]
+    controller = build(settings, units, norms)
+    columns = {"norm": norms.norm, "observed": norms.observed} | {
+        name: values for name, values in norms.more.items() if name in controller.needs
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    for step in range(len(norms.norm)):
+        packet = controller.observe({name: values[step] for name, values in tensors.items()})
+        yield controller.apply(packet.to_host())
+
+
+def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
+    """The controller, UserError where the signal needs what was not recorded."""
+    try:
+        controller: Controller = build_controller(settings, units, norms.steps, norms.seed)
+    except ValueError as error:
+        raise UserError(f"replay: {error}") from error
+    if lacking := missing(controller.needs, tuple(norms.evidence)):
+        raise UserError(
+            f"replay: signal {settings.signal} needs {', '.join(lacking)}, which was not recorded: train with "
+            f"records.evidence=[{','.join(lacking)}], or give your own file {'columns' if lacking[1:] else 'a column'} "
+            "of that name"
+        )
+    return controller
+
+
+def risks(norms: Norms, settings: ControllerConfig) -> np.ndarray:
+    """(T, U) float64: what a signal makes of recorded evidence, whatever is routed."""
+    return np.array([decision.risk for decision in replay(norms, settings)])
+
+
+class Totals:
+    """What a replay amounts to."""
+
+    def __init__(self, num_units: int, max_o: int) -> None:
+        self.num_units, self.max_o = num_units, max_o
+        self.steps = self.promoted = self.full = 0
+        self.over: Counter[str] = Counter()
+        self.ever = np.zeros(num_units, dtype=bool)
+
+    def add(self, decision: Decision) -> None:
+        """Counts one step's decision."""
+        self.steps += 1
+        self.promoted += int(decision.in_force.sum())
+        self.full += int(decision.in_force.sum()) >= self.max_o
+        self.over.update({column: decision.over(column) for column in decision.columns})
+        self.ever |= decision.in_force
+
+    def summary(self) -> dict[str, str]:
+        """Shares as in summary.json, for printing."""
+        unit_steps = self.steps * self.num_units
+        return {
+            "steps": f"{self.steps}",
+            "units": f"{self.num_units}",
+            "promotion_frac": f"{self.promoted / unit_steps:.6f}",
+            "hit_max_o_frac": f"{self.full / self.steps:.6f}",
+            **{f"{column}_over_frac": f"{number / unit_steps:.6f}" for column, number in self.over.items()},
+            "units ever on the recovery path": f"{self.ever.sum()}",
+        }

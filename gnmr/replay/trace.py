@@ -1,0 +1,168 @@
+"""Recorded evidence as matrices: of a run folder, or of a CSV or Parquet file.
+
+A file has the columns step (from 1), unit and norm (`nan` and `inf` allowed); further columns are further evidence. A
+missing row is a unit that was not observed in that step. Ties are ranked in the order of the run's units, in a file in
+the order of the units' first rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from gnmr.config import ControllerConfig, one_line
+from gnmr.config import read as read_config
+from gnmr.controller.evidence import EVIDENCE
+from gnmr.errors import UserError
+from gnmr.records.ledger import check_records
+from gnmr.records.reader import check_units, read_json, read_ratios
+from gnmr.untrusted import Damaged, exists, opened, reading
+
+MOST_GAPS = 1000
+"""Steps of which one is recorded at least (records.ratios_every); a hundred more may be missing."""
+MAX_CELLS = 1 << 28
+"""Steps by units: 2 GB; 1e6 steps of 84 units are a third."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Recorded evidence of T steps and U units."""
+
+    units: list[str]
+    norm: np.ndarray  # (T, U) float64
+    observed: np.ndarray  # (T, U) bool
+    more: dict[str, np.ndarray] = field(default_factory=dict)
+    """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.controller.evidence."""
+    cost: tuple[float, ...] | None = None
+    """What each unit's recovery costs; None: unknown, all the same."""
+    settings: ControllerConfig = field(default_factory=ControllerConfig)
+    """The run's own, for a file the defaults."""
+    steps: int = 0
+    """Length of the run, which shares of its steps refer to."""
+    seed: int = 0
+    every: int = 1
+    """Steps between two recorded ones; in the others no unit counts as observed."""
+
+    @property
+    def evidence(self) -> set[str]:
+        """Names of what was recorded."""
+        return {"norm", "observed", *self.more}
+
+
+def read_norms(path: Path) -> Norms:
+    """Norms of a run folder or a file. UserError names what is missing or wrong."""
+    order: list[str] | None = None
+    cost: tuple[float, ...] | None = None
+    config = read_config(path / "config.yaml") if exists(path / "config.yaml") else None
+    if path.is_dir():
+        check_records(path)
+        order, cost = _units_and_cost(path / "header.json")
+        table = read_ratios(path)
+        if table.num_rows == 0:
+            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
+    elif not path.exists():
+        raise UserError(f"{path}: there is no such file or run folder")
+    else:
+        table = _read_file(path)
+    with reading(path):
+        norms = _dense(path, table, order, cost)
+    if config is None:
+        return norms
+    training, every = config.training, config.records.ratios_every
+    return replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
+
+
+def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
+    """UserError where steps are missing: shares of unit-steps and windows would be of another run."""
+    if norms.every > 1:
+        raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
+
+
+def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None]:
+    """What header.json says of the units, where it says it."""
+    header = read_json(path) or {}
+    units, cost = header.get("units"), header.get("cost")
+    with reading(path):
+        order = None if units is None else check_units(units)
+        costs = tuple(float(one) for one in cost or ())
+    if costs and (len(costs) != len(order or ()) or not all(math.isfinite(one) and one > 0 for one in costs)):
+        raise Damaged(f"{path}: cost must hold a positive number for each of the units")
+    return order, costs or None
+
+
+def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[float, ...] | None) -> Norms:
+    """The rows as matrices."""
+    step, names, norm = _columns(path, table)
+    codes, units = _codes(names, order)
+    if len(step) == 0 or step.min() < 1:
+        raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
+    if (norm < 0).any():
+        raise UserError(f"{path}: a norm is negative (step {step[np.argmax(norm < 0)]})")
+    last, recorded = int(step.max()), len(np.unique(step))
+    if last > MOST_GAPS * (recorded + 100) or last * len(units) > MAX_CELLS:
+        raise UserError(
+            f"{path}: step {last} is too large: {recorded} steps of {len(units)} units are recorded, and a step of all "
+            f"in {MOST_GAPS:,}, {MAX_CELLS:,} norms in all, are the most that are read"
+        )
+    dense = np.zeros((last, len(units)))
+    observed = np.zeros(dense.shape, dtype=bool)
+    dense[step - 1, codes], observed[step - 1, codes] = norm, True
+    if observed.sum() < len(step):
+        raise UserError(f"{path}: a step and unit stand in two rows")
+    more = {}
+    for name in sorted(EVIDENCE.keys() & set(table.column_names) - {"norm", "observed"}):
+        more[name] = np.zeros(dense.shape)
+        try:
+            more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise UserError(f"{path}: column {name!r} must hold numbers ({one_line(error)})") from error
+    return Norms(units, dense, observed, more, None if cost is None or len(cost) != len(units) else cost, steps=last)
+
+
+def _columns(path: Path, table: pa.Table) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Step, unit and norm of every row."""
+    for name in ("step", "unit", "norm"):
+        if (count := table.column_names.count(name)) != 1:
+            there = f"stands there {count} times" if count else "is missing"
+            raise UserError(f"{path}: column {name!r} {there}; needed are step, unit, norm")
+    try:
+        steps, names = table["step"].cast(pa.int64()), table["unit"].cast(pa.string())
+        norm = table["norm"].cast(pa.float64()).fill_null(np.nan).to_numpy()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{path}: step must hold whole numbers, unit names and norm numbers ({error})") from error
+    if steps.null_count or names.null_count:
+        raise UserError(f"{path}: a row has no step or no unit")
+    return steps.to_numpy(), names.to_pylist(), norm
+
+
+def _read_file(path: Path) -> pa.Table:
+    try:
+        with opened(Path(os.path.realpath(path))) as file:
+            return _table_of(file, path.suffix == ".parquet")
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: cannot be read as CSV or Parquet ({one_line(error)})") from error
+
+
+def _table_of(file: BinaryIO, parquet: bool) -> pa.Table:
+    if parquet:
+        return pq.read_table(file)
+    options = pyarrow.csv.ConvertOptions(
+        column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()},
+        null_values=[""],
+        strings_can_be_null=True,
+    )
+    return pyarrow.csv.read_csv(file, convert_options=options)
+
+
+def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[str]]:
+    place = {name: i for i, name in enumerate(order or [])}
+    codes = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
+    return codes, list(place)
