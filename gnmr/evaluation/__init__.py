@@ -3,7 +3,7 @@
 subject = load_subject("runs/.../RUN")                        # or a Hugging Face checkpoint
 scores = score(subject, ["hellaswag"], limit=100, data=Path("my_tasks"))
 
-Needs the packages of the extra finetune; importing this package costs none of them.
+Needs the extra finetune, whose packages are imported when first used.
 """
 
 from importlib import import_module

@@ -1,12 +1,11 @@
-"""A subject as lm-eval's model class: log-likelihoods, rolling log-likelihoods and greedy generation.
+"""lm-eval's model class over a subject: log-likelihoods, rolling log-likelihoods and greedy generation.
 
-The conventions are those of lm-eval's own class for Hugging Face models: a context and its continuation are encoded
-together and split; what does not fit is cut off at the beginning; a document longer than the model's context is read in
-windows, every token is predicted once; an empty context is the tokenizer's first token (the end token where it has
-none).
+Conventions as in lm-eval's class for Hugging Face models: context and continuation are encoded together and split; what
+does not fit is cut off at the beginning; a document longer than the model's context is read in windows that predict
+every token once; an empty context is the tokenizer's first token (or its end token).
 
-Batches hold inputs of similar length, longest first, padded on the right, which causal attention does not see. Requests
-that differ in their last token alone share one pass. **Choice**: log-probabilities are computed in FP32 whatever the
+Batches hold inputs of similar length, longest first, padded on the right, where causal attention does not look.
+Requests that differ only in their last token share one pass. **Choice**: log-probabilities are computed in FP32 whatever the
 model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its padding.
 """
 
@@ -161,7 +160,7 @@ class Harness(TemplateLM):
         return texts
 
     def _recompute(self, prompts: list[list[int]], most: int, ended: Callable[[list[int]], bool]) -> list[list[int]]:
-        """Token by token without a cache: our models keep none."""
+        """Token by token, each by a whole forward pass: our models have no cache of keys and values."""
         answers: list[list[int]] = [[] for _ in prompts]
         going = list(range(len(prompts)))
         for _ in range(most):
@@ -186,7 +185,7 @@ class Harness(TemplateLM):
         return self.subject.logits(tokens_BT)
 
     def _check(self, rows: Iterable[Sequence[int]]) -> None:
-        """On a GPU an unknown token would end the process's use of it."""
+        """UserError for unknown tokens: on a GPU one would make the device unusable for this process."""
         largest = max(map(max, rows))
         if largest >= self.subject.vocab_size:
             raise UserError(

@@ -1,4 +1,4 @@
-"""How far scoring is, in a line now and then."""
+"""Progress of scoring, one line every half minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAY_EVERY = 30.0  # seconds between two lines
 
 
 def now_and_then(say: Callable[[str], None]) -> Progress:
-    """Passes the state of the scoring to `say`, not more often than that."""
+    """Tells `say` the progress at most every `SAY_EVERY` seconds."""
     said = time.monotonic()
 
     def tell(task: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Scores of a subject by lm-eval's tasks; prints nothing."""
+"""Scores a subject on lm-eval's tasks; prints nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check(
     batch_size: int,
     subject: Subject | None = None,
 ) -> None:
-    """UserError for a value without sense; where `subject` is given, for one that it cannot have."""
+    """UserError for an invalid value, and for one that does not fit `subject`."""
     definitions.check_names(tasks)
     for key, value, least in (
         ("limit", limit, 1),
@@ -176,7 +176,7 @@ def _load(task: Task, where: Path, local: bool) -> Any:
 
 
 def _found(task: Task, results: Any) -> dict[str, Any]:
-    """What `evaluate` returned for one task or group, in our words."""
+    """The results of one task or group by our names."""
     groups = results.get("groups", {})
     own = groups.get(task.theirs) or results["results"][task.theirs]
     sizes = results["n-samples"]
@@ -201,9 +201,9 @@ def _found(task: Task, results: Any) -> dict[str, Any]:
 def pooled_stderr(parts: Sequence[tuple[int, dict[str, float | None]]]) -> float | None:
     """The standard error of a mean over the items of several subjects, from (items, value and standard error) of each.
 
-    lm-eval's formula: the variance within subjects, pooled. A subject of one item tells nothing of it, and lm-eval then
-    gives no number; here the others are pooled, and where no subject has two items, the spread over all items counts,
-    which holds what subjects differ by as well. None for fewer than two items.
+    lm-eval's formula: the pooled variance within subjects. lm-eval gives no number where a subject has one item; here
+    the other subjects are pooled, and where none has two items, the spread over all items is taken, which includes the
+    differences between subjects. None for fewer than two items.
     """
     total = sum(items for items, _ in parts)
     freedom = total - len(parts)
@@ -249,7 +249,7 @@ def token_perplexity(harness: Harness, text: str, block: int) -> dict[str, float
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars and log lines of the libraries: our callback says how far it is."""
+    """Hides progress bars and log lines of the libraries; our callback reports progress."""
     import datasets
     from tqdm import tqdm
 
@@ -272,7 +272,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """The global generators of random numbers are afterwards as they were; the libraries draw from them."""
+    """Restores the global generators of random numbers, which the libraries draw from."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -283,5 +283,5 @@ def _undisturbed() -> Iterator[None]:
 
 
 def version() -> str:
-    """lm-eval's."""
+    """Version of lm-eval."""
     return str(lm_eval.__version__)

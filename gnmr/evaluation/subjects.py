@@ -1,7 +1,7 @@
-"""What can be scored, behind one small interface: a run of ours, or a Hugging Face checkpoint of a LLaMA-like model.
+"""Subjects, what can be scored: a run of ours, or a Hugging Face checkpoint of a LLaMA-like model.
 
-A kind of subject is one branch of `load_subject`. The path in force is part of the subject: `16bit` (plain linears), or
-`low`, the low-cost path that a run was trained on, for every operator.
+Each kind is a branch of `load_subject`. A subject has a path in force: `16bit` (plain linears), or `low`, a run's low
+path, for every operator.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Generate = Callable[[list[list[int]], int, Callable[[list[int]], bool]], list[li
 
 
 class Text(Protocol):
-    """A tokenizer. `bos` is the token that begins every text, None where there is none; `eos` ends one."""
+    """A tokenizer. `bos`: the token that begins every text, or None; `eos`: the token that ends one."""
 
     bos: int | None
     eos: int
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids; `special`: with what the tokenizer puts around a text by itself."""
+        """Token ids; `special`: with the special tokens that the tokenizer adds itself."""
         ...
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
-        """Text; special tokens are left out unless `special`."""
+        """Text, without special tokens unless `special`."""
         ...
 
 
@@ -63,7 +63,7 @@ class Subject:
     """tokens_BT (int64, on `device`) -> logits_BTV."""
     text: Text
     max_length: int
-    """Tokens that one pass can read."""
+    """The most tokens of one pass."""
     vocab_size: int
     device: torch.device
     path: str = "16bit"
@@ -71,21 +71,21 @@ class Subject:
     plan: Plan | None = None
     """The converted operators of the model, where there are any."""
     generate: Generate | None = None
-    """(prompts, most new tokens, whether an answer is ended) -> greedy answers; None: by recomputation of `logits`."""
+    """(prompts, most new tokens, whether an answer is ended) -> greedy answers; None: by `logits` for each token."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What scores.json says of it."""
+    """For scores.json: kind, model, dtype, ..."""
 
     @property
     def named_path(self) -> str:
-        """`path` as records name it: w8a16 where of weights that 16bit should read INT8 codes alone are left."""
+        """`path` as records name it: 16bit is w8a16 where paths.weights=instead left only INT8 codes."""
         coded = self.plan is not None and any(not o.weight.is_floating_point() for o in self.plan.operators)
         return "w8a16" if coded and self.path == "16bit" else self.path
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode, on the subject's path, without gradients; afterwards as it was.
+        """The model in evaluation mode, on the subject's path, without gradients; everything is restored afterwards.
 
-        Which path each operator is on, the generator of stochastic rounding and delayed scales are restored too.
+        That includes each operator's path, the generator of stochastic rounding and delayed scales.
         """
         was_training = self.model.training
         self.model.eval()
@@ -108,7 +108,7 @@ def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
     with plan.no_side_effects():
         for operator in plan.operators:
             operator.switch(False)
-            operator.fault = None  # a fault is the run's, not the model's
+            operator.fault = None  # an injected fault belongs to the run, not to the model
         yield
 
 
@@ -120,8 +120,8 @@ def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None,
         adapter: a folder of peft's, for a Hugging Face checkpoint.
         device: auto, cpu or cuda.
 
-    UserError in one line for everything that cannot be scored. A folder may be anybody's (`gnmr.untrusted`): no link
-    below it is followed, and of Hugging Face's checkpoints nothing but safetensors and data is read.
+    UserError for whatever cannot be scored. Folders are not trusted (`gnmr.untrusted`): no link below one is followed,
+    and of Hugging Face's checkpoints only safetensors and data are read.
     """
     if in_force not in PATHS:
         raise UserError(f"path={in_force}: must be one of {', '.join(PATHS)}")
@@ -170,7 +170,7 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
 
 
 def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.device) -> Subject:
-    """A run that began from a checkpoint: that, and what was trained of it."""
+    """A run that began from a checkpoint: the checkpoint with the weights that were trained."""
     checkpoint = config.model.checkpoint
     assert checkpoint is not None
     base, now = _header(folder).get("checkpoint"), pretrained.fingerprint(checkpoint)
@@ -220,7 +220,7 @@ def of_run(
 
 
 class _OwnText:
-    """A tokenizer of gnmr.data: nothing is put around a text, documents are separated by the end token."""
+    """A tokenizer of gnmr.data: adds no special tokens; the end token separates documents."""
 
     bos: int | None = None
 
@@ -242,7 +242,7 @@ class _OwnText:
 
 
 def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
-    """The token folder that the run was trained on, found by the fingerprint in its header."""
+    """The token folder that the run was trained on, by the fingerprint in its header."""
     try:
         fingerprint = _header(folder)["data"]["fingerprint"]
     except (KeyError, TypeError) as error:
@@ -280,7 +280,7 @@ def check_low(plan: Plan, config: Config) -> None:
 
 
 def _checkpoint(name: str, adapter: str | None, device: torch.device) -> Subject:
-    pretrained.open_tokenizer(name)  # missing more often than the weights, which take minutes to read
+    pretrained.open_tokenizer(name)  # missing more often than the weights, which take minutes to load
     model = pretrained.load(name, "auto", device, where=name)
     facts = {"kind": "checkpoint", "model": model.config.model_type, "adapter": adapter}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}

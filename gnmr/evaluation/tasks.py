@@ -1,17 +1,16 @@
 """The tasks that `gnmr eval` knows: lm-eval's own definitions, from the hub or over local files.
 
-A local definition is a YAML file that includes the one lm-eval ships and changes where the rows come from, nothing
-else: prompts, filters and metrics are lm-eval's. The rows are read and checked here, brought into the hub's schema, and
-written beside the YAML in a temporary folder. What stands in the user's folder, each file as .jsonl or .parquet (the
-hub's own names too: test-00000-of-00001.parquet):
+A local definition is a YAML file that includes lm-eval's and changes only the source of the rows: prompts, filters and
+metrics are lm-eval's. The rows are read and checked here, brought into the hub's schema, and written beside the YAML in
+a temporary folder. The user's folder holds, as .jsonl or .parquet (the hub's names too: test-00000-of-00001.parquet):
 
     gsm8k/train.jsonl, test.jsonl      question, answer (with "#### ")
     mmlu/dev.jsonl, test.jsonl         question, subject, choices (4), answer (0 to 3)
     hellaswag/validation.jsonl         activity_label, ctx_a and ctx_b (or ctx), endings (4), label (0 to 3)
     wikitext2/test.txt                 the text; or rows with page (a document) or text (a line)
 
-**Choice**: where a HellaSwag row has `ctx` alone, `ctx_b` is what stands in small letters behind its last whole
-sentence (lm-eval makes the first letter a capital). WikiText's documents are its articles, split at their headings as
+**Choice**: where a HellaSwag row has only `ctx`, `ctx_b` is what follows its last whole sentence in lower case (lm-eval
+capitalizes it). WikiText's documents are its articles, split at their headings as
 in EleutherAI/wikitext_document_level.
 """
 
@@ -48,7 +47,7 @@ class Task:
     shots: int
     """Examples in the prompt if nothing else is asked for; a task of one split has none."""
     convention: str
-    """How the figures are to be read."""
+    """How to read the figures."""
 
 
 TASKS = {
@@ -138,7 +137,7 @@ def define(name: str, rows: dict[str, list[Row]], folder: Path, shots: int) -> N
     task = TASKS[name]
     if len(task.splits) > 1 and len(rows[task.splits[1]]) < shots:
         raise UserError(f"{name}: {len(rows[task.splits[1]])} rows of {task.splits[1]} are too few for shots={shots}")
-    # What is not there must not be asked for: lm-eval would draw examples from it.
+    # Splits without rows are unset: lm-eval would draw examples from them.
     absent = {f"{split}_split": None for split in ("training", "validation", "test")}
     present = {f"{'training' if split == 'train' else split}_split": split for split in rows}
     _leaf(f"{task.theirs}.yaml", rows, folder / name, shipped(name), absent | present)
@@ -286,7 +285,7 @@ def pages(text: str) -> list[str]:
 
 
 def lines_of(documents: list[str]) -> str:
-    """The text that perplexities a token are computed on, as GPTQ's authors and those after them did it: the hub's rows
-    of wikitext-2-raw-v1, which are lines, empty where a line is blank, joined by two newlines."""
+    """The text of token_perplexity, as in GPTQ and later work: the rows of wikitext-2-raw-v1, which are lines
+    (empty for a blank one), joined by two newlines."""
     lines = "\n".join(documents).removesuffix("\n").split("\n")
     return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)

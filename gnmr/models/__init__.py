@@ -1,4 +1,4 @@
-"""Architecture only: llama, gpt and moe, and outlier channels. Nothing here knows of precision paths.
+"""Architecture only: llama, gpt, moe, and outlier channels; precision paths are put in from outside.
 
 model = models.build(config.model, vocab_size, seq_len)
 model.init_weights(torch.Generator().manual_seed(seed))
@@ -20,7 +20,7 @@ __all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_chann
 def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
     """The model of `config.name` on the current default device and dtype (`with torch.device("meta")` costs nothing).
 
-    Its weights mean nothing before `init_weights` or `load_state_dict`.
+    Its weights are undefined until `init_weights` or `load_state_dict`.
     """
     return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
 

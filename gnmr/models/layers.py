@@ -1,7 +1,7 @@
-"""The parts that the models are made of, and the decoder that puts them together.
+"""Layers of the models, and the decoder that joins them.
 
-Every linear is an `nn.Linear` called as a module, and linears that read the same activation get the very same tensor
-object: whoever exchanges linears can then find one shared saved copy by identity.
+Every linear is an `nn.Linear` called as a module, and linears that read the same activation get the same tensor object,
+so that exchanged linears can share one saved copy of it.
 
 Shape suffixes
     B batch             T sequence          D hidden width      V vocabulary
@@ -53,7 +53,7 @@ class Rotary(nn.Module):
         """Tables for the positions of x: cos_T1K and sin_T1K, of x's dtype and device; sin is negative in its first
         half, so that `rotate` needs no negation."""
         if self._tables is None or self._tables[0].dtype != x_BTD.dtype or self._tables[0].device != x_BTD.device:
-            with torch.inference_mode(False), torch.no_grad():  # a first call from evaluation must not bar training
+            with torch.inference_mode(False), torch.no_grad():  # so that a first call from evaluation serves training too
                 self._tables = self._compute(x_BTD.dtype, x_BTD.device)
         cos_S1K, sin_S1K = self._tables
         return cos_S1K[: x_BTD.shape[1]], sin_S1K[: x_BTD.shape[1]]
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What all models share: embedding, blocks, norm, head, and the initialisation.
+    """Base of all models: embedding, blocks, norm, head, initialisation.
 
     `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward during
     backward. The parameters are the constructor's defaults, meaningless until `init_weights` or `load_state_dict`.
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
     layers: nn.ModuleList
     norm: nn.Module
     auxiliary_loss: Tensor | None = None
-    """What the last forward pass adds to the loss in training, a scalar; None: nothing. No part of any perplexity."""
+    """Scalar that training adds to the loss of the last forward pass, or None; never part of a perplexity."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
 
     def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Any]:
-        """x_BTD and what every block is handed besides: a rotary model's tables, else None."""
+        """x_BTD, and the blocks' second argument: a rotary model's tables, else None."""
         raise NotImplementedError
 
     def head(self, x_BTD: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Decoder(nn.Module):
         return self.config.init_std
 
     def statistics(self) -> dict[str, Tensor]:
-        """What there is to record of the last forward pass, scalars on the device by name; always the same names."""
+        """Values of the last forward pass to record: scalars on the device by name, the same names each time."""
         return {}
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def through(self, block: nn.Module, x_BTD: Tensor, beside: Any) -> Any:
-        """What the block returns, recomputed in backward where `activation_checkpointing` says so."""
+        """Runs the block; under `activation_checkpointing` backward recomputes it."""
         if self.activation_checkpointing:
             return checkpoint(block, x_BTD, beside, use_reentrant=False)
         return block(x_BTD, beside)

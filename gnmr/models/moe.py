@@ -19,8 +19,8 @@ the run's dtype, computed in FP32.
 
     L = E sum_e f_e P_e         f_e: share of the N k assignments that went to e;  P_e: mean of p_e over the N tokens
 
-which is 1 where both are even and E where all goes to one expert. The gradient flows through P alone. Training adds
-`balance_coef` times the sum over the layers (`auxiliary_loss`); no loss that is reported holds it.
+which is 1 for an even load and E where one expert gets everything. The gradient flows through P alone. Training adds
+`balance_coef` times the sum over the layers (`auxiliary_loss`); reported losses leave it out.
 
 **Fixed routing** (`routing_seed`): a hash of the token's id, the layer and the seed chooses the experts (hash layers,
 Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. **Choice**: the
@@ -94,8 +94,8 @@ class MoEMLP(nn.Module):
 
         rows_RD = _Dispatch.apply(x_ND, token_R, place_Nk)
         slices = rows_RD.split(_lengths(count_E, len(order_R)))
-        # An expert without rows is called too, so that whoever watches its linears learns that they read nothing in
-        # this pass; its output stays outside of the graph, so no gradient reaches it.
+        # An expert without rows is called too, so that its linears record an empty pass; its output stays outside of
+        # the graph, so no gradient reaches it.
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
         return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)

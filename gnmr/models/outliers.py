@@ -15,10 +15,10 @@ Left out: the final norm where the head is tied (gpt, moe), which cannot be divi
 the up/down pair of gpt and moe, because GELU(gain * x) is not gain * GELU(x). In moe the logits of the router are equal
 to rounding, so a token whose choice of experts hangs on the last bit may go elsewhere.
 
-The logits stay the same at initialisation (to rounding; to the last bit where `gain` is a power of two), the
-activations do not, nor do the gradients: training takes another course from the first step on.
+At initialisation the logits stay the same (to rounding; to the last bit where `gain` is a power of two);
+activations and gradients change, so training takes another course from the first step on.
 
-`OutlierWindow` does the same to a model in training, for some steps, and takes it back: a stress that comes and goes.
+`OutlierWindow` does this to a model in training for some steps and then undoes it: a temporary stress.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OutlierWindow:
         """The weights hold the outlier channels now."""
 
     def begin_step(self, step: int) -> None:
-        """Switches them on or off where `step` asks for it; only these two steps may wait for the device."""
+        """Switches them on or off at the borders of the window; only these two steps may wait for the device."""
         wanted = self.start <= step <= self.stop
         if wanted != self.on:
             _scale(self._model, self._channels, self._gain if wanted else 1 / self._gain)
@@ -92,7 +92,7 @@ class OutlierWindow:
         return {"on": self.on, "channels": [channels.tolist() for channels in self._channels]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For a model whose weights are those of the moment of `state_dict`; they are not touched."""
+        """Leaves the weights alone: they must be those of the time of `state_dict`."""
         self.on = state["on"]
         self._channels = [torch.tensor(channels, dtype=torch.int64) for channels in state["channels"]]
 

@@ -5,10 +5,10 @@ be fine-tuned is the LLaMA family: a causal decoder whose blocks (`model.layers`
 of their own (llama, mistral, qwen2, ...). Models keep their own classes and names, so that a unit is called as in the
 checkpoint: `model.layers.3`.
 
-A checkpoint may be anybody's: nothing that it brings is run. Its Python code (auto_map) is not, its weights are
-safetensors alone and no pickle, its tokenizer is data.
+Checkpoints are not trusted: nothing that they bring is run. Python code (auto_map) is refused, weights are read from
+safetensors only, never from a pickle, and the tokenizer is data.
 
-Needs transformers, and peft for adapters: the extra finetune. Both are imported here only, when needed.
+Needs transformers, and peft for adapters (the extra finetune), imported when first used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from gnmr.names import select
 from gnmr.untrusted import MAX_OBJECT, bounded
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-MOST_LAYERS = 1000  # of what is built from a config.json of others; the deepest have some 130
+MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
 _ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads
 
 
 def need(package: str, what: str) -> None:
-    """UserError if `package` is not installed; `what` needs it."""
+    """UserError if `package`, which `what` needs, is not installed."""
     if find_spec(package) is None:
         raise UserError(f"{what}: needs {package}, which is missing here; {install('finetune')}")
 
@@ -131,7 +131,7 @@ def local(checkpoint: str, where: str | None = None) -> Path:
 
 @cache
 def _fetched(name: str) -> Path:
-    """One commit of it for all of this process: the fingerprint is that of the weights that are loaded."""
+    """Fetched once a process, so that the fingerprint is that of the weights that are loaded."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
@@ -169,7 +169,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
 
 
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
-    """The same model without weights, on the meta device: shapes only, at no cost."""
+    """The same model on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
     model: Any
@@ -314,7 +314,7 @@ def open_tokenizer(checkpoint: str) -> Any:
 
 
 def _tokenizer(tokenizer: Path | str) -> Any:
-    """Of a checkpoint, or of our own tokenizer.json."""
+    """The tokenizer of a checkpoint, or of our own tokenizer.json."""
     if isinstance(tokenizer, str):
         return open_tokenizer(tokenizer)
     from transformers import PreTrainedTokenizerFast
@@ -332,13 +332,13 @@ def _place(checkpoint: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """First line of its message that is not blank, else its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
 def _one_line(where: str, local: bool = True) -> Iterator[None]:
-    """What the libraries raise for a checkpoint that cannot be used, in one line."""
+    """UserError in one line for whatever the libraries raise over an unusable checkpoint."""
     try:
         yield
     except UserError:
@@ -356,7 +356,7 @@ def _one_line(where: str, local: bool = True) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Their notes and progress bars stay off our screen."""
+    """Hides notes and progress bars of the libraries."""
     before, bars = logging.root.manager.disable, os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

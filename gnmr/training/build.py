@@ -1,4 +1,4 @@
-"""A run, assembled from its config: data, model, paths, controller, optimizer. Nothing here touches the run folder."""
+"""Builds a run from its config: data, model, paths, controller, optimizer. Writes nothing to the run folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _THREADS = torch.get_num_threads()  # before a run of this process sets its own
 
 @dataclass
 class Parts:
-    """A run, assembled; nothing of it has touched the run folder yet."""
+    """What a run is made of."""
 
     config: Config
     folder: Path
@@ -58,22 +58,22 @@ class Parts:
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
-    """What a window of outlier channels and injected faults do to the model before a step, in this order."""
+    """Outlier channels of a window, then injected faults: changes of the model before a step."""
     faults: FaultSchedule | None = None
     checkpoint: str | None = None
-    """Fingerprint of the weights that a pretrained model began from."""
+    """Fingerprint of the weights that a pretrained model starts from."""
 
 
 class Stress(Stateful, Protocol):
     """A disturbance of known place and time."""
 
     def begin_step(self, step: int) -> None:
-        """Switches on and off what step `step` (from 1) is to have."""
+        """Switches the disturbance on or off for step `step` (from 1)."""
         ...
 
 
 class Blocks(Stateful, Protocol):
-    """What a run is trained on, in an order that can be saved."""
+    """Training data in an order that can be saved."""
 
     def next(self, n: int) -> Tensor | Batch:
         """The next n blocks, in the run's order."""
@@ -81,7 +81,7 @@ class Blocks(Stateful, Protocol):
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
-    """Data, model, paths, controller and optimizer of a run. Same config, same seed: same weights, order and plan."""
+    """The parts of a run. The same config and seed give the same weights, order and plan."""
     training = config.training
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
@@ -90,7 +90,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     _check_shapes(config, device)
     corpus = open_data(config, say)
     refuse_run(config, device, corpus.vocab_size)
-    training_blocks(config, corpus, None)  # refuses a corpus shorter than a block
+    training_blocks(config, corpus, None)  # refuses a corpus that is shorter than a block
     validation(config, corpus, 1)
     stress = list[Stress]()
     if config.model.checkpoint is None:
@@ -133,9 +133,9 @@ def empty_model(config: Config) -> tuple[nn.Module, int]:
 
 
 def _check_shapes(config: Config, device: torch.device) -> None:
-    """UserError for paths, a controller, an optimizer or faults that the model cannot have: before its data is made.
+    """UserError, before the data is made, for paths, controller, optimizer or faults that do not fit the model.
 
-    What needs contents, and every warning, is left to the model itself.
+    Checks that need weights, and all warnings, are left to `assemble`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,17 +148,17 @@ def _check_shapes(config: Config, device: torch.device) -> None:
 def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
     """UserError for faults or a controller that an `empty_model` with its paths cannot have."""
     build_faults(config, plan)
-    cold = replace(config.controller, warmup_frac=0.0)  # a warm-up reads which units to switch
+    cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
     try:
         _controller(replace(config, controller=cold), model, plan)
     except UserError:
         raise
-    except Exception:  # a signal, own ones too, may read what its units hold: the run itself will tell
+    except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
         return
 
 
 def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedController:
-    """The controller of conf/controller. UserError for one that this run cannot have, and what its step cannot show."""
+    """The controller of conf/controller. UserError where it does not fit this run or its evidence is not available."""
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
         raise UserError(
@@ -215,7 +215,7 @@ def validation(config: Config, corpus: TokenCorpus | PackedCorpus, n: int) -> Te
 def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
     """A model of ours as `training.seed` draws it; a window of outlier channels joins the `stress`."""
     training = config.training
-    # Drawn on the CPU in FP32 whatever the device and dtype, so that these do not change the initialisation.
+    # Drawn on the CPU in FP32, so that device and dtype do not change the initialisation.
     generator = torch.Generator().manual_seed(training.seed)
     model = models.build(config.model, vocab_size, training.seq_len)
     model.init_weights(generator)
@@ -226,9 +226,9 @@ def _new_model(config: Config, vocab_size: int, device: torch.device, stress: li
 
 
 def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
-    """Gives the model its outlier channels, or returns the window in which it will have them.
+    """Gives the model its outlier channels, or returns the window of steps in which it has them.
 
-    UserError for channels that it, or a window that the run, cannot have.
+    UserError for channels that do not fit the model and a window that does not fit the run.
     """
     training, outliers = config.training, config.model.outlier_channels
     if outliers.number == 0:
@@ -260,14 +260,14 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, P
 
 
 def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> Plan:
-    """Gives `model` its two paths; where it has adapters it is frozen, and they are new.
+    """Gives `model` its two paths and, where asked for, freezes it and adds adapters.
 
     `device`: see `gnmr.paths.convert`. UserError for paths that it cannot have.
     """
     adapter, seed = config.model.adapter, config.training.seed
     if adapter.rank:
         model.requires_grad_(False)
-    # Before the adapters: what a path does with a weight may depend on whether it is trained.
+    # Before the adapters: how a path treats a weight may depend on whether it is trained.
     plan = build_plan(model, config.paths, seed, device)
     if adapter.rank:
         pretrained.add_adapter(model, adapter, seed)
@@ -278,7 +278,7 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
-    """The optimizer and the gradient transform of conf/optim. UserError for options that they do not have here."""
+    """The optimizer and the gradient transform of conf/optim. UserError for unknown options."""
     try:
         optimizer = build_optimizer(model, config.optim)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -288,7 +288,7 @@ def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer
 
 
 def _check_watched(config: Config, plan: Plan) -> None:
-    """UserError where every converted weight is frozen and what was chosen needs their gradients."""
+    """UserError where all converted weights are frozen and the controller or the low path needs their gradients."""
     if not plan.frozen:
         return
     if config.controller.observe == "parameters":
@@ -342,7 +342,7 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
 
 
 def train_step(parts: Parts) -> TrainStep:
-    """The step of a run; benchmarks take it too."""
+    """The step of a run, which benchmarks use too."""
     config = parts.config
     return TrainStep(
         parts.model,
@@ -368,7 +368,7 @@ _ORACLE_PARAMETERS = 200_000_000
 
 
 def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
-    """UserError for evidence that this run cannot give."""
+    """UserError for evidence that this run cannot measure."""
     accumulation = config.training.accumulation
 
     def key(*names: str) -> str:

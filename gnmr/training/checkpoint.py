@@ -3,12 +3,12 @@
     checkpoints/step-00000100/              torch.distributed.checkpoint files, meta.json and meta.sha256
     checkpoints/step-00000100.corrupt/      one that was set aside
 
-A folder with its final name was whole: everything is written and synced under another name first. `meta.json` holds the
-host's numbers (step, data position, counters, what the records hold), whose run it is, and the sha256 of every other
-file; meta.sha256 is its own. What is not exactly so is corrupt, and the checkpoint before it is taken.
+Everything is written and synced under another name first, so a folder with its final name is complete. `meta.json`
+holds the host's numbers (step, data position, counters, sizes of the records), the run it belongs to, and the sha256 of
+every other file; meta.sha256 is its own. Anything else is corrupt, and the checkpoint before it is used.
 
-PyTorch keeps its index and the plain values as pickles. They are read by unpicklers that know a few classes and no
-function, so that a foreign checkpoint runs no code.
+PyTorch stores its index and plain values as pickles. They are read by unpicklers that admit a few classes and no
+function, so that a checkpoint from elsewhere runs no code.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _Meta = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """What a checkpoint holds a part of."""
+    """Has state that a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that `torch.save` keeps."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there; ValueError, if anything is checked, where it belongs to something else."""
+        """Restores `state`; may raise ValueError for that of something else."""
         ...
 
 
@@ -97,7 +97,7 @@ class Checkpointer:
         state: dict[str, Any] = {
             "model": get_model_state_dict(self._model, options=self._options),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
-            # Names and the step count are the host's; they go to meta.json.
+            # Names and the step count go to meta.json, with the host's numbers.
             "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "plan")},
             "plan": controller["plan"],
             "rng": {"cpu": torch.get_rng_state()},
@@ -124,7 +124,7 @@ class Checkpointer:
             beside.rename(final)
             sync_folder(self.folder)
         except (OSError, CheckpointException) as error:
-            # A full disk does not always reach us as its own error: the zip writer stumbles over its short files.
+            # A full disk is not always reported as such: the zip writer raises its own errors for short files.
             run = self.folder.parent
             full = run.is_dir() and shutil.disk_usage(run).free < 2**20
             shutil.rmtree(beside, ignore_errors=True)
@@ -255,11 +255,11 @@ _REMEDY = "delete that folder to continue from an earlier checkpoint, or start a
 
 
 _MOST_TRIED = 8
-"""Checkpoints that are looked at: where so many are corrupt, it was no accident."""
+"""The most checkpoints that are tried, newest first."""
 
 
 class _Corrupt(ValueError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint whose files differ from what was written."""
 
 
 def _newest_whole(folder: Path, steps: list[int]) -> tuple[_Meta, dict[Path, _Corrupt]]:
@@ -315,7 +315,7 @@ def _read(path: Path, meta: _Meta, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _fitting(path: Path, whose: str) -> Iterator[None]:
-    """UserError for what a checkpoint holds and what cannot take it."""
+    """UserError for state that does not fit what it is loaded into."""
     kinds = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
     try:
         yield
@@ -326,7 +326,7 @@ def _fitting(path: Path, whose: str) -> Iterator[None]:
 
 
 class _Index(pickle.Unpickler):
-    """Reads `.metadata`: the classes of which PyTorch makes it, and no other."""
+    """Reads `.metadata`, admitting only the classes that PyTorch makes it of."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, function or dtype that the pickle names; UnpicklingError unless it is one of the index's own."""
@@ -356,7 +356,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Takes plain values only from pickles that name no function."""
+    """Reads plain values with `weights_only`, so that a pickle cannot call functions."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         """What the default does with the value, after it was read with `weights_only` and packed anew."""
@@ -367,7 +367,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 class _quiet(warnings.catch_warnings):
-    """Without a process group torch.distributed.checkpoint warns that it takes this for a single process: it is."""
+    """Hides the warning of torch.distributed.checkpoint that there is no process group: there is one process."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""A run's folder: where it is, whose it is, and who may write to it. Needs no torch."""
+"""A run's folder: its place, the run it belongs to, and its lock. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def run_folder(config: Config) -> Path:
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """UserError if the run folder holds another run, any run where resuming is off, or links that lead elsewhere."""
+    """UserError if the folder holds another run, any run while training.resume=never, or links."""
     if folder.is_dir():
         with writing(folder):
             check_tree(folder, skip=("wandb",))  # W&B links to its own files
     saved = folder / "config.yaml"
     if not saved.exists():
-        # A run's lock is its first file: one that was killed before it wrote its config is known by it.
+        # A run's lock is its first file: it identifies a run that was killed before it wrote its config.
         foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
         if folder.exists() and foreign:
-            raise UserError(f"run_dir={folder}: holds something that is no run; choose an empty folder or a new one")
+            raise UserError(f"run_dir={folder}: is no run folder; choose an empty folder or a new one")
         return
     try:
         earlier, old = read(saved), is_old(read_tree(saved, as_written=True))
@@ -63,10 +63,10 @@ def unexported(config: Config, folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it: one process at a time; the lock dies with its holder."""
+    """Makes the folder and locks it for this process; the lock ends with the process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()  # .lock may be there already, in a folder that takes no new file
+        TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that cannot be written
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error

@@ -1,10 +1,10 @@
-"""What a run will need of a device's memory, before anything is loaded.
+"""The device memory that a run will need, before anything is loaded (plan=true).
 
 The model is built on the meta device (shapes without contents), given its adapters and paths, and run forward once on
-one micro-batch: what autograd saves then is what it would save on the device, whatever the architecture. Attention is
+one micro-batch: autograd then saves what it would save on the device, whatever the architecture. Attention is
 counted as the fused kernels keep it: queries, keys, values, output and one float32 a query.
 
-What is not counted: the allocator's fragments, the CUDA context (0.5 to 1 GB), and temporaries of single operators
+Not counted: the allocator's fragments, the CUDA context (0.5 to 1 GB), and temporaries of single operators
 other than those of the loss.
 """
 
@@ -39,7 +39,7 @@ class MemoryPlan:
     rows: list[tuple[str, int, str]]
     """(what, bytes, note)."""
     assumed: list[str]
-    """Lines above them: what they go by."""
+    """Assumptions, printed above the rows."""
 
     @property
     def total(self) -> int:
@@ -77,7 +77,7 @@ def plan_run(config: Config) -> MemoryPlan:
 
 
 def _assumed(config: Config, plan: Plan, device: torch.device) -> list[str]:
-    """What the plan goes by and a reader could not know."""
+    """The assumptions that the config does not show."""
     paths = [path for path in (plan.low, plan.recovery) if path is not None]
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     lines = [f"for {device}{' (none here)' if elsewhere else ''}, paths: {' / '.join(map(described, paths))}"]
@@ -195,7 +195,7 @@ class _Fused(torch.autograd.Function):
         B, H, T, _ = q.shape
         output = q.new_empty(B, T, H, v.shape[-1]).transpose(
             1, 2
-        )  # as the kernels lay it out: o_proj reads it as it is
+        )  # in the kernels' layout: o_proj reads it without a copy
         bias = () if mask is None else (q.new_empty(mask.shape),)  # a mask of documents becomes one, in every layer
         ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32), *bias)
         return output

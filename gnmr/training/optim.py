@@ -25,10 +25,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of conf/optim, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
 
-    ValueError for options that SCALE does not have.
-
-    AdamW's fused kernel is the one that can leave weights and moments as they are on a flag that lives on the device,
-    which `skip_where` uses.
+    AdamW is the fused one: its kernel skips the update where a flag on the device says so (`skip_where`). ValueError
+    for options that SCALE does not have.
     """
     if config.name == "scale":
         return build_scale(model, config, config.options)
@@ -39,7 +37,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
     )
-    # As its first step would, but for all at once: a checkpoint needs state of an expert that got no token so far too.
+    # As its first step would, but for all parameters: a checkpoint needs state of experts without a token so far, too.
     for p in (*matrices, *vectors):
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -49,14 +47,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
     """Makes the next `optimizer.step()` change nothing where `nonfinite` (a bool scalar on the device) is true.
 
-    The selection happens inside the fused kernel, on the device: nothing waits, and no NaN is multiplied away.
+    The fused kernel selects on the device: nothing waits, and nothing is multiplied with a NaN.
     """
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients so that their global norm is at most `max_norm`; `norm` is that norm now (scalar tensor)."""
+    """Scales all gradients to a global norm of at most `max_norm`; `norm` is their present one (scalar tensor)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:

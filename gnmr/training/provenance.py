@@ -1,7 +1,7 @@
-"""Where a number comes from: commit, machine, command and config, with no more of its maker than making it again needs.
+"""Where a number comes from: commit, machine, command and config, and nothing personal that repeating it does not need.
 
-Neither host nor user is told. A path below the working folder is told as seen from there, one below the home folder
-with ~; of any other one a command keeps its last part.
+Host and user are left out. A path below the working folder is written relative to it, one below the home folder with
+~; of any other path a command keeps the last part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run writes of itself: `gnmr.records.schema`'s rows and header, made of a step and of the parts."""
+"""A run's records as `gnmr.records.schema` wants them: rows of a step and of faults, and the header."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counters:
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
-    """What the views say about this run, which goes on after `start_step`."""
+    """What the views show of this run, which continues after `start_step`."""
     config = parts.config
     return RunInfo(
         name=name,
@@ -74,7 +74,7 @@ def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str
 
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:
-    """Rows of `records.schema.FAULT_FIELDS` by their first step; outlier channels are at the units that touch them."""
+    """Rows of `records.schema.FAULT_FIELDS` by first step; outlier channels have one for each unit that they touch."""
     windows = [] if parts.faults is None else list(parts.faults.windows)
     gain = parts.config.model.outlier_channels.gain
     for stress in parts.stress:
@@ -101,7 +101,7 @@ def ratio_rows(decision: Decision) -> RatioRows:
 
 
 def header(parts: Parts, command: str) -> dict[str, Any]:
-    """header.json: what a number needs beside it to be believed."""
+    """header.json: versions, machine, command, data and units of the run."""
     config, corpus = parts.config, parts.corpus
     return {
         "gnmr": gnmr.__version__,

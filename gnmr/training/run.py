@@ -1,6 +1,6 @@
 """One run from config to DONE: assembles the parts, then the `Loop`.
 
-Everything that can be wrong with what was asked for is found before the run folder is made or touched.
+Every mistake in what was asked for is reported before the run folder is made or changed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(
 
 
 def _skip(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Says that a run is DONE, and what gives the scores that it was not asked for then."""
+    """Says that a run is DONE, and the command for scores that are asked for now and missing."""
     say(f"{folder} is done: skipped")
     scores = config.scores
     own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
@@ -100,7 +100,7 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """Whose a checkpoint is: this config, seed, data, base and backend."""
+    """The run that a checkpoint belongs to: config, seed, data, base and backend."""
     config = parts.config
     of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
     # Frozen weights are in no checkpoint of ours.
@@ -109,7 +109,7 @@ def _owner(parts: Parts) -> str:
 
 
 def _backends(plan: Plan) -> str:
-    """What runs the plan's recipes: a run does not go on under another one, whose sums are not the same."""
+    """The backends of the plan's recipes; a run does not continue under another one, which rounds differently."""
     recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
     return f" by {' and '.join(map(described, recipes))}" if recipes else ""
 
@@ -169,7 +169,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 
 
 def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
-    """The counters of a checkpoint, and its position in the data; UserError for numbers without sense."""
+    """Restores counters and position in the data from a checkpoint; UserError for values that do not fit together."""
     try:
         counters = Counters(**host["counters"])
         blocks.load_state_dict(host["blocks"])
@@ -184,7 +184,7 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
 
 
 def export(parts: Parts) -> None:
-    """What others load of a trained model: adapter/ as peft has it, hf/ in Hugging Face's layout where asked for."""
+    """Writes adapter/ (peft's layout), and hf/ (Hugging Face's) where training.export_hf asks for it."""
     config, model = parts.config, parts.model
     if config.model.adapter.rank:
         pretrained.save(model, parts.folder / "adapter")
@@ -193,7 +193,7 @@ def export(parts: Parts) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts the measurement that `peak_memory_bytes` ends: a sweep runs many cells in one process."""
+    """Resets the peak that `peak_memory_bytes` reads: a sweep runs many cells in one process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
@@ -201,9 +201,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Largest resident size of this process since the reset (Linux), on CUDA what PyTorch allocated there.
+    """Largest resident size of this process since the reset (Linux); on CUDA the most that PyTorch allocated.
 
-    A process that ran other cells before may still hold memory of theirs. None where the system does not tell.
+    Memory of cells that this process ran before may still count. None where the system does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -215,13 +215,13 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """What else the next step depends on."""
+    """What the next step depends on besides model, optimizer, controller and plan."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     return extras if parts.transform is None else extras | {"transform": parts.transform}
 
 
 def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
-    """What ended the run after `step` steps, in one line; None for a defect of ours."""
+    """Why the run ended after `step` steps, in one line; None for a defect of ours."""
     if isinstance(error, (UserError, RunFailed)):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -234,7 +234,7 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """The CPU's allocator has no error type of its own."""
+    """Whether memory ran out; the CPU's allocator has no error type of its own."""
     words = ("can't allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)

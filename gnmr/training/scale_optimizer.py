@@ -13,7 +13,7 @@ correction, since u does not depend on the scale of m.
 Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, AdamW with 0.9, 0.999, 1e-8 at the same rate,
 warm-up over 10 %, cosine to 10 %.
 
-Decided here: a head tied to the token embedding is a head (momentum, rms along the rows): its gradient is the head's in
+**Choice**: a head tied to the token embedding is a head (momentum, rms along the rows): its gradient is the head's in
 nearly every element. Learned positions are an embedding. Updates are formed in float32 and rounded once.
 """
 
@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from gnmr.config import OptimConfig
-from gnmr.training.transforms.base import check_options, positive, require, share
+from gnmr.training.transforms.base import check_options, fraction, positive, require
 
 
 class SCALE(torch.optim.Optimizer):
@@ -53,7 +53,7 @@ class SCALE(torch.optim.Optimizer):
     ) -> None:
         """ValueError for senseless values."""
         positive(lr=lr, eps=eps)
-        share(momentum=momentum, beta1=betas[0], beta2=betas[1])
+        fraction(momentum=momentum, beta1=betas[0], beta2=betas[1])
         require(weight_decay >= 0, "weight_decay", weight_decay, "must be 0 or more")
         require(output_dim in (0, 1), "output_dim", output_dim, "must be 0 or 1")
         super().__init__(
@@ -143,7 +143,7 @@ def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any
 
 
 def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head: str | None = None) -> SCALE:
-    share(momentum=momentum)
+    fraction(momentum=momentum)
     require(head is None or isinstance(head, str), "head", head, "must be the name of a module or null")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -168,7 +168,7 @@ def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
-    # At once and for all: a checkpoint needs state of an expert that got no token so far too.
+    # For all parameters: a checkpoint needs state of experts without a token so far, too.
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = optimizer._first_state(p, group)

@@ -1,6 +1,6 @@
-"""Optimizer-side stabilisers: small changes of the gradient before the optimizer, one file each.
+"""Gradient transforms: stabilisers that change the gradient before the optimizer, one file each.
 
-They are the neighbours that routing is compared and combined with. `optim.transform.name` chooses one,
+The baselines that routing is compared and combined with. `optim.transform.name` chooses one,
 `optim.transform.options` holds the keyword arguments of its class.
 """
 
@@ -33,7 +33,7 @@ TRANSFORMS: dict[str, type[Transform]] = {
 }
 
 NEED_ADAM = ("spam", "stable_spam")
-"""They reset Adam's moments and make no sense with another optimizer."""
+"""They reset Adam's moments, and so need AdamW."""
 
 
 def build_transform(

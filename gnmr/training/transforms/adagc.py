@@ -7,7 +7,7 @@
 
 Defaults: ratio 1.05, decay 0.98, warmup 100, warmup_norm 1.0.
 
-Decided here: a tensor with no gradient, or an exactly zero one, leaves its gamma (a zero in the warm-up would freeze
+**Choice**: a tensor with no gradient, or an exactly zero one, leaves its gamma (a zero in the warm-up would freeze
 the tensor for good); a tensor that is first seen after the warm-up is not clipped then and starts with its own norm.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from gnmr.training.transforms.base import (
     StepContext,
     Transform,
+    fraction,
     positive,
     scale_gradients,
-    share,
     tensor_norms,
     whole,
 )
@@ -43,7 +43,7 @@ class AdaGC(Transform):
     ) -> None:
         super().__init__(named_parameters)
         positive(ratio=ratio, warmup_norm=warmup_norm)
-        share(decay=decay)
+        fraction(decay=decay)
         whole(warmup=warmup)
         self.ratio, self.decay, self.warmup, self.warmup_norm = ratio, decay, warmup, warmup_norm
         first = self.parameters[0]

@@ -1,11 +1,11 @@
 """The interface of a gradient transform, and what the transforms share.
 
-A transform stands between backward and the optimizer: it may change the gradients, ask for the step to be skipped, and
-scale the learning rate. It routes nothing; the controller reads the gradients before it.
+A transform runs between backward and the optimizer: it may change the gradients, skip the update, and scale the
+learning rate. It switches no path; the controller reads the gradients before it.
 
 Two rules hold for all of them. Nothing waits for the device: decisions are tensors. And a step whose loss or gradient
-is not finite leaves no trace: the state is *selected* (`Transform.remember`), never multiplied by a flag, because
-0 * NaN = NaN. What such a step leaves in `.grad` does not matter, the caller skips the update.
+is not finite changes no state: new state is *selected* (`Transform.remember`), never multiplied by a flag, because
+0 * NaN = NaN. What such a step leaves in `.grad` does not matter: the caller skips the update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a transform may know of the step besides its gradients. Tensors are scalars on the parameters' device."""
+    """A step, besides its gradients. Tensors are scalars on the parameters' device."""
 
     step: int
     """Number of the step, from 1. Skipped steps count."""
@@ -54,12 +54,12 @@ class Transform(ABC):
     def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
         """Changes `.grad` of `parameters` in place; returns a bool scalar "skip this update", or None for never.
 
-        `parameters` are those that the transform was built for; parameters without a gradient are passed over.
+        `parameters` are those that the transform was built for; parameters without a gradient are skipped.
         Does not wait for the device.
         """
 
     def lr_factor(self, step: int) -> float:
-        """Factor on the learning rate of step `step` (from 1); a number of the host."""
+        """Factor on the learning rate of step `step` (from 1), on the host."""
         return 1.0
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -74,14 +74,14 @@ class Transform(ABC):
         self.state = {name: state[name].to(old.device, old.dtype, copy=True) for name, old in self.state.items()}
 
     def own(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """`parameters`, tied ones once; ValueError where they are not those that the state belongs to."""
+        """`parameters`, tied ones once; ValueError unless they are those that the state belongs to."""
         found = _once(p for p in parameters if p.requires_grad)
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             raise ValueError(f"{type(self).__name__} was built for other parameters, or for these in another order")
         return found
 
     def remember(self, where: Tensor, **new: Tensor) -> None:
-        """Takes over the new values of the state where `where` (bool, broadcastable) is true."""
+        """Replaces the state by `new` where `where` (bool, broadcastable) is true."""
         for name, value in new.items():
             self.state[name] = torch.where(where, value, self.state[name])
 
@@ -134,7 +134,7 @@ def positive(**options: object) -> None:
         require(_is_number(value) and value > 0, option, value, "must be a positive number")  # type: ignore[operator]
 
 
-def share(**options: object) -> None:
+def fraction(**options: object) -> None:
     """Each must be a number in [0, 1): a decay rate."""
     for option, value in options.items():
         require(

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, scale_gradients, share, tensor_norms
+from gnmr.training.transforms.base import StepContext, Transform, fraction, positive, scale_gradients, tensor_norms
 
 
 class GradientStabilizer(Transform):
@@ -36,7 +36,7 @@ class GradientStabilizer(Transform):
         eps: float = 1e-12,
     ) -> None:
         super().__init__(named_parameters)
-        share(gamma1=gamma1, gamma2=gamma2)
+        fraction(gamma1=gamma1, gamma2=gamma2)
         positive(eps=eps)
         self.gamma1, self.gamma2, self.eps = gamma1, gamma2, eps
         zeros = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.parameters[0].device)

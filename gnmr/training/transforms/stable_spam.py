@@ -12,7 +12,7 @@ Defaults of the public code: gamma1 0.7, gamma2 0.9 (the choice for 4 bits; its 
 theta 0.999, reset_every 1000 (its BF16 runs: 500), eps 1e-8. Its optional cosine on gamma1 and beta1 is off by default
 and left out.
 
-Decided here: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
+**Choice**: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
 which a reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped. Tensors without
 a gradient or with a zero one are passed over.
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, share, tensor_norms, whole
+from gnmr.training.transforms.base import StepContext, fraction, tensor_norms, whole
 from gnmr.training.transforms.gradient_stabilizer import GradientStabilizer
 from gnmr.training.transforms.spam import reset_moments
 
@@ -43,7 +43,7 @@ class StableSPAM(GradientStabilizer):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(named_parameters, gamma1=gamma1, gamma2=gamma2, eps=eps)
-        share(theta=theta)
+        fraction(theta=theta)
         whole(reset_every=reset_every)
         self.theta, self.reset_every = theta, reset_every
         self.state["largest"] = torch.zeros_like(self.state["mean"])

@@ -10,7 +10,7 @@ The first `warmup` norms n give the mean mu and the (population) standard deviat
 Defaults of the public code: z_threshold 2.5, decay 0.97, warmup 25, eps 1e-6, the reciprocal clipping above ("adaptive
 scaling") of its three. That code also clips at 1.0 unless told otherwise; that is not part of the method and left out.
 
-Decided here: the warm-up counts finite norms, not steps; its mean and variance are kept by recursion, which is the
+**Choice**: the warm-up counts finite norms, not steps; its mean and variance are kept by recursion, which is the
 same number without a buffer.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, scale_gradients, share, whole
+from gnmr.training.transforms.base import StepContext, Transform, fraction, positive, scale_gradients, whole
 
 
 class ZClip(Transform):
@@ -38,7 +38,7 @@ class ZClip(Transform):
     ) -> None:
         super().__init__(named_parameters)
         positive(z_threshold=z_threshold, eps=eps)
-        share(decay=decay)
+        fraction(decay=decay)
         whole(warmup=warmup)
         self.z_threshold, self.decay, self.warmup, self.eps = z_threshold, decay, warmup, eps
         zero = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
