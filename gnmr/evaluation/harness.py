@@ -5,8 +5,8 @@ does not fit is cut off at the beginning; a document longer than the model's con
 every token once; an empty context is the tokenizer's first token (or its end token).
 
 Batches hold inputs of similar length, longest first, padded on the right, where causal attention does not look.
-Requests that differ only in their last token share one pass. **Choice**: log-probabilities are computed in FP32 whatever the
-model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its padding.
+Requests that differ only in their last token share one pass. **Choice**: log-probabilities are computed in FP32
+whatever the model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its padding.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Rotary(nn.Module):
         """Tables for the positions of x: cos_T1K and sin_T1K, of x's dtype and device; sin is negative in its first
         half, so that `rotate` needs no negation."""
         if self._tables is None or self._tables[0].dtype != x_BTD.dtype or self._tables[0].device != x_BTD.device:
-            with torch.inference_mode(False), torch.no_grad():  # so that a first call from evaluation serves training too
+            with torch.inference_mode(False), torch.no_grad():  # a first call may be evaluation's
                 self._tables = self._compute(x_BTD.dtype, x_BTD.device)
         cos_S1K, sin_S1K = self._tables
         return cos_S1K[: x_BTD.shape[1]], sin_S1K[: x_BTD.shape[1]]
