@@ -6,7 +6,8 @@ every token once; an empty context is the tokenizer's first token (or its end to
 
 Batches hold inputs of similar length, longest first, padded on the right, where causal attention does not look.
 Requests that differ only in their last token share one pass. **Choice**: log-probabilities are computed in FP32
-whatever the model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its padding.
+whatever the model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its
+padding.
 """
 
 from __future__ import annotations
