@@ -87,7 +87,7 @@ def measurable(names: Sequence[str], only: Sequence[str], setting: Setting) -> l
         for part in (part for part in BENCHMARKS[name].parts if not only or part in only):
             try:
                 if setting.config.model.checkpoint is not None and part in _OF_OUR_MODELS:
-                    raise UserError(f"bench {part}: is for models of ours, not for model.name=pretrained")
+                    raise UserError(f"bench {name}: {part} is for models of ours, not for model.name=pretrained")
                 getattr(module, "CHECKS", {}).get(part, lambda _setting: None)(setting)
             except UserError as error:
                 refused.append(error)

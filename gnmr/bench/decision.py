@@ -38,7 +38,7 @@ def decision(setting: Setting) -> list[Figure]:
             choosing.append(chosen - began)
             switching.append(clock() - chosen)
     return [
-        median(f"signal and policy, {DECISION_UNITS:,} units", 1e3 * np.array(choosing), "ms", 2.0),
+        median(f"signal and policy, {DECISION_UNITS:,} units", 1e3 * np.array(choosing), "ms", target=2.0),
         median("  switching and the host's record of it", 1e3 * np.array(switching), "ms"),
     ]
 

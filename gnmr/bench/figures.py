@@ -47,7 +47,13 @@ class Figure:
 
 
 def median(
-    name: str, samples: np.ndarray, unit: str, target: float | None = None, note: str = "", interval: bool = False
+    name: str,
+    samples: np.ndarray,
+    unit: str,
+    *,
+    target: float | None = None,
+    note: str = "",
+    interval: bool = False,
 ) -> Figure:
     """The median of `samples` (n,) with their quartiles; with `interval` the 95 % bootstrap interval of the median."""
     if interval:

@@ -45,7 +45,7 @@ def memory(setting: Setting) -> list[Figure]:
 
     mib = samples(peak, setting.rounds(f"memory: gnmr train, {steps} steps", 1))
     note = ", ".join(f"{name} {value:,.0f} MiB" for name, value in parts.items() if name)
-    return [median("peak resident memory of gnmr train and its helpers", mib, "MiB", 2048.0, note)]
+    return [median("peak resident memory of gnmr train and its helpers", mib, "MiB", target=2048.0, note=note)]
 
 
 def _family(pid: int) -> list[int]:

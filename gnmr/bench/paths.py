@@ -35,7 +35,9 @@ def saved(setting: Setting) -> list[Figure]:
     times, sizes = [], []
     whole = found.last[REFERENCE].saved_bytes
     for fmt, (most_time, most_bytes) in TARGETS.items():
-        times.append(median(f"step with {fmt} over {REFERENCE}", found.ratios[fmt], "x", most_time, interval=True))
+        times.append(
+            median(f"step with {fmt} over {REFERENCE}", found.ratios[fmt], "x", target=most_time, interval=True)
+        )
         own = found.last[fmt].saved_bytes
         if own is not None and whole:
             note = f"{own / 2**20:.2f} of {whole / 2**20:.2f} MiB, read from the autograd graph"
@@ -60,7 +62,14 @@ def _static(setting: Setting) -> list[Figure]:
     found = compare(setting, "recipe: steps under", {name: setting.static(name) for name in names})
     return [
         *(
-            median(f"step under {name}", ratio, "x", SIMULATED, described(found.parts[name].plan.low), interval=True)
+            median(
+                f"step under {name}",
+                ratio,
+                "x",
+                target=SIMULATED,
+                note=described(found.parts[name].plan.low),
+                interval=True,
+            )
             for name, ratio in found.ratios.items()
         ),
         median(f"step under {REFERENCE}", found.seconds, "s"),
@@ -94,13 +103,15 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
     seconds = alternate({**steps, "switching": switching}, rounds, clock)
     note = f"{len(arms['low'].plan.units)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
     ratio = seconds["switching"] / (seconds["low"] + seconds["recovery"])
-    return median(f"step that switches every block, {hierarchy}", ratio, "x", SWITCHING, note, interval=True)
+    return median(
+        f"step that switches every block, {hierarchy}", ratio, "x", target=SWITCHING, note=note, interval=True
+    )
 
 
 def check_recipes(setting: Setting) -> None:
     """UserError where the setting has nothing to measure."""
     if setting.config.paths.site != "saved" or setting.config.paths.rounding != "nearest":
-        raise UserError("bench recipe: recipes need paths.site=saved and paths.rounding=nearest")
+        raise UserError("bench paths: recipes need paths.site=saved and paths.rounding=nearest")
 
 
 PARTS = {"saved": saved, "recipes": recipes}

@@ -33,8 +33,8 @@ def startup(setting: Setting) -> list[Figure]:
     help_s = samples(asked_for_help, setting.rounds("startup: gnmr --help", 5, warm_up=1))
     begin_s = samples(first_row, setting.rounds("startup: gnmr train to its first step", 3, warm_up=1))
     return [
-        median("gnmr --help", help_s, "s", 0.5),
-        median("gnmr train to its first row in steps.jsonl, warm cache", begin_s, "s", 8.0),
+        median("gnmr --help", help_s, "s", target=0.5),
+        median("gnmr train to its first row in steps.jsonl, warm cache", begin_s, "s", target=8.0),
     ]
 
 

@@ -96,7 +96,7 @@ def controller(setting: Setting) -> list[Figure]:
 
         with Recorder(rows.run_info(parts, "bench"), settings, None) as recorder, watch.inside(*_PARTS):
             tree = to_dict(config)
-            header = rows.header(parts, "gnmr bench controller")
+            header = rows.header(parts, "gnmr bench step only=controller")
             recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header, "bench")
             rounds = setting.rounds("controller: steps with and without", 40, warm_up=2)
             seconds = alternate({"bare": bare, "controlled": controlled}, rounds, clock)
@@ -106,7 +106,7 @@ def controller(setting: Setting) -> list[Figure]:
     shares = {name: watch.seconds(name, len(bare_s)) / np.median(bare_s) for name in names}
     total: np.ndarray = np.sum(list(shares.values()), axis=0)
     return [
-        median("controller and records, share of a step", total, "%", 0.02, "sum of the parts below"),
+        median("controller and records, share of a step", total, "%", target=0.02, note="sum of the parts below"),
         *(median(f"  {name}", share, "%") for name, share in shares.items()),
         median("step with over step without", seconds["controlled"] / bare_s, "x", interval=True, note="check"),
         median("step without", bare_s, "s"),
@@ -171,8 +171,8 @@ def mixture(setting: Setting) -> list[Figure]:
             "mixture over its dense arithmetic",
             seconds["mixture"] / seconds["dense"],
             "x",
-            DISPATCH,
-            note,
+            target=DISPATCH,
+            note=note,
             interval=True,
         ),
         median(
@@ -186,9 +186,9 @@ def check_hf(setting: Setting) -> None:
     """UserError unless the comparison can be made."""
     config = setting.config
     if find_spec("transformers") is None:
-        raise UserError("bench hf: needs Hugging Face's transformers (pip install transformers), which is missing here")
+        raise UserError("bench step: hf needs transformers (pip install transformers), which is missing here")
     if config.model.name != "llama":
-        raise UserError(f"bench hf: model.name={config.model.name}: the comparison is made for llama")
+        raise UserError(f"bench step: hf: model.name={config.model.name}: the comparison is made for llama")
 
 
 def hf(setting: Setting) -> list[Figure]:
@@ -220,7 +220,14 @@ def hf(setting: Setting) -> list[Figure]:
     seconds = alternate(arms, rounds, clock_of(plain.device, setting.clock))
     note = f"same weights and batch; loss {losses['ours']:.5f} here, {losses['theirs']:.5f} there"
     return [
-        median("our plain step over Hugging Face's", seconds["ours"] / seconds["theirs"], "x", 1.0, note, True),
+        median(
+            "our plain step over Hugging Face's",
+            seconds["ours"] / seconds["theirs"],
+            "x",
+            target=1.0,
+            note=note,
+            interval=True,
+        ),
         median("  with linears converted, paths=bf16", seconds["converted"] / seconds["theirs"], "x", interval=True),
         median("Hugging Face's step", seconds["theirs"], "s"),
     ]

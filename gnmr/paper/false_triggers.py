@@ -182,7 +182,7 @@ def _rates(law: Law, hits: np.ndarray, number: int) -> list[TableFigure]:
             )
             sharper = chernoff(law, history, alpha) if known else None
             row, column = f"after {history}", f"alpha {alpha}"
-            cells.append(in_table(figure, f"{law.name} ({what}, %)", row, column, sharper))
+            cells.append(in_table(figure, table=f"{law.name} ({what}, %)", row=row, column=column, sharper=sharper))
     return cells
 
 
@@ -232,4 +232,5 @@ def _recorded(norm_TU: np.ndarray) -> Iterable[TableFigure]:
             rate = float((inside >= alpha).mean())
             figure = Figure(f"recorded norms: share of GNMR >= {alpha} after {first}", rate, "%", n=len(inside))
             row = f"after {first}" + ("" if following == first + 1 else f" to {following - 1:.0f}")
-            yield in_table(figure, "recorded norms as they came (share of unit-steps, %)", row, f"alpha {alpha}")
+            table = "recorded norms as they came (share of unit-steps, %)"
+            yield in_table(figure, table=table, row=row, column=f"alpha {alpha}")

@@ -135,6 +135,13 @@ def four_eight(arm: Arm) -> bool:
     return (arm.low_bits, arm.recovery_bits) == (4, 8)
 
 
+def table_1_arm(arm: Arm) -> published.Table1Arm:
+    """Its widths and thresholds."""
+    if arm.always is not None:
+        return bits(arm.always), None, None, None
+    return arm.low_bits, arm.recovery_bits, arm.settings.get("controller.alpha"), arm.settings.get("controller.beta")
+
+
 def two_stages(kind: Kind, arm: Arm) -> bool:
     """Whether the arm is one of tables 5 and 6, alpha and max_o aside: 4 and 8 bits, dGNMR off, 2.5 % first stage."""
     get = arm.settings.get
@@ -166,7 +173,7 @@ def matched_trigger(kind: Kind, arm: Arm) -> bool:
     if arm.signal not in GNMR:
         return own and meets(arm, RANKED_TRIGGER)
     thresholds = arm.settings.get("controller.alpha"), arm.settings.get("controller.beta")
-    return own and meets(arm, BOTH_THRESHOLDS) and thresholds in {(row.alpha, row.beta) for row in published.TABLE_1}
+    return own and meets(arm, BOTH_THRESHOLDS) and thresholds in {key[2:] for key in published.TABLE_1}
 
 
 def recipes(arm: Arm, outliers: bool = False) -> published.Recipes:

@@ -15,36 +15,27 @@ Recipes = tuple[str | None, str | None]
 """Of the low and the recovery path, None in the second place of a static arm."""
 Control = tuple[int | None, bool]
 """Bits of the low path, and whether GNMR controls it."""
+Table1Arm = tuple[int | None, int | None, float | None, float | None]
+"""Bits of the low and the recovery path, alpha, beta; of a static arm all but the first None."""
 
 TABLE_1_TOKENS = {"60m": 1.1e9, "130m": 2.2e9, "350m": 6.4e9, "1.3b": 13.1e9}
 """Training tokens at which table 1 gives each scale's perplexity; its keys are the paper's scales."""
 
 
-@dataclass(frozen=True)
-class Table1Row:
-    """One arm of table 1: widths of the two paths in bits, thresholds, validation perplexity by scale."""
-
-    low: int
-    recovery: int | None
-    alpha: float | None
-    beta: float | None
-    val_ppl: dict[str, float]
-
-
-TABLE_1 = (
-    Table1Row(4, None, None, None, {"60m": 67.22, "130m": 169.21, "350m": 26.56, "1.3b": FAILED}),
-    Table1Row(4, 8, 1.5, 1.3, {"60m": 30.59, "130m": 24.66, "350m": 18.84, "1.3b": 15.71}),
-    Table1Row(4, 8, 2.0, 1.5, {"60m": 30.66, "130m": 24.86, "350m": 19.07}),
-    Table1Row(4, 8, 3.0, 2.0, {"60m": 30.68, "130m": 25.33, "350m": 18.77}),
-    Table1Row(8, None, None, None, {"60m": 30.88, "130m": 25.13, "350m": 18.59, "1.3b": 15.68}),
-    Table1Row(16, None, None, None, {"60m": 30.79, "130m": 25.06, "350m": 18.80, "1.3b": 15.56}),
-)
-"""Act-quant stress (section 5.1), validation perplexity."""
+TABLE_1: dict[Table1Arm, dict[str, float]] = {
+    (4, None, None, None): {"60m": 67.22, "130m": 169.21, "350m": 26.56, "1.3b": FAILED},
+    (4, 8, 1.5, 1.3): {"60m": 30.59, "130m": 24.66, "350m": 18.84, "1.3b": 15.71},
+    (4, 8, 2.0, 1.5): {"60m": 30.66, "130m": 24.86, "350m": 19.07},
+    (4, 8, 3.0, 2.0): {"60m": 30.68, "130m": 25.33, "350m": 18.77},
+    (8, None, None, None): {"60m": 30.88, "130m": 25.13, "350m": 18.59, "1.3b": 15.68},
+    (16, None, None, None): {"60m": 30.79, "130m": 25.06, "350m": 18.80, "1.3b": 15.56},
+}
+"""Act-quant stress (section 5.1): arm -> scale -> validation perplexity."""
 
 RATES = {"60m": 2.5e-3, "130m": 2.5e-3, "350m": 1e-3, "1.3b": 6e-4}
 """Scale -> peak learning rate of the act-quant stress (table 8)."""
 
-TABLE_3 = {
+TABLE_3: dict[tuple[str, float | None, float | None], tuple[float, float]] = {
     ("60m", 2.0, 1.5): (0.070e-2, 0.081e-2),
     ("60m", 3.0, 2.0): (0.019e-2, 0.033e-2),
     ("350m", 2.0, 1.5): (0.141e-2, 0.067e-2),
@@ -141,20 +132,3 @@ TABLE_15: dict[Control, tuple[float, ...]] = {
     (16, False): (12.261, 4.608, 3.878, 3.526, 3.472, 3.210, 3.160, 3.077, 3.004, 2.978, 2.913),
 }
 """PanGu-1B (E.7), training loss at `TOKENS_15`."""
-
-
-def val_ppl(scale: str, low: int | None, recovery: int | None, alpha: float | None, beta: float | None) -> float | None:
-    """Table 1's perplexity of an arm; None where the paper has none. A static arm's thresholds do not matter."""
-    for row in TABLE_1:
-        if (row.low, row.recovery) == (low, recovery) and (recovery is None or (row.alpha, row.beta) == (alpha, beta)):
-            return row.val_ppl.get(scale)
-    return None
-
-
-def over_fracs(
-    scale: str, low: int | None, recovery: int | None, alpha: float | None, beta: float | None
-) -> tuple[float, float] | None:
-    """Table 3's shares (GNMR > alpha, dGNMR > beta) of an arm; None where the paper has none."""
-    if (low, recovery) != (4, 8) or alpha is None or beta is None:
-        return None
-    return TABLE_3.get((scale, alpha, beta))

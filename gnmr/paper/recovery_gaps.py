@@ -234,11 +234,13 @@ def _figures(site: str, several: list[Comparison], exact: bool) -> list[Figure]:
     for name in several[0].shares:
         values = np.array([one.shares[name] for one in several])
         target = 1.0 if exact and name.startswith("best") else None
-        figures.append(median(f"{site}: {name}", values, "x" if "estimated" in name else "%", target))
+        figures.append(median(f"{site}: {name}", values, "x" if "estimated" in name else "%", target=target))
     table = f"{_named(site)}: who finds the oracle set, the largest gaps (median of {len(several)} steps)"
     for row, column in several[0].rankings:
         values = np.array([one.rankings[row, column] for one in several])
-        figures.append(in_table(median(column, values, "%" if "%" in column else ""), table, row, column))
+        figures.append(
+            in_table(median(column, values, "%" if "%" in column else ""), table=table, row=row, column=column)
+        )
     return figures
 
 
@@ -247,7 +249,12 @@ def _units(site: str, gaps: Gaps, max_o: int) -> list[Figure]:
     columns = {"gap": gaps.gap_U} | gaps.scores
     table = f"{_named(site)}: the largest recovery gaps of the last step (oracle set: the first {max_o})"
     return [
-        in_table(Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""), table, gaps.names[unit], column)
+        in_table(
+            Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""),
+            table=table,
+            row=gaps.names[unit],
+            column=column,
+        )
         for unit in np.argsort(-gaps.gap_U, kind="stable")[: max_o + 4]
         for column, values in columns.items()
     ]

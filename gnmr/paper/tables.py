@@ -120,13 +120,10 @@ def table_1(experiment: str, comparisons: list[Comparison]) -> Table:
     """Static and GNMR arms by scales: validation perplexity, the paper's beside it at the paper's scales."""
 
     def theirs(kind: Kind, arm: Arm) -> float | None:
-        alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
-        if not matching.saved_activations(kind, arm):
+        if not matching.saved_activations(kind, arm) or not (arm.always or meets(arm, matching.BOTH_THRESHOLDS)):
             return None
-        if arm.always is not None:
-            return published.val_ppl(kind.scale, bits(arm.always), None, None, None)
-        fits = meets(arm, matching.BOTH_THRESHOLDS)
-        return published.val_ppl(kind.scale, arm.low_bits, arm.recovery_bits, alpha, beta) if fits else None
+        row = published.TABLE_1.get(matching.table_1_arm(arm), {})
+        return row.get(kind.scale)
 
     title = f"{experiment}: validation perplexity by scale (the paper's table 1)"
     return _by_scale(title, comparisons, arms=compared, theirs=theirs)
@@ -204,8 +201,9 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
             alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
             trigger = arm.settings.get("controller.trigger", 1.0)  # a share is of what exceeds trigger times threshold
             paper = None
-            if matching.saved_activations(kind, arm) and meets(arm, matching.BOTH_THRESHOLDS):
-                paper = published.over_fracs(kind.scale, arm.low_bits, arm.recovery_bits, alpha, beta)
+            own = matching.saved_activations(kind, arm) and meets(arm, matching.BOTH_THRESHOLDS)
+            if own and matching.four_eight(arm):
+                paper = published.TABLE_3.get((kind.scale, alpha, beta))
             shares = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
             thresholds = [NOTHING if value is None else str(round(value * trigger, 3)) for value in (alpha, beta)]
             table.rows.append([arm.label, name, *thresholds, *shares])

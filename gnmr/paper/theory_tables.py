@@ -30,7 +30,7 @@ class TableFigure(Figure):
         return "/".join("<.01" if 0 < n < 0.01 else f"{n:.2g}" if abs(n) < 10 else f"{n:.0f}" for n in numbers)
 
 
-def in_table(figure: Figure, table: str, row: str, column: str, sharper: float | None = None) -> TableFigure:
+def in_table(figure: Figure, *, table: str, row: str, column: str, sharper: float | None = None) -> TableFigure:
     """The figure as a cell of the named table."""
     return TableFigure(**asdict(figure), table=table, row=row, column=column, sharper=sharper)
 

@@ -95,7 +95,7 @@ def _say_where(console: Console, written: Path, html: Path | None, images: list[
 
 
 def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
-    """UserError where the report cannot be written. A folder or file below the runs' folder may be anybody's link."""
+    """UserError where the report cannot be written. Below the runs' folder may lie another user's link."""
     if html is not None:
         with writing(html):
             if html.is_dir():
@@ -125,7 +125,7 @@ def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:
 
 
 def _shown(runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path, str]) -> tuple[list[Run], _T]:
-    """What `show` makes of the runs, and the runs without those that it fails for: files that nobody thought of."""
+    """What `show` makes of the runs, and the runs without those for which it fails (damage that no check found)."""
     while True:
         try:
             return runs, show(runs)
@@ -134,7 +134,7 @@ def _shown(runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path
                 raise
             culprits = _culprits(runs, show)
             if not culprits:
-                raise  # no run's, but a defect of ours
+                raise  # a defect of ours, not of a run
         for run, why in culprits:
             _leave_out(run.folder, why, left_out)
         runs = [run for run in runs if run.folder not in left_out]
@@ -148,7 +148,7 @@ def _culprits(runs: list[Run], show: Callable[[list[Run]], Any]) -> list[tuple[R
         show(runs)
     except UserError as error:
         if not isinstance(error, Damaged):
-            return []  # of what was asked for
+            return []  # a mistake in the request
         failed: Exception = error
     except Exception as error:
         failed = error

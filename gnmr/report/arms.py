@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def first(self) -> Run:
-        """The run that stands for the arm where one is shown: the first done one, if any."""
+        """The run shown where a figure has one an arm: the first done one, else the first."""
         return (self.done or self.runs)[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What recipes' casts met, and how calm the modules were that a recipe leaves in 16 bits."""
+"""Saturated and non-finite elements in recipes' casts, and the norms of monitored modules that stay in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPERANDS = ("input", "weight", "grad_output", "result")
 
 
 def casts(comparison: Comparison) -> Table:
-    """What each operand's casts saturated, and met of Inf and NaN, a step; no rows where nothing was cast."""
+    """Saturated, Inf and NaN elements a step, by operand; no rows where nothing was cast."""
     columns = [f"{operand}\n{what}" for operand in OPERANDS for what in ("saturated", "Inf, NaN")]
     table = Table(f"{comparison.name}: what the casts met", ["arm", *columns])
     for arm in comparison.arms:

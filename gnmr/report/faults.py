@@ -1,4 +1,4 @@
-"""Who caught the injected faults: flagged unit-steps against the windows of faults.jsonl, and spikes against spikes."""
+"""Detection of injected faults: flagged unit-steps against the windows of faults.jsonl, spikes against the loss's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FaultWindow:
 
 @dataclass(frozen=True)
 class Detection:
-    """What a signal made of the fault windows of one run. Shares of nothing are None."""
+    """How one run's signal detected its fault windows. A share of zero events is None."""
 
     windows: tuple[FaultWindow, ...]
     delays: tuple[int | None, ...]
@@ -229,7 +229,7 @@ def run_leads(run: Run, ratios: Ratios) -> dict[str, Leads]:
 
 
 def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
-    """Who was caught, and what spiked first, for the comparisons that had faults; none elsewhere."""
+    """Detections and leads of the comparisons that had injected faults."""
     tables = []
     for comparison in comparisons:
         if not has_faults(comparison):
@@ -318,7 +318,7 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
 
 
 def windows_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:
-    """Every fault window, one row, and which arm caught it after how many steps, one column each."""
+    """Every fault window, one row, and after how many steps each arm detected it, one column an arm."""
     by_arm = {arm.label: _outcomes(arm, found) for arm in comparison.arms}
     by_arm = {label: outcomes for label, outcomes in by_arm.items() if outcomes}
     table = Table(f"{comparison.name}: who caught which fault", ["unit", "steps", "kind", "magnitude", "seed", *by_arm])

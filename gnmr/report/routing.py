@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts sent its tokens, from what the model told of each step."""
+"""How evenly a mixture of experts distributed its tokens, from the statistics of each recorded step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def routing(comparison: Comparison) -> Table:
 
 
 def _of_run(run: Run) -> list[float]:
-    """Mean and last of each of `_SHOWN`; empty where the run told nothing or has one expert alone."""
+    """Mean and last of each of `_SHOWN`; empty where the run recorded none or has one expert."""
     number = run.settings.get("model.experts.number") or 0
     told = []
     for name, most_uneven in _SHOWN.items():

@@ -101,7 +101,7 @@ class Run:
 
     @cached_property
     def statistics(self) -> Columns:
-        """What the model told of each step's forward passes, by name; empty for a model that tells nothing."""
+        """The model's statistics of each step's forward passes, by name; empty for a model without any."""
         return self._step_rows[1]
 
     @cached_property
@@ -239,7 +239,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
         inside = []
         for parent, folders, files in os.walk(path):
-            names = {*folders, *files}  # whatever they are: what is no file is told where it is read
+            names = {*folders, *files}  # of any kind: reading refuses what is no regular file
             if "config.yaml" in names and names & {"steps.jsonl", "header.json"}:
                 inside.append(Path(parent))
                 folders.clear()

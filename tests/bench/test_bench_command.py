@@ -90,7 +90,7 @@ def test_hf_without_transformers(gnmr, monkeypatch, tiny_words):
     monkeypatch.setattr("gnmr.bench.step.find_spec", lambda _name: None)
     assert "pip install transformers" in gnmr("bench", "step", "only=hf").mistake
     outcome = gnmr("bench", "only=decision,hf", *tiny_words, "repeats=1")
-    assert outcome.code == 0 and "left out: bench hf" in outcome.err and "10,000 units" in outcome.out
+    assert outcome.code == 0 and "left out: bench step: hf" in outcome.err and "10,000 units" in outcome.out
 
 
 def test_controller_and_decision(measure):

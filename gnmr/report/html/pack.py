@@ -49,6 +49,6 @@ def number(value: float | None, digits: int = 5) -> float | None:
 
 
 def script_json(tree: Any) -> str:
-    """JSON that may stand inside a <script> element whatever names it holds."""
+    """JSON that is safe inside a <script> element, whatever names it contains."""
     text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
