@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     units = [gnmr.Unit(name, m, m.be_careful) for name, m in model.named_modules() if isinstance(m, MyLinear)]
-    controller = gnmr.Controller(units, max_o=1, options={"alpha": 1.5, "beta": 1.3})
+    controller = gnmr.Controller(units, gnmr.ControlSpec(max_o=1, alpha=1.5, beta=1.3))
 
     for step in range(1, steps + 1):
         x = torch.randn(128, 32)

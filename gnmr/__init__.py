@@ -14,6 +14,7 @@ _WHERE = {
     "attach": "gnmr.attachment",
     "AttachedController": "gnmr.attachment",
     "Context": "gnmr.controller",
+    "ControlSpec": "gnmr.controller",
     "Controller": "gnmr.controller",
     "Decision": "gnmr.controller",
     "GnmrSignal": "gnmr.controller",
@@ -26,6 +27,7 @@ _WHERE = {
 __all__ = [
     "AttachedController",
     "Context",
+    "ControlSpec",
     "Controller",
     "Decision",
     "GnmrSignal",
@@ -39,7 +41,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
-    from gnmr.controller import Context, Controller, Decision, GnmrSignal, TwoStage, Unit
+    from gnmr.controller import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
     from gnmr.paths import PathSpec, convert
 
 

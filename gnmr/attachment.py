@@ -11,26 +11,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gnmr.controller import (
-    OBSERVE,
-    Context,
-    Controller,
-    Decision,
-    GnmrSignal,
-    OutputGradients,
-    Signal,
-    Threshold,
-    Unit,
-    build_signal,
-)
+from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters, watched
-from gnmr.controller.signals import SIGNALS
 from gnmr.controller.signals.base import whole
 from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.plan import nominal_bits
@@ -108,9 +98,10 @@ class AttachedController(Controller):
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
 
-    def attach_plan(self, plan: Plan, model: nn.Module, observe: str = "parameters", probe_tokens: int = 1) -> None:
+    def attach_plan(self, plan: Plan, model: nn.Module, probe_tokens: int = 1) -> None:
         """Takes the plan of `model` and has its operators measure what the signal needs of them."""
-        self.plan, self._model, self._observe = plan, model, observe
+        self.plan, self._model = plan, model
+        observe = self.spec.observe
         around: list[nn.Module] = [] if observe == "parameters" else [watched(model, name) for name in self.names]
         self._modules = dict.fromkeys([*plan.operators, *around])
         self._read: list[nn.Module] = around if observe == "adapter" else [*plan.operators]
@@ -145,7 +136,7 @@ class AttachedController(Controller):
                     f"{name}: its module is no longer in the model (replaced or taken out since attach), so nothing "
                     "runs on its paths: exchange its parameters instead, or detach and attach again"
                 )
-        self._exchange(units_of(self.plan, self._model, self._observe))
+        self._exchange(units_of(self.plan, self._model, self.spec.observe))
         self._links = _links(self._model, self._modules, self._read)
 
     def _begin(self) -> None:
@@ -283,126 +274,79 @@ class AttachedController(Controller):
         super().check_state(state)
 
 
+def specs_of(
+    paths: PathSpec | None, control: ControlSpec | None, named: Mapping[str, Any]
+) -> tuple[PathSpec, ControlSpec]:
+    """Both specs, of which `named` may give single fields in place of the spec itself.
+
+    TypeError, with the nearest name, for a name that is no field of either; ValueError for senseless values and for a
+    field given beside its spec.
+    """
+    of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
+    for name in named:
+        if name not in of_paths | of_control:
+            near = get_close_matches(name, sorted(of_paths | of_control | {"paths", "control", "steps", "record"}), 1)
+            raise TypeError(f"attach has no option {name!r}{f': did you mean {near[0]}?' if near else ''}")
+        for given, own, word in ((paths, of_paths, "paths"), (control, of_control, "control")):
+            if given is not None and name in own:
+                raise ValueError(f"{name}: is a field of {word}, which is given too; set it there")
+    if paths is None:
+        mine = {name: value for name, value in named.items() if name in of_paths}
+        if any(isinstance(mine.get(word), Recipe) for word in ("low", "recovery")):
+            usual = PathSpec()
+            mine = {"low": usual.low, "recovery": usual.recovery} | mine
+            paths = PathSpec.of(**mine)
+        else:
+            paths = PathSpec(**mine)
+    if control is None:
+        control = ControlSpec(**{name: value for name, value in named.items() if name in of_control})
+    return paths, control
+
+
 def attach(
     model: nn.Module,
-    low: str | Recipe = "int4",
-    recovery: str | Recipe | None = "int8",
-    max_o: int = 4,
-    alpha: Threshold | None = 1.5,
-    beta: Threshold | None = 1.3,
+    paths: PathSpec | None = None,
+    control: ControlSpec | None = None,
     *,
-    delta: int = 5,
-    t_lock: int = 1,
-    warmup_steps: int = 0,
-    warmup_path: str = "recovery",
-    targets: Sequence[str] = ("*_proj",),
-    site: str = "saved",
-    rounding: str = "nearest",
-    seed: int = 0,
-    recovers: Sequence[str] = ("fprop", "dgrad", "wgrad"),
-    unit: str = "operator",
-    backend: str = "auto",
-    weights: str = "online",
-    outlier_threshold: float | None = None,
-    signal: str | Signal | Callable[..., Signal] = "gnmr_delta",
-    ranked: bool = False,
-    trigger: float = 1.0,
-    probe_tokens: int = 1,
-    record: Sequence[str] = (),
-    hold: int = 1,
-    observe: str = "parameters",
-    options: Mapping[str, Any] | None = None,
     steps: int | None = None,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    **named: Any,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
 
     Args:
         model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        low, recovery: two formats ("int4", "e4m3", "bf16"), which compress what the linears save for the backward pass
-            and leave the forward pass as it is; or two recipes ("fp8_hybrid", "llm_int8", "bf16"), which compute in low
-            precision.
-        targets, site, rounding, seed, recovers, unit, backend, weights, outlier_threshold: see `gnmr.paths.PathSpec`.
-        max_o, t_lock, warmup_steps: see `gnmr.controller.Controller`.
-        warmup_path: what units are on in the warm-up: the `recovery` path, or `16bit`, whatever the recovery path is.
-        alpha, beta, delta: thresholds of GNMR and dGNMR (a number, a `TwoStage`, or None: off) and dGNMR's window.
-        signal: another risk signal in place of GNMR (docs/signals.md); alpha, beta and delta are the paper's own
-            signals', and a warning says where one is not read.
-        ranked, trigger, record, hold, options, steps: see `gnmr.controller.Controller`.
-        probe_tokens: of this many tokens one is measured, where the signal needs the paths' errors.
-        observe: what a unit's norm is taken of: the gradients of its own `parameters`; of the `adapter` in it, where
-            the base is frozen (LoRA; they have to be there already); or of its output (`input_grad`). See
-            `gnmr.controller.observed`.
+        paths: the two paths and which linears get them. Two formats ("int4", "e4m3", "bf16") compress what the linears
+            save for the backward pass and leave the forward pass as it is; two recipes ("fp8_hybrid", "llm_int8",
+            "bf16") compute in low precision.
+        control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
+        steps, seed, record: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
+        named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
     was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
-    if recovery is None and warmup_steps:
-        raise ValueError(f"warmup_steps={warmup_steps}: a high-fidelity warm-up needs a recovery path")
-    if warmup_path not in ("recovery", "16bit"):
-        raise ValueError(f"warmup_path={warmup_path!r}: must be recovery or 16bit")
-    if warmup_path == "16bit" and not warmup_steps:
-        raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
-    if observe not in OBSERVE:
-        raise ValueError(f"observe={observe!r}: must be one of {', '.join(OBSERVE)}")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
-    options = _with_thresholds(signal, options or {}, {"alpha": alpha, "beta": beta, "delta": delta})
-    whole(probe_tokens, "probe_tokens")
+    paths, control = specs_of(paths, control, named)
     whole(seed, "seed", 0)
-    spec = PathSpec.of(
-        low,
-        recovery,
-        targets=targets,
-        site=site,
-        rounding=rounding,
-        recovers=recovers,
-        unit=unit,
-        backend=backend,
-        weights=weights,
-        outlier_threshold=outlier_threshold,
-        probe_tokens=probe_tokens,
-    )
-    plan = convert(model, spec, seed=seed, store=False, shown=False)
+    whole(paths.probe_tokens, "probe_tokens")
+    _check_request(model, paths, control)
+    if unread := control.unread():
+        warnings.warn(
+            f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it", stacklevel=2
+        )
+    plan = convert(model, paths, seed=seed, store=False, shown=False)
     norms = None
     try:
-        if plan.without_effect:
-            raise ValueError(
-                f"low={plan.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
-                "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
-            )
-        units = units_of(plan, model, observe)
-        frozen = [u.name for u in units if not any(p.requires_grad for p in u.parameters)]
-        if frozen and observe == "parameters":
-            warnings.warn(
-                f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
-                f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
-                "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
-                "site='forward', does)",
-                stacklevel=2,
-            )
-        norms = norms_of(model, units, observe)
-        controller = AttachedController(
-            units,
-            signal,
-            max_o,
-            t_lock,
-            warmup_steps,
-            ranked,
-            trigger,
-            record,
-            hold,
-            norms,
-            options,
-            steps,
-            seed,
-        )
-        plan.warmup_steps = warmup_steps if warmup_path == "16bit" else 0
-        controller.attach_plan(plan, model, observe, probe_tokens)
-        plan.store(weights)  # late: it cannot be undone to the bit
+        units = units_of(plan, model, control.observe)
+        _check_trained(plan, units, control)
+        norms = norms_of(model, units, control.observe)
+        controller = AttachedController(units, control, steps=steps, seed=seed, record=record, norms=norms)
+        plan.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
+        controller.attach_plan(plan, model, paths.probe_tokens)
+        plan.store(paths.weights)  # late: it cannot be undone to the bit
         controller._follow()  # or the units would hold the 16-bit weights
     except BaseException:
         plan.restore()
@@ -412,22 +356,31 @@ def attach(
     return controller
 
 
-def _with_thresholds(
-    signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], thresholds: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The options with those thresholds that the signal reads; a warning for one that was set and that it does not.
+def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:
+    """ValueError for a model that cannot be attached, and for a warm-up without its path."""
+    if paths.recovery is None and control.warmup_steps:
+        raise ValueError(f"warmup_steps={control.warmup_steps}: a high-fidelity warm-up needs a recovery path")
+    if control.warmup_path == "16bit" and not control.warmup_steps:
+        raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
 
-    ValueError for senseless ones, before anything is converted.
-    """
-    if not isinstance(options, Mapping):
-        raise ValueError(f"options={options!r}: must map names of the signal's options to values")
-    cls = SIGNALS.get(signal) if isinstance(signal, str) else signal
-    reads: dict[str, Any] = {}
-    if isinstance(cls, type) and issubclass(cls, GnmrSignal):
-        reads = {name: value for name, value in thresholds.items() if name in cls.options()}
-        build_signal(cls, reads | dict(options), Context(("unit",), (1.0,), torch.device("cpu")))
-    usual = GnmrSignal.options()  # which are `attach`'s too
-    if unread := [key for key, value in thresholds.items() if key not in reads and value != usual[key]]:
-        name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
-        warnings.warn(f"{', '.join(unread)}: has no effect, the signal {name} does not read it", stacklevel=3)
-    return reads | dict(options)
+
+def _check_trained(plan: Plan, units: Sequence[Unit], control: ControlSpec) -> None:
+    """ValueError for paths that change nothing; a warning where units have no gradient to watch."""
+    if plan.without_effect:
+        raise ValueError(
+            f"low={plan.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
+            "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
+        )
+    frozen = [unit.name for unit in units if not any(p.requires_grad for p in unit.parameters)]
+    if frozen and control.observe == "parameters":
+        warnings.warn(
+            f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
+            f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
+            "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
+            "site='forward', does)",
+            stacklevel=3,
+        )

@@ -63,7 +63,7 @@ def test_attach_routes_blocks(signal: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
     how = {"max_o": 1, "targets": ["?.?"], "unit": "block", "signal": signal}
-    how |= {"ranked": True} if signal == "gap" else {"alpha": 1.2, "beta": 1.2}
+    how |= {"routing": "ranked"} if signal == "gap" else {"alpha": 1.2, "beta": 1.2}
     controller = gnmr.attach(model, **how)
     assert controller.names == ["0", "1", "2"]
     sets = train(model, 12, controller)
@@ -220,7 +220,7 @@ def test_a_signal_that_measures_every_second_step() -> None:
 def test_micro_batches() -> None:
     """Three of them, each with its own gradient; a loop that does not tell of them is told so."""
     model = net()
-    controller = gnmr.attach(model, max_o=2, targets=["?"], signal=Seen, ranked=True)
+    controller = gnmr.attach(model, max_o=2, targets=["?"], signal=Seen, routing="ranked")
     batches = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
     own = []
     for x in batches:
@@ -249,7 +249,7 @@ def test_what_the_loop_has_to_bring(name: str, lacking: str) -> None:
 
 def test_ranked_takes_max_o_in_every_step() -> None:
     model = net()
-    controller = gnmr.attach(model, max_o=3, alpha=99, beta=99, targets=["?"], ranked=True)
+    controller = gnmr.attach(model, max_o=3, alpha=99, beta=99, targets=["?"], routing="ranked")
     assert [len(units) for units in train(model, 5, controller)] == [3] * 5
 
 

@@ -99,15 +99,15 @@ def test_the_length_of_the_run_reaches_the_signal() -> None:
         ({"targets": None}, "targets=None: must be a list of names"),
         ({"targets": [3]}, r"targets=\[3\]: must be a list of names"),
         ({"recovers": None}, "recovers=None: must be a list of names"),
-        ({"low": ["int4"]}, r"\['int4'\] is not known: use a format"),
+        ({"low": ["int4"]}, r"low=\['int4'\]: must be one of"),
         ({"seed": "x"}, "seed='x': must be a whole number"),
         ({"record": None}, "record=None: must be a list"),
         ({"options": [1]}, r"options=\[1\]: must map names"),
         ({"trigger": "1"}, "trigger='1'"),
-        ({"probe_tokens": "2"}, "probe_tokens='2'"),
+        ({"probe_tokens": "2"}, "probe_tokens=2: must be"),
         ({"probe_tokens": 1.5}, "probe_tokens=1.5"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
-        ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold='6'"),
+        ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold=6: must be"),
         ({"signal": 3}, "is no signal"),
     ],
 )
@@ -359,3 +359,27 @@ def test_a_discarded_step_leaves_no_trace(how: dict[str, Any]) -> None:
         return found
 
     assert decisions(True) == decisions(False)
+
+
+def test_options_go_to_the_spec_that_has_them() -> None:
+    paths = {"low": "int2", "targets": ["?"]}
+    control = {"max_o": 1, "alpha": 1.2}
+    specs = {"paths": gnmr.PathSpec(**paths), "control": gnmr.ControlSpec(**control)}  # type: ignore[arg-type]
+    for how in (specs, paths | control, {"paths": specs["paths"]} | control, paths | {"control": specs["control"]}):
+        controller = gnmr.attach(net(), **how)
+        assert (controller.spec, controller.plan.low.name) == (specs["control"], "int2")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"alhpa": 1.2}, TypeError, "no option 'alhpa': did you mean alpha"),
+        ({"ranked": True}, TypeError, "no option 'ranked'"),
+        ({"control": gnmr.ControlSpec(), "alpha": 1.2}, ValueError, "alpha: is a field of control"),
+        ({"paths": gnmr.PathSpec(), "low": "int2"}, ValueError, "low: is a field of paths"),
+    ],
+)
+def test_options_that_no_spec_takes_are_refused(how: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = net()
+    with pytest.raises(error, match=message):
+        gnmr.attach(model, **how)

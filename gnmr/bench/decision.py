@@ -10,7 +10,6 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.timing import clock_of
 from gnmr.controller import Controller, Unit
-from gnmr.wiring import build_controller
 
 DECISION_UNITS = 10_000
 
@@ -23,7 +22,8 @@ def decision(setting: Setting) -> list[Figure]:
 
     nothing = nn.Parameter(torch.empty(0))
     units = [Unit(f"unit{i}", (nothing,), switch) for i in range(DECISION_UNITS)]
-    controller: Controller = build_controller(setting.config.controller, units, setting.config.training.steps)
+    steps = setting.config.training.steps
+    controller = Controller(units, setting.config.controller.spec(steps), steps=steps)
     rng = np.random.default_rng(0)
     observed = torch.ones(DECISION_UNITS, dtype=torch.bool)
     clock = clock_of(torch.device("cpu"), setting.clock)

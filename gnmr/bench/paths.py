@@ -9,7 +9,7 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import compare, same_step
 from gnmr.bench.timing import alternate, clock_of
-from gnmr.controller.controller import NO_CAP
+from gnmr.controller import NO_CAP
 from gnmr.errors import UserError
 from gnmr.paths import RECIPES
 from gnmr.paths.plan import described

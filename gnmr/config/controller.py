@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gnmr.config.checks import one_of, positive, require, share
+
+if TYPE_CHECKING:
+    from gnmr.controller import ControlSpec, Threshold
 
 THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
 """The paper's signals, whose thresholds have keys of their own in conf/controller."""
@@ -85,6 +88,22 @@ class ControllerConfig:
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up of a run of `steps` steps."""
         return round(self.warmup_frac * steps)
+
+    def spec(self, steps: int) -> ControlSpec:
+        """What this is for a run of `steps` steps: fractions of the run become steps."""
+        from gnmr.controller import ControlSpec, TwoStage
+
+        def threshold(name: str) -> Threshold | None:
+            main, init = getattr(self, name), getattr(self, f"{name}_init")
+            return main if main is None or init is None else TwoStage(init, main, round(self.init_frac * steps))
+
+        same = ("signal", "options", "observe", "routing", "trigger", "delta", "eps", "max_o", "t_lock", "hold")
+        return ControlSpec(
+            **{name: getattr(self, name) for name in (*same, "warmup_path")},
+            alpha=threshold("alpha"),
+            beta=threshold("beta"),
+            warmup_steps=self.warmup_steps(steps),
+        )
 
     def unread(self) -> dict[str, str]:
         """Keys that choose nothing as the others stand, and the setting that makes it so."""

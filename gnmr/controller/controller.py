@@ -26,11 +26,9 @@ from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Choice, decide
 from gnmr.controller.signals import build_signal
-from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, positive, whole
+from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, whole
+from gnmr.controller.spec import NO_CAP, ControlSpec
 from gnmr.controller.units import Unit
-
-NO_CAP = 2**31 - 1
-"""A max_o that says so: every unit may be on the recovery path at once."""
 
 
 @dataclass(frozen=True)
@@ -114,35 +112,60 @@ def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
         )
 
 
+def _names(units: Sequence[Unit]) -> list[str]:
+    """The units' ids. ValueError where there are none, or two are the same."""
+    if not units:
+        raise ValueError("no units: there is nothing to control")
+    names = [unit.name for unit in units]
+    if len(set(names)) < len(names):
+        raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
+    return names
+
+
+def _check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], foreign_norms: bool) -> None:
+    """ValueError for a signal whose parts do not fit together, and for evidence that cannot be had."""
+    if len(signal.thresholds(1)) != len(signal.columns):
+        raise ValueError(
+            f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
+            f"{', '.join(signal.columns) or 'none'}: one each"
+        )
+    missing(needs, ())  # refuses unknown names
+    if foreign_norms and "micro_square" in needs:
+        raise ValueError(
+            "micro_square is of the gradients of the units' parameters, and the norms are of others "
+            "(observe='input_grad'): use another signal"
+        )
+    if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
+        raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
+
+
+def _check_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
+    """Warns of a cap that caps nothing."""
+    num_recoverable = sum(unit.recoverable for unit in units)
+    if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
+        warnings.warn(
+            f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
+            "paper a quarter of them)",
+            stacklevel=3,
+        )
+
+
 class Controller:
     """GNMR's controller over any units (paper, sections 2 and 3).
 
     Args:
         units: in a fixed order, the same on every rank; ids must differ. All are put on the low-cost path (on the
             recovery path for a warm-up).
-        signal: gives each unit's risk: a signal, a class or function of (`Context`, **options) that makes one, or the
-            name of one (docs/signals.md).
-        max_o: most units on the recovery path at once, once control has started. From the number of recoverable units
-            on it caps nothing, and a warning says so: where thresholds choose among several, and unless it is `NO_CAP`.
-        t_lock: steps for which a triggered unit stays a candidate.
-        warmup_steps: high-fidelity warm-up; during these first steps every recoverable unit is on the recovery path,
-            the history builds up and nothing is decided.
-        ranked: the max_o largest positive risks are taken in every step, whatever the thresholds (table 11).
-        trigger: multiplies every threshold; a unit is over where R > trigger.
-        record: names of evidence that each `Decision` shall hold.
-        hold: steps for which a chosen set stays in force; 1 is the paper's. The set is chosen in the first step after
-            the warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A
-            unit whose risk is not finite does not wait: it joins the set at once, in the place of the least risky unit
-            where the set is full.
-        norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
-            the gradients of the units' parameters. `gnmr.controller.observed` has another one.
-        options: of a signal that is made here.
+        spec: signal, routing and thresholds.
         steps: length of the run, where known, for signals that go by it (static_k).
         seed: of signals that draw.
+        record: names of evidence that each `Decision` shall hold.
+        norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
+            the gradients of the units' parameters. `gnmr.controller.observed` has another one.
 
-    A step in which the risk of every observed unit is Inf, and they are more than max_o, blames nobody: a loss scale
-    overflowed, or the loss itself is not finite. Set and locks then stay as they are. **Choice**: the paper says
-    nothing of such steps, and the first units in order are no answer.
+    If all observed risks are Inf (a loss scale overflowed, or the loss itself is not finite) and they are more than
+    max_o, set and locks stay as they are. **Choice**: the paper says nothing of such steps, and ranking equal risks by
+    unit order would mean nothing.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
@@ -150,80 +173,42 @@ class Controller:
     def __init__(
         self,
         units: Iterable[Unit],
-        signal: str | Signal | Callable[..., Signal] = "gnmr_delta",
-        max_o: int = 4,
-        t_lock: int = 1,
-        warmup_steps: int = 0,
-        ranked: bool = False,
-        trigger: float = 1.0,
-        record: Sequence[str] = (),
-        hold: int = 1,
-        norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        spec: ControlSpec | None = None,
+        *,
         steps: int | None = None,
         seed: int = 0,
+        record: Sequence[str] = (),
+        norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        units = list(units)
-        if not units:
-            raise ValueError("no units: there is nothing to control")
-        names = [unit.name for unit in units]
-        if len(set(names)) < len(names):
-            raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
-        for name, value, least in (
-            ("max_o", max_o, 1),
-            ("t_lock", t_lock, 1),
-            ("warmup_steps", warmup_steps, 0),
-            ("hold", hold, 1),
-            ("steps", 1 if steps is None else steps, 1),
-        ):
-            whole(value, name, least)
-        positive(trigger, "trigger")
-        if not isinstance(ranked, bool):
-            raise ValueError(f"ranked={ranked!r}: must be True or False")
+        self.units = units = list(units)
+        self.names = _names(units)
+        self.spec = spec = ControlSpec() if spec is None else spec
+        whole(1 if steps is None else steps, "steps")
         if isinstance(record, str) or not isinstance(record, Sequence):
             raise ValueError(f"record={record!r}: must be a list of names")
-        signal = build_signal(signal, options or {}, Context.of(units, max_o, steps, seed, hold))
-        if len(signal.thresholds(1)) != len(signal.columns):
-            raise ValueError(
-                f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
-                f"{', '.join(signal.columns) or 'none'}: one each"
-            )
-        self.needs = tuple(dict.fromkeys([*signal.needs, *record]))
+        context = Context.of(units, spec.max_o, steps, seed, spec.hold)
+        self.signal = build_signal(spec.signal, spec.signal_options(), context)
+        self.record = tuple(record)
+        self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
-        missing(self.needs, ())  # refuses unknown names
-        if norms is not None and "micro_square" in self.needs:
-            raise ValueError(
-                "micro_square is of the gradients of the units' parameters, and the norms are of others "
-                "(observe='input_grad'): use another signal"
-            )
+        _check_signal(self.signal, self.needs, self.record, norms is not None)
         _check_ranks(units, norms is not None or bool({"micro_square", *PATH_EVIDENCE} & set(self.needs)))
-        if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
-            raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
-        self.units = units
-        self.names = names
-        self.ranked, self.trigger, self.record = ranked, trigger, tuple(record)
-        self.signal = signal
-        self.max_o, self.t_lock, self.warmup_steps, self.hold = max_o, t_lock, warmup_steps, hold
+        _check_cap(units, self.signal, spec.max_o)
+        self.max_o, self.t_lock, self.warmup_steps, self.hold = spec.max_o, spec.t_lock, spec.warmup_steps, spec.hold
+        self.ranked, self.trigger = spec.ranked, spec.trigger
         self.t = 0
         """Steps observed so far."""
 
-        num_recoverable = sum(unit.recoverable for unit in units)
-        if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
-            warnings.warn(
-                f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
-                "paper a quarter of them)",
-                stacklevel=2,
-            )
         self.norms = UnitNorms([unit.parameters for unit in units]) if norms is None else norms
-        self._micro = MicroNorms(self.units) if "micro_square" in self.needs else None
+        self._micro = MicroNorms(units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
-        self._chosen = self._recoverable & (warmup_steps > 0)  # what `apply` will have made of it
+        self._chosen = self._recoverable & (self.warmup_steps > 0)  # what `apply` will have made of it
         self._pending: list[Event] = []
         self._advised = False
-        if warmup_steps > 0:
+        if self.warmup_steps > 0:
             self._switch(self._recoverable.cpu().numpy(), 0, None, None, self._pending)
         else:
             for unit in units:

@@ -13,7 +13,6 @@ they go) and `train` (to know which checkpoint is resumed). Subclasses that over
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import warnings
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gnmr.attachment import AttachedController, attach
+from gnmr.attachment import AttachedController, attach, specs_of
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.extras import install
@@ -69,7 +68,10 @@ class GnmrCallback(TrainerCallback):
             raise UserError(
                 f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
             )
-        inspect.signature(attach).bind(trainer.model, **options)
+        asked = dict(options)
+        for name in ("steps", "seed", "record"):
+            asked.pop(name, None)
+        specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
         _check(trainer, attached=controller is not None)
         self.trainer = trainer
         self.controller = controller

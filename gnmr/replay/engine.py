@@ -14,7 +14,6 @@ from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import missing
 from gnmr.errors import UserError
 from gnmr.replay.trace import Norms
-from gnmr.wiring import build_controller
 
 
 def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
@@ -39,7 +38,7 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
     """The controller, UserError where the signal needs what was not recorded."""
     try:
-        controller: Controller = build_controller(settings, units, norms.steps, norms.seed)
+        controller = Controller(units, settings.spec(norms.steps), steps=norms.steps, seed=norms.seed)
     except ValueError as error:
         raise UserError(f"replay: {error}") from error
     if lacking := missing(controller.needs, tuple(norms.evidence)):

@@ -39,7 +39,7 @@ from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
-from gnmr.wiring import build_controller, build_plan
+from gnmr.wiring import build_plan
 
 _THREADS = torch.get_num_threads()  # before a run of this process sets its own
 
@@ -168,13 +168,14 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
     try:
         units = units_of(plan, model, observe)
         norms = norms_of(model, units, observe)
-        controller = build_controller(
-            config.controller, units, training.steps, training.seed, record, norms, AttachedController
+        spec = config.controller.spec(training.steps)
+        controller = AttachedController(
+            units, spec, steps=training.steps, seed=training.seed, record=record, norms=norms
         )
     except ValueError as error:
         raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)
-    controller.attach_plan(plan, model, observe, config.paths.probe_tokens)
+    controller.attach_plan(plan, model, config.paths.probe_tokens)
     try:
         monitored(model, controller, config.records.monitor)
     except ValueError as error:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scalar import ScalarController
 from torch import nn
 
-from gnmr.controller import Controller, Decision, GnmrSignal, Unit
+from gnmr.controller import Controller, ControlSpec, Decision, GnmrSignal, Unit
 
 NORMS = st.one_of(
     st.floats(1e-3, 1e3),
@@ -41,7 +41,12 @@ def histories(draw: st.DrawFn) -> tuple[dict, list[list[float | None]]]:
 def make(num_units: int, alpha, beta, delta, max_o, t_lock, log: list[list[bool]] | None = None) -> Controller:
     switched = [[] for _ in range(num_units)] if log is None else log
     units = [Unit(f"u{i}", (nn.Parameter(torch.zeros(1)),), switched[i].append) for i in range(num_units)]
-    return Controller(units, GnmrSignal(context(num_units), alpha=alpha, beta=beta, delta=delta), max_o, t_lock)
+    return Controller(
+        units,
+        ControlSpec(
+            signal=GnmrSignal(context(num_units), alpha=alpha, beta=beta, delta=delta), max_o=max_o, t_lock=t_lock
+        ),
+    )
 
 
 def feed(controller: Controller, row: list[float | None]):

@@ -14,7 +14,7 @@ import torch
 from contexts import context
 from torch import Tensor, nn
 
-from gnmr.controller import Controller, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
+from gnmr.controller import Controller, ControlSpec, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
 from gnmr.controller.controller import NO_CAP
 from gnmr.controller.signals import SIGNALS
 
@@ -31,7 +31,9 @@ class Script:
             Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
         ]
         signal = GnmrSignal(context(num_units), **signal)
-        self.controller = Controller(units, signal, max_o, t_lock, warmup_steps, hold=hold)
+        self.controller = Controller(
+            units, ControlSpec(signal=signal, max_o=max_o, t_lock=t_lock, warmup_steps=warmup_steps, hold=hold)
+        )
 
     def _switch(self, name: str):
         def switch(recovering: bool) -> None:
@@ -204,7 +206,9 @@ def test_each_signal_can_be_switched_off(off: str) -> None:
 
 def test_monitored_units_are_never_routed() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    controller = Controller([Unit("head", (parameter,))], GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
+    controller = Controller(
+        [Unit("head", (parameter,))], ControlSpec(signal=GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
+    )
     for norm in (1.0, 100.0, math.nan):
         packet = controller.observe(
             {"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])}
@@ -224,7 +228,7 @@ def test_only_units_that_change_are_switched() -> None:
 def test_gradients_of_a_module_are_read_as_one_norm() -> None:
     layers = [nn.Linear(3, 2).double() for _ in range(2)]
     units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
-    controller = Controller(units, GnmrSignal(context(2)), max_o=2)
+    controller = Controller(units, ControlSpec(signal=GnmrSignal(context(2)), max_o=2))
     layers[0](torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
     decision = controller.step()
     expected = math.sqrt(sum(p.grad.square().sum().item() for p in layers[0].parameters()))
@@ -234,7 +238,9 @@ def test_gradients_of_a_module_are_read_as_one_norm() -> None:
 
 def test_a_loss_scale_is_taken_out() -> None:
     layer = nn.Linear(3, 2)
-    controller = Controller([Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(context(1)), max_o=1)
+    controller = Controller(
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
+    )
     (layer(torch.ones(1, 3)).sum() * 1024).backward()
     scaled = controller.step(grad_scale=1024.0).norm[0]
     layer.zero_grad()
@@ -245,7 +251,9 @@ def test_a_loss_scale_is_taken_out() -> None:
 def test_bf16_norms_are_accumulated_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
-    controller = Controller([Unit("w", (parameter,), lambda _on: None)], GnmrSignal(context(1)), max_o=1)
+    controller = Controller(
+        [Unit("w", (parameter,), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
+    )
     assert controller.step().norm[0] == pytest.approx(float(parameter.grad[0]) * 256, rel=1e-5)
 
 
@@ -416,7 +424,7 @@ def test_a_signal_that_raises_while_its_state_is_loaded_leaves_everything_as_it_
             super().load_state_dict(state)
 
     units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in "abc"]
-    controller = Controller(units, Odd(context(3)), max_o=1, t_lock=2)
+    controller = Controller(units, ControlSpec(signal=Odd(context(3)), max_o=1, t_lock=2))
     before = copy.deepcopy(controller.state_dict())
     with pytest.raises(RuntimeError, match="half of it"):
         controller.load_state_dict(state_with(signal=HISTORY | {"history.mean": torch.ones(3), "bad": 1}))
@@ -428,7 +436,9 @@ def test_a_step_whose_signal_raises_is_not_counted() -> None:
         def observe(self, evidence, step):  # type: ignore[no-untyped-def]
             return evidence["norm"]
 
-    controller = Controller([Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)], Odd(context(1)), max_o=1)
+    controller = Controller(
+        [Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)], ControlSpec(signal=Odd(context(1)), max_o=1)
+    )
     with pytest.raises(ValueError, match="must return the risk and a tuple of its columns"):
         controller.step()
     assert controller.t == 0
@@ -470,14 +480,14 @@ def test_a_max_o_that_caps_or_is_not_meant_to_says_nothing(num_units: int, signa
     units = [Unit(name, (parameter,), lambda _on: None) for name, parameter in zip("ab", parameters, strict=False)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Controller(units, signal, max_o)
+        Controller(units, ControlSpec(signal=signal, max_o=max_o))
 
 
 @pytest.mark.parametrize(("record", "always"), [((), False), (("update_norm",), False), (("update_norm", "mse"), True)])
 def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], always: bool) -> None:
     """The signal reads every third step; of recorded evidence, the paths' is needed in each."""
     unit = Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)
-    controller = Controller([unit], SIGNALS["gap"](context(1), every=3), max_o=1, record=record)
+    controller = Controller([unit], ControlSpec(signal=SIGNALS["gap"](context(1), every=3), max_o=1), record=record)
     evidence = dict.fromkeys(("norm", *controller.needs), torch.ones(1, dtype=torch.float64))
     reads = []
     for _ in range(4):
@@ -491,9 +501,9 @@ def test_units_need_parameters_and_different_ids() -> None:
         Unit("empty", ())
     parameter = (nn.Parameter(torch.zeros(1)),)
     with pytest.raises(ValueError, match="must differ"):
-        Controller([Unit("a", parameter), Unit("a", parameter)], GnmrSignal(context(2)))
+        Controller([Unit("a", parameter), Unit("a", parameter)], ControlSpec(signal=GnmrSignal(context(2))))
     with pytest.raises(ValueError, match="no units"):
-        Controller([], GnmrSignal(context(0)))
+        Controller([], ControlSpec(signal=GnmrSignal(context(0))))
 
 
 def test_decision_arrays_are_the_steps_own() -> None:
@@ -511,7 +521,8 @@ def test_decision_arrays_are_the_steps_own() -> None:
 def test_observing_does_not_wait_for_the_device() -> None:
     layer = nn.Linear(8, 8, device="cuda")
     controller = Controller(
-        [Unit("l", tuple(layer.parameters()), lambda _on: None)], GnmrSignal(context(1, "cuda")), max_o=1
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)],
+        ControlSpec(signal=GnmrSignal(context(1, "cuda")), max_o=1),
     )
     layer(torch.ones(2, 8, device="cuda")).sum().backward()
     controller.step()
@@ -541,7 +552,7 @@ def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
             pass
 
     parameter = nn.Parameter(torch.zeros(1))
-    controller = Controller([Unit("a", (parameter,), lambda _on: None)], Ranked(), max_o=1)
+    controller = Controller([Unit("a", (parameter,), lambda _on: None)], ControlSpec(signal=Ranked(), max_o=1))
     packet = controller.observe({"norm": torch.tensor([3.0]), "observed": torch.tensor([True])})
     decision = controller.apply(packet.to_host())
     assert decision.norm.dtype == np.float64
@@ -559,7 +570,9 @@ def test_units_of_different_sizes_have_the_norm_of_all_their_parameters() -> Non
     groups = [[nn.Parameter(torch.zeros(n, 2)) for n in sizes] for sizes in ((1, 2, 3), (4,), (5, 6))]
     for i, p in enumerate(p for group in groups for p in group):
         p.grad = torch.full_like(p, float(i + 1))
-    controller = Controller([Unit(str(i), tuple(g)) for i, g in enumerate(groups)], GnmrSignal(context(3)))
+    controller = Controller(
+        [Unit(str(i), tuple(g)) for i, g in enumerate(groups)], ControlSpec(signal=GnmrSignal(context(3)))
+    )
     expected = [math.sqrt(sum(p.grad.square().sum().item() for p in group)) for group in groups]
     assert controller.step().norm.tolist() == pytest.approx(expected, rel=1e-6)
 

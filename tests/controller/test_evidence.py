@@ -7,7 +7,7 @@ import torch
 from contexts import context
 from torch import nn
 
-from gnmr.controller import Controller, GnmrSignal, Unit
+from gnmr.controller import Controller, ControlSpec, GnmrSignal, Unit
 from gnmr.controller.evidence import MicroNorms, UpdateNorms, missing, spike_share, weight_std
 
 
@@ -41,7 +41,7 @@ def test_micro_square_is_the_mean_over_the_micro_batches_own_gradients() -> None
 def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
     """Mean losses with gradients (3, 4) and (1, 0), over three quarters and one quarter of the step's targets."""
     u = unit([0.0, 0.0])
-    controller = Controller([u], GnmrSignal(context(1)), max_o=1, record=["micro_square"])
+    controller = Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["micro_square"])
     for share, gradient in ((0.75, [3.0, 4.0]), (0.25, [1.0, 0.0])):
         accumulate(u.parameters[0], [share * g for g in gradient])
         controller.micro_step(share)
@@ -89,7 +89,7 @@ def test_a_controller_says_what_it_was_not_given() -> None:
         needs = ("update_norm", "weight_std")
 
     u = Unit("u", (nn.Parameter(torch.ones(2, 2)),), lambda _on: None)
-    controller = Controller([u], NeedsMore(context(1)), max_o=1)
+    controller = Controller([u], ControlSpec(signal=NeedsMore(context(1)), max_o=1))
     u.parameters[0].grad = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"NeedsMore needs update_norm: hand it to step\(evidence=\.\.\.\)"):
         controller.step()
@@ -99,11 +99,11 @@ def test_a_controller_says_what_it_was_not_given() -> None:
 
 def test_recorded_evidence_comes_with_the_decision() -> None:
     u = Unit("u", (nn.Parameter(torch.tensor([[1.0, -1.0]])),), lambda _on: None)
-    controller = Controller([u], GnmrSignal(context(1)), max_o=1, record=["weight_std"])
+    controller = Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["weight_std"])
     u.parameters[0].grad = torch.ones(1, 2)
     assert controller.step().evidence["weight_std"].tolist() == [1.0]
     with pytest.raises(ValueError, match="evidence 'colour' is not known"):
-        Controller([u], GnmrSignal(context(1)), max_o=1, record=["colour"])
+        Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["colour"])
 
 
 def test_missing() -> None:
@@ -125,10 +125,10 @@ def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_threshol
     seen = {"norm": norm, "observed": torch.ones(4, dtype=torch.bool)}
 
     def chosen(**options: float | bool) -> tuple[list[str], list[str], int]:
-        controller = Controller(units, Given(context(4)), max_o=3, **options)  # type: ignore[arg-type]
+        controller = Controller(units, ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
         decision = controller.apply(controller.observe(seen).to_host())
         return controller.active, [event.cause for event in decision.events], decision.over("x")
 
     assert chosen() == (["c", "d"], ["x", "x"], 2)
     assert chosen(trigger=2.0) == (["d"], ["x"], 1)
-    assert chosen(ranked=True) == (["a", "c", "d"], ["rank", "x", "x"], 2)  # b has no risk at all
+    assert chosen(routing="ranked") == (["a", "c", "d"], ["rank", "x", "x"], 2)  # b has no risk at all

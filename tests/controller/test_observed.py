@@ -13,7 +13,7 @@ from contexts import context
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.controller import Controller, GnmrSignal, OutputGradients, Unit
+from gnmr.controller import Controller, ControlSpec, GnmrSignal, OutputGradients, Unit
 from gnmr.controller.observed import adapters
 from gnmr.controller.signals import SIGNALS
 
@@ -115,7 +115,7 @@ def test_what_is_not_finite_shows_and_is_gone_afterwards(bad: float) -> None:
     net = Net()
     units = [Unit(name, tuple(net.get_submodule(name).parameters()), lambda _on: None) for name in UNITS]
     norms = OutputGradients(net, UNITS)
-    controller = Controller(units, GnmrSignal(context(6), alpha=1.5), max_o=2, norms=norms)
+    controller = Controller(units, ControlSpec(signal=GnmrSignal(context(6), alpha=1.5), max_o=2), norms=norms)
     for factor in (1.0, bad, 1.0):
         (net(tokens(2)).sum() * factor).backward()
         decision = controller.step()
@@ -130,7 +130,9 @@ def test_what_is_not_finite_shows_and_is_gone_afterwards(bad: float) -> None:
 def test_a_loss_scale_is_taken_out_of_it() -> None:
     net = Net()
     units = [Unit(name, tuple(net.get_submodule(name).parameters())) for name in UNITS]
-    controller = Controller(units, GnmrSignal(context(6)), max_o=2, norms=OutputGradients(net, UNITS))
+    controller = Controller(
+        units, ControlSpec(signal=GnmrSignal(context(6)), max_o=2), norms=OutputGradients(net, UNITS)
+    )
     (net(tokens(2)).sum() * 1024).backward()
     assert controller.step(grad_scale=1024).norm.tolist() == pytest.approx((FACTORS * math.sqrt(2)).tolist())
 
@@ -171,7 +173,7 @@ def test_units_that_cannot_be_watched() -> None:
     units = [Unit("layers.0", tuple(net.layers[0].parameters()))]
     gsnr = SIGNALS["gsnr"](context(1))
     with pytest.raises(ValueError, match="micro_square is of the gradients of the units' parameters"):
-        Controller(units, gsnr, max_o=1, norms=OutputGradients(net, ["layers.0"]))
+        Controller(units, ControlSpec(signal=gsnr, max_o=1), norms=OutputGradients(net, ["layers.0"]))
 
 
 # ---- adapters ----

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.controller import Context, Controller, GnmrSignal, Unit
+from gnmr.controller import Context, Controller, ControlSpec, GnmrSignal, Unit
 from gnmr.controller.evidence import UpdateNorms
 from gnmr.controller.signals import SIGNALS, SignalBase
 
@@ -54,14 +54,14 @@ def test_a_unit_takes_a_module_or_any_iterable_of_parameters(given: Callable[[nn
 def test_a_parameter_that_stands_twice_counts_once() -> None:
     layer = layers(1)[0]
     unit = Unit("a", (layer.weight, layer.weight), ignore)
-    controller = Controller([unit], max_o=1)
+    controller = Controller([unit], ControlSpec(max_o=1))
     backward([unit])
     assert controller.step().norm.tolist() == [4.0]  # 16 ones
 
 
 def test_sparse_gradients_have_norms() -> None:
     table = nn.Embedding(10, 2, sparse=True)
-    controller = Controller([Unit("table", table, ignore)], max_o=1)
+    controller = Controller([Unit("table", table, ignore)], ControlSpec(max_o=1))
     table(torch.tensor([3, 3, 7])).sum().backward()
     assert controller.step().norm.item() == pytest.approx((2 * 2**2 + 2 * 1**2) ** 0.5)
 
@@ -85,25 +85,27 @@ def test_what_makes_no_unit_is_refused(parameters: Any, switch: Any, message: st
 
 def test_units_may_come_from_a_generator_and_a_signal_by_name() -> None:
     made = units()
-    controller = Controller((unit for unit in made), "gap", max_o=2, options={"variant": "relative"})
+    controller = Controller(
+        (unit for unit in made), ControlSpec(signal="gap", max_o=2, options={"variant": "relative"})
+    )
     assert controller.names == ["u0", "u1", "u2"]
     assert isinstance(controller.signal, SIGNALS["gap"]) and controller.signal.variant == "relative"
 
 
 def test_the_default_signal_is_the_papers() -> None:
-    assert type(Controller(units(), max_o=1).signal) is GnmrSignal
+    assert type(Controller(units(), ControlSpec(max_o=1)).signal) is GnmrSignal
 
 
 def test_a_class_a_function_and_a_signal_that_is_made() -> None:
     made, of = units(), Context(("a", "b", "c"), (1.0,) * 3, torch.device("cpu"))
     for signal in (GnmrSignal, lambda context: GnmrSignal(context, alpha=2.0), GnmrSignal(of, alpha=2.0)):
-        controller = Controller(made, signal, max_o=2)
+        controller = Controller(made, ControlSpec(signal=signal, max_o=2))
         backward(made)
         assert controller.step().risk.shape == (3,)
     with pytest.raises(ValueError, match="made for 2 units, these are 3"):
-        Controller(made, GnmrSignal(Context(("a", "b"), (1.0,) * 2, torch.device("cpu"))), max_o=2)
+        Controller(made, ControlSpec(signal=GnmrSignal(Context(("a", "b"), (1.0,) * 2, torch.device("cpu"))), max_o=2))
     with pytest.raises(ValueError, match="options alpha: GnmrSignal is made already"):
-        Controller(made, GnmrSignal(of), max_o=2, options={"alpha": 2.0})
+        Controller(made, ControlSpec(signal=GnmrSignal(of), max_o=2, options={"alpha": 2.0}))
 
 
 @pytest.mark.parametrize(
@@ -112,19 +114,20 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
         ({"signal": 3}, "signal int: a int is no signal: it has no observe"),
         ({"signal": "gnmr_delta", "options": {"alfa": 1}}, "has no option 'alfa'"),
         ({"signal": "static_k"}, "the run's length is not known: give steps"),
-        ({"ranked": "no"}, "ranked='no'"),
+        ({"routing": "no"}, "routing='no': must be one of thresholded, ranked"),
         ({"trigger": "1"}, "trigger='1'"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"steps": 0}, "steps=0"),
     ],
 )
 def test_arguments_without_sense_are_named(wrong: dict[str, Any], message: str) -> None:
+    own = {name: value for name, value in wrong.items() if name in ("record", "steps")}
     with pytest.raises(ValueError, match=message):
-        Controller(units(), max_o=2, **wrong)
+        Controller(units(), ControlSpec(max_o=2, **{n: v for n, v in wrong.items() if n not in own}), **own)
 
 
 def test_static_k_knows_a_run_whose_length_it_was_told() -> None:
-    controller = Controller(made := units(), "static_k", max_o=1, steps=40)
+    controller = Controller(made := units(), ControlSpec(signal="static_k", max_o=1), steps=40)
     for _ in range(3):
         zero_grad(made)
         backward(made)
@@ -146,7 +149,7 @@ def test_static_k_knows_a_run_whose_length_it_was_told() -> None:
     ],
 )
 def test_a_step_refuses_what_it_cannot_read(how: dict[str, Any], message: str) -> None:
-    controller = Controller(made := units(), max_o=2)
+    controller = Controller(made := units(), ControlSpec(max_o=2))
     backward(made)
     with pytest.raises(ValueError, match=message):
         controller.step(**how)
@@ -155,7 +158,7 @@ def test_a_step_refuses_what_it_cannot_read(how: dict[str, Any], message: str) -
 
 
 def test_gradients_that_are_all_0_are_told_once() -> None:
-    controller = Controller(made := units(), max_o=2)
+    controller = Controller(made := units(), ControlSpec(max_o=2))
     backward(made, factor=0.0)
     with pytest.warns(UserWarning, match="every gradient norm is 0 in this step: call step.. before zero_grad"):
         controller.step()
@@ -182,7 +185,7 @@ class Own(SignalBase):
 )
 def test_a_signal_that_returns_something_else_is_named(result: Callable[[Tensor], Any], monkeypatch) -> None:
     monkeypatch.setattr(Own, "result", staticmethod(result), raising=False)
-    controller = Controller(made := units(), Own, max_o=2)
+    controller = Controller(made := units(), ControlSpec(signal=Own, max_o=2))
     backward(made)
     with pytest.raises(ValueError, match=r"Own.observe\(\) must return the risk and a tuple of its columns \(x\)"):
         controller.step()
@@ -191,13 +194,13 @@ def test_a_signal_that_returns_something_else_is_named(result: Callable[[Tensor]
 def test_a_signal_without_its_columns_is_named(monkeypatch) -> None:
     monkeypatch.setattr(Own, "columns", ())
     with pytest.raises(ValueError, match=r"Own: thresholds\(\) gives 1, its columns are none: one each"):
-        Controller(units(), Own, max_o=2)
+        Controller(units(), ControlSpec(signal=Own, max_o=2))
 
 
 def test_a_risk_that_is_no_number_is_the_largest(monkeypatch) -> None:
     nan_at_2 = lambda n: (torch.tensor([0.5, 0.5, torch.nan], dtype=torch.float64), (n,))
     monkeypatch.setattr(Own, "result", staticmethod(nan_at_2), raising=False)
-    controller = Controller(made := units(), Own, max_o=2)
+    controller = Controller(made := units(), ControlSpec(signal=Own, max_o=2))
     backward(made)
     assert controller.step().risk.tolist() == [0.5, 0.5, float("inf")]
     assert controller.active == ["u2"]
@@ -209,7 +212,7 @@ def test_a_risk_that_is_no_number_is_the_largest(monkeypatch) -> None:
 def test_a_step_in_which_everything_broke_blames_nobody() -> None:
     """What a loss scale that overflows does: every norm is Inf. Who was in recovery stays there, the lock too."""
     made = units(5)
-    controller = Controller(made, GnmrSignal, max_o=2, t_lock=3)
+    controller = Controller(made, ControlSpec(signal=GnmrSignal, max_o=2, t_lock=3))
     weights = [1.0, 1.0, 1.0, 1.0, 1.0]
 
     def step(of: list[float]) -> Any:
@@ -233,7 +236,7 @@ def test_a_step_in_which_everything_broke_blames_nobody() -> None:
 
 def test_right_after_the_warm_up_the_cap_comes_first() -> None:
     made = units(5)
-    controller = Controller(made, max_o=2, warmup_steps=1)
+    controller = Controller(made, ControlSpec(max_o=2, warmup_steps=1))
     assert len(controller.active) == 5
     backward(made, float("inf"))
     controller.step()
@@ -242,7 +245,7 @@ def test_right_after_the_warm_up_the_cap_comes_first() -> None:
 
 def test_few_units_that_all_broke_are_all_recovered() -> None:
     made = units(2)
-    controller = Controller(made, max_o=2)
+    controller = Controller(made, ControlSpec(max_o=2))
     backward(made, float("nan"))
     controller.step()
     assert controller.active == ["u0", "u1"]
@@ -253,7 +256,7 @@ def test_discarded_micro_batches_leave_no_trace() -> None:
 
     def run(discard: bool) -> list[float]:
         made = units()
-        controller = Controller(made, "gsnr", max_o=2)
+        controller = Controller(made, ControlSpec(signal="gsnr", max_o=2))
         if discard:
             backward(made, float("nan"))
             controller.micro_step()
@@ -290,7 +293,7 @@ def test_norms_of_updates_in_a_loop_of_ones_own() -> None:
     """As docs/signals.md writes it: the update exists only after the optimizer's step."""
     made = units()
     optimizer = torch.optim.SGD([p for unit in made for p in unit.parameters], lr=0.5)
-    controller, updates = Controller(made, "update_norm", max_o=1), UpdateNorms(made)
+    controller, updates = Controller(made, ControlSpec(signal="update_norm", max_o=1)), UpdateNorms(made)
     for factor in (1.0, 1.0, 3.0):
         optimizer.zero_grad()
         backward(made, factor)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.controller import Context, Controller, TwoStage, Unit, build_signal
+from gnmr.controller import Context, Controller, ControlSpec, TwoStage, Unit, build_signal
 from gnmr.controller.signals import Cumulative, Ema, SignalBase, Window
 
 CPU = torch.device("cpu")
@@ -388,7 +388,9 @@ def test_a_share_is_spent_under_hold_too(name: str, share: float) -> None:
     names = tuple(f"layers.{i}.proj" for i in range(8))
     units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in names]
     context = Context(names, (1.0,) * 8, CPU, max_o=2, hold=hold)
-    controller = Controller(units, build_signal(name, {"share": share}, context), max_o=2, t_lock=1, hold=hold)
+    controller = Controller(
+        units, ControlSpec(signal=build_signal(name, {"share": share}, context), max_o=2, t_lock=1, hold=hold)
+    )
     evidence = {"norm": torch.ones(8, dtype=torch.float64), "observed": torch.ones(8, dtype=torch.bool)}
     active = [controller.apply(controller.observe(evidence).to_host()).active for _ in range(steps)]
     # Each choice is kept by its lock for one more, where others do not take its place.

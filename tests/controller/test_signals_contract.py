@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gnmr.controller import Context, Controller, Unit, build_signal
+from gnmr.controller import Context, Controller, ControlSpec, Unit, build_signal
 from gnmr.controller.signals import SIGNALS, BlindSignal
 from gnmr.controller.signals.always import AlwaysHigh, AlwaysLow
 
@@ -203,7 +203,7 @@ def test_observing_does_not_wait_for_the_gpu_and_equals_the_cpu(name: str, optio
 def test_ranked_routing_fills_max_o(name: str, options: dict[str, Any]) -> None:
     signal = make(name, options | {"share": None} if "share" in options else options)
     units = [Unit(unit, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for unit in NAMES]
-    controller = Controller(units, signal, max_o=4, ranked=True)
+    controller = Controller(units, ControlSpec(signal=signal, max_o=4, routing="ranked"))
     full = 2 if options.get("k") == 2 else 4
     for step, row in enumerate(rows(signal.needs, bad=False), 1):
         active = int(controller.apply(controller.observe(row).to_host()).active.sum())

@@ -127,7 +127,7 @@ SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any
     "lora": (lora_llama, LORA, {}, 1e-5),
     "lora_bf16": (lora_llama, LORA, {"bf16": True}, 1e-5),
     "lora_input_grad": (lora_llama, {**LORA, "observe": "input_grad", "unit": "operator", "max_o": 3}, {}, 1e-5),
-    "gsnr": (lora_llama, {**LORA, "signal": SIGNALS["gsnr"], "ranked": True, "unit": "layer"}, {}, 1e-5),
+    "gsnr": (lora_llama, {**LORA, "signal": SIGNALS["gsnr"], "routing": "ranked", "unit": "layer"}, {}, 1e-5),
 }
 
 

@@ -602,7 +602,9 @@ def test_under_lora(before: bool, weights: str) -> None:
 def test_attach_takes_the_settings(weights: str) -> None:
     model = nn.ModuleDict({"q_proj": nn.Linear(8, 8).requires_grad_(False), "head": nn.Linear(8, 8)})
     with pytest.warns(UserWarning, match="1 of 1 units have no trainable parameter"):
-        controller = gnmr.attach(model, "llm_int8", "bf16", 1, weights=weights, outlier_threshold=6.0)
+        controller = gnmr.attach(
+            model, low="llm_int8", recovery="bf16", max_o=1, weights=weights, outlier_threshold=6.0
+        )
     operator = model["q_proj"]
     assert isinstance(operator, Int8Linear) and operator.weights == weights
     assert operator.low.fprop.input.outliers == 6.0

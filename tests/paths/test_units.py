@@ -121,7 +121,14 @@ def test_every_signal_of_the_paths_errors_routes_recipes(unit: str) -> None:
     for signal in (Gap, GapExact, Underflow, Mse, GradToNoise, Jacobian):
         model = Net()
         controller = gnmr.attach(
-            model, "sim_e2m1", "fp8_hybrid", max_o=2, unit=unit, signal=signal, ranked=True, probe_tokens=3
+            model,
+            low="sim_e2m1",
+            recovery="fp8_hybrid",
+            max_o=2,
+            unit=unit,
+            signal=signal,
+            routing="ranked",
+            probe_tokens=3,
         )
         for step in range(3):
             backward(model, step)

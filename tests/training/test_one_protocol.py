@@ -35,14 +35,14 @@ def batches(parts, blocks_of) -> list[tuple[torch.Tensor, ...]]:
     "words, options",
     [
         ([], PAPERS),
-        (["controller.signal=gap", *RANKED], {"signal": "gap", "ranked": True}),
+        (["controller.signal=gap", *RANKED], {"signal": "gap", "routing": "ranked"}),
         (["controller.signal=random", "training.seed=3"], {"signal": "random", "seed": 3}),
-        (["controller.signal=gsnr", *RANKED], {"signal": "gsnr", "ranked": True}),
+        (["controller.signal=gsnr", *RANKED], {"signal": "gsnr", "routing": "ranked"}),
         (
             ["controller.warmup_frac=0.5", "controller.warmup_path=16bit"],
             PAPERS | {"warmup_steps": 4, "warmup_path": "16bit"},
         ),
-        ([*RANKED, "controller.t_lock=2"], PAPERS | {"ranked": True, "t_lock": 2}),
+        ([*RANKED, "controller.t_lock=2"], PAPERS | {"routing": "ranked", "t_lock": 2}),
         (["controller.observe=input_grad", "controller.hold=2"], PAPERS | {"observe": "input_grad", "hold": 2}),
         (["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.unit=block"], PAPERS | DELAYED | {"unit": "block"}),
     ],

@@ -153,9 +153,17 @@ def test_attach_warms_up_in_16_bits(stop: int) -> None:
     def attached(path: str = "16bit") -> tuple[torch.nn.Module, Any]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-        given: dict[str, Any] = {"signal": "static_k", "ranked": True, "options": {"calibration_steps": 3, "k": 1}}
+        given: dict[str, Any] = {"signal": "static_k", "routing": "ranked", "options": {"calibration_steps": 3, "k": 1}}
         return model, gnmr.attach(
-            model, "int4", "int8", 4, warmup_steps=3, warmup_path=path, targets=["*"], site="forward", **given
+            model,
+            low="int4",
+            recovery="int8",
+            max_o=4,
+            warmup_steps=3,
+            warmup_path=path,
+            targets=["*"],
+            site="forward",
+            **given,
         )
 
     def trained(model: torch.nn.Module, controller: Any, steps: range) -> list[float]:
@@ -192,7 +200,7 @@ def test_attach_refuses_a_path_without_a_warm_up_and_an_unknown_one() -> None:
 
     with pytest.raises(ValueError, match="warmup_path='16bit': there is no warm-up; give warmup_steps"):
         attach(warmup_path="16bit")
-    with pytest.raises(ValueError, match="warmup_path='bf16': must be recovery or 16bit"):
+    with pytest.raises(ValueError, match="warmup_path='bf16': must be one of recovery, 16bit"):
         attach(warmup_path="bf16", warmup_steps=2)
 
 
@@ -214,7 +222,7 @@ def test_compiled_blocks_warm_up_in_16_bits() -> None:
         model = torch.nn.Module()
         model.layers = torch.nn.ModuleList([Block(), Block()])
         words: dict[str, Any] = {"unit": "block", "signal": "always_low", "warmup_steps": 1, "warmup_path": "16bit"}
-        controller = gnmr.attach(model, "sim_e2m1", "fp8_hybrid", 2, **words)
+        controller = gnmr.attach(model, low="sim_e2m1", recovery="fp8_hybrid", max_o=2, **words)
         if compiled:
             assert controller.plan.compile(model.layers, backend="aot_eager") is None
         found = []
