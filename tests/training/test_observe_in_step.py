@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnmr.errors import UserError
 from gnmr.records.reader import read_jsonl, read_ratios
-from gnmr.training.run import Parts, train_step
+from gnmr.training.build import Parts, train_step
 from gnmr.training.step import TrainStep, loss_of
 
 LR = 1e-3
