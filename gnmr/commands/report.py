@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gnmr.commands.words import Parser, path, text
 from gnmr.paper.tables import paper_tables
+from gnmr.records.pack import unpacked
 from gnmr.report import report
 from gnmr.terminal import Terminal
 
@@ -25,15 +26,17 @@ def main(argv: list[str]) -> int:
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
     given = parser.parse(argv)
     if not given.words:
-        parser.error("name a run folder, or a folder above run folders")
-    report(
-        [Path(word) for word in given.words],
-        given.out,
-        Terminal(),
-        plots=not given.no_plots,
-        against=given.against,
-        strict=given.strict,
-        html=given.html,
-        further=paper_tables,
-    )
+        parser.error("name a run folder, a folder above run folders, or a pack")
+    with unpacked(Path(word) for word in given.words) as found:
+        report(
+            found.paths,
+            given.out,
+            Terminal(),
+            plots=not given.no_plots,
+            against=given.against,
+            strict=given.strict,
+            html=given.html,
+            further=paper_tables,
+            told=found.told,
+        )
     return 0

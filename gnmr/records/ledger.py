@@ -23,7 +23,9 @@ from gnmr.records.reader import stored
 from gnmr.untrusted import MAX_EXPANSION, SMALL, opened
 
 NAME = "records.sha256"
-_LISTED = (
+LEFT_OUT = "left_out.sha256"
+"""As `NAME`, of the records that were left out of a pack (gnmr.records.pack) which this folder was read from."""
+LISTED = (
     *("config.yaml", "header.json", "faults.jsonl", "steps.jsonl", "eval.jsonl", "events.jsonl", "scores.jsonl"),
     *("ratios.rows", "ratios.parquet", "summary.json", "FAILED"),
 )
@@ -36,7 +38,7 @@ _MOST_NAMED = 1 << 16  # bytes of a ledger
 
 def write(folder: Path) -> None:
     """Names every record that is there."""
-    names = [*_LISTED, *sorted(path.name for path in folder.glob("scores*.json"))]
+    names = [*LISTED, *sorted(path.name for path in folder.glob("scores*.json"))]
     _put(folder, {name: sha256(folder / name) for name in names if (folder / name).exists()})
 
 
@@ -64,15 +66,20 @@ def check_records(folder: Path) -> None:
     for name, digest in wanted.items():
         path = folder / name
         found = stored(path)
-        if found is None and (name in _MAY_GO or name.startswith("scores")):
+        if found is None and (name in _MAY_GO or name.startswith("scores") or name in left_out(folder)):
             continue
-        if found is None or _digest(found, found != path) != digest:
+        if found is None or digest_of(found, found != path) != digest:
             raise UserError(f"{path}: {'missing' if found is None else 'damaged'} (it is not what {NAME} names)")
 
 
-def read(folder: Path) -> dict[str, str] | None:
+def left_out(folder: Path) -> set[str]:
+    """Names of the records that the pack this folder comes from left out."""
+    return set(read(folder, LEFT_OUT) or ())
+
+
+def read(folder: Path, name: str = NAME) -> dict[str, str] | None:
     """The sha256 of each record by its name; None without a ledger, UserError for one that is damaged."""
-    path = folder / NAME
+    path = folder / name
     try:
         with open(path, "rb", opener=no_link) as file:
             rows = file.read(_MOST_NAMED).decode("ascii").split("\n")
@@ -86,7 +93,8 @@ def read(folder: Path) -> dict[str, str] | None:
     return {row[2]: row[1] for row in found if row}
 
 
-def _digest(path: Path, packed: bool) -> str:
+def digest_of(path: Path, packed: bool) -> str:
+    """The sha256 of a file's content, of X.jsonl.gz that of X.jsonl. UserError for a damaged copy."""
     digest, total = hashlib.sha256(), 0
     try:
         with opened(path, _MOST_BYTES) as raw, gzip.open(raw) if packed else raw as file:

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from gnmr import output
 from gnmr.errors import UserError, printable, writing
+from gnmr.records.find import find_runs
 from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table, as_markdown
-from gnmr.report.runs import Run, find_runs, load
+from gnmr.report.runs import Run, load
 from gnmr.report.tables import Further, run_table, tables
 from gnmr.untrusted import Damaged, first_line, text
 
@@ -31,6 +32,7 @@ def report(
     strict: bool = False,
     html: Path | None = None,
     further: Further = lambda _: [],
+    told: Callable[[object], str] = str,
 ) -> None:
     """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too.
 
@@ -39,13 +41,15 @@ def report(
         against: label or name of the arm that the others are tested against.
         strict: refuse runs of one experiment and scale that cannot be compared.
         further: makes tables of all comparisons.
+        told: how a path is shown (`gnmr.records.pack.Unpacked`).
 
     Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot be written, and for an
     `against` that no arm fits or that is missing where it would be needed.
     """
-    root = _common(paths)
-    written = (root / "report" if out is None else out) / "report.md"
-    _check_places(root, out, html)
+    root = _common([Path(told(path)) for path in paths])
+    folder = _folder_of(root) if out is None else out
+    written = folder / "report.md"
+    _check_places(folder, out, html)
     left_out: dict[Path, str] = {}
 
     def compared(runs: list[Run]) -> list[Comparison]:
@@ -72,7 +76,7 @@ def report(
         assert html is not None
         write_html(comparisons, runs, html, tables=further(comparisons))
 
-    runs = _load(find_runs(paths), left_out)
+    runs = _load(find_runs(paths), left_out, told)
     runs, found = _shown(runs, as_tables, left_out)
     for table in found:
         table.print(console)
@@ -83,8 +87,8 @@ def report(
     images = _shown(runs, as_plots, left_out)[1] if plots else []
     if html is not None:
         _shown(runs, as_page, left_out)
-    told = [f"Left out: {folder}: {why}" for folder, why in left_out.items()]
-    output.write_text(written, _markdown([*found, run_table(runs, root)], told, images), follow=False)
+    lost = [f"Left out: {place}: {why}" for place, why in left_out.items()]
+    output.write_text(written, _markdown([*found, run_table(runs, root)], lost, images), follow=False)
     _say_where(console, written, html, images)
 
 
@@ -94,13 +98,18 @@ def _say_where(console: Console, written: Path, html: Path | None, images: list[
         console.print(Text(printable(line)), soft_wrap=True)
 
 
-def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
+def _folder_of(root: Path) -> Path:
+    """report/ in the runs' folder, of X.parquet in the folder X beside it."""
+    pack = next((one for one in (root, *root.parents) if one.is_file()), None)
+    return (root if pack is None else pack.with_suffix("") / root.relative_to(pack)) / "report"
+
+
+def _check_places(folder: Path, out: Path | None, html: Path | None) -> None:
     """UserError where the report cannot be written. Below the runs' folder may lie another user's link."""
     if html is not None:
         with writing(html):
             if html.is_dir():
                 raise UserError(f"{html}: is a folder; the page is a file, such as {html / 'report.html'}")
-    folder = root / "report" if out is None else out
     if html is not None and (html.parent.is_dir() or html.parent != folder):  # the report's own folder is made
         output.check(html)
     if out is None and folder.is_symlink():
@@ -112,15 +121,16 @@ def _check_places(root: Path, out: Path | None, html: Path | None) -> None:
 _T = TypeVar("_T")
 
 
-def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:
+def _load(folders: list[Path], left_out: dict[Path, str], told: Callable[[object], str]) -> list[Run]:
     runs = []
     for folder in folders:
+        place = Path(told(folder))
         try:
-            runs.append(load(folder).check())
+            runs.append(load(folder, place).check())
         except UserError as error:
-            _leave_out(folder, error, left_out)
+            _leave_out(place, told(first_line(error)), left_out)
     if not runs:
-        raise UserError("; ".join(f"{folder}: {why}" for folder, why in left_out.items()))
+        raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
     return runs
 
 
@@ -136,10 +146,10 @@ def _shown(runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path
             if not culprits:
                 raise  # a defect of ours, not of a run
         for run, why in culprits:
-            _leave_out(run.folder, why, left_out)
-        runs = [run for run in runs if run.folder not in left_out]
+            _leave_out(run.place, first_line(why).replace(str(run.folder), str(run.place)), left_out)
+        runs = [run for run in runs if run.place not in left_out]
         if not runs:
-            raise UserError("; ".join(f"{folder}: {why}" for folder, why in left_out.items()))
+            raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
 
 
 def _culprits(runs: list[Run], show: Callable[[list[Run]], Any]) -> list[tuple[Run, Exception]]:
@@ -160,10 +170,10 @@ def _culprits(runs: list[Run], show: Callable[[list[Run]], Any]) -> list[tuple[R
     return _culprits(runs[:half], show) + _culprits(runs[half:], show)
 
 
-def _leave_out(folder: Path, error: Exception, left_out: dict[Path, str]) -> None:
-    why = text(first_line(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
-    left_out[folder] = why
-    warnings.warn(printable(f"{folder} left out: {why}"), stacklevel=2)
+def _leave_out(place: Path, line: str, left_out: dict[Path, str]) -> None:
+    why = text(line.removeprefix(f"{place}/").removeprefix(f"{place}: "))
+    left_out[place] = why
+    warnings.warn(printable(f"{place} left out: {why}"), stacklevel=2)
 
 
 def _common(paths: list[Path]) -> Path:

@@ -19,7 +19,7 @@ def state_lines(comparison: Comparison) -> list[str]:
         if missing := [str(seed) for seed in comparison.seeds if seed not in arm.seeds]:
             parts.append(f"missing: seed{'s' if len(missing) > 1 else ''} {', '.join(missing)}")
         if arm.duplicates:
-            repeated = ", ".join(f"seed {run.seed} in {run.folder}" for run in arm.duplicates)
+            repeated = ", ".join(f"seed {run.seed} in {run.place}" for run in arm.duplicates)
             parts.append(f"left out because it repeats a seed: {repeated}")
         if len(parts) > 1:
             lines.append(f"{arm.label}: {', '.join(parts)}.")

@@ -6,7 +6,6 @@ Nothing here needs a run to be whole. A run that is in progress, was killed or f
 from __future__ import annotations
 
 import math
-import os
 import re
 from array import array
 from collections import Counter
@@ -70,6 +69,8 @@ class Run:
     """done, failed, interrupted, or running: neither marker nor summary, so it runs or was killed."""
     reason: str | None
     """Why it failed or stopped, one line."""
+    place: Path
+    """Where it is for the user: the folder, or PACK/RUN."""
 
     @cached_property
     def _step_rows(self) -> tuple[Columns, Columns, Counter[str]]:
@@ -228,31 +229,8 @@ class Run:
             raise Damaged(f"{self.folder}: its ratios are too large to be shown ({told})")
 
 
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Run folders at or below the paths, each once, in order of name; hidden folders below a path are passed over.
-
-    Raises `UserError` for a path that does not exist or has no run in it.
-    """
-    found: dict[Path, Path] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
-        inside = []
-        for parent, folders, files in os.walk(path):
-            names = {*folders, *files}  # of any kind: reading refuses what is no regular file
-            if "config.yaml" in names and names & {"steps.jsonl", "header.json"}:
-                inside.append(Path(parent))
-                folders.clear()
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if not inside:
-            raise UserError(f"{path}: no run in it (a run folder holds config.yaml and steps.jsonl or header.json)")
-        for folder in inside:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
-
-
-def load(folder: Path) -> Run:
-    """A run, checked and without its rows, which are read when they are first asked for.
+def load(folder: Path, place: Path | None = None) -> Run:
+    """A run, checked and without its rows, which are read when they are first asked for. `place`: see `Run`.
 
     A config of another version of this project, which no longer passes its checks, is taken as it is written.
     Raises `UserError` where a file is not what it should be (`gnmr.untrusted`).
@@ -285,6 +263,7 @@ def load(folder: Path) -> Run:
         seed=seed,
         status=status,
         reason=reason,
+        place=place or folder,
     )
 
 

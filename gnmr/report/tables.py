@@ -184,7 +184,7 @@ def run_table(runs: list[Run], root: Path) -> Table:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         command = str(run.header.get("command") or NOTHING)
         status = "unfinished" if run.status == "running" else run.status
-        table.rows.append([os.path.relpath(run.folder, root), status, steps, run.commit, run.machine, command])
+        table.rows.append([os.path.relpath(run.place, root), status, steps, run.commit, run.machine, command])
     return table
 
 

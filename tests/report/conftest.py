@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from gnmr import config
+from gnmr.records.find import find_runs
 from gnmr.records.ratios import RatioStream
 from gnmr.records.schema import RatioRows, ratio_schema
 from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.runs import find_runs, load
+from gnmr.report.runs import load
 from gnmr.report.style import STYLE
 
 

@@ -10,11 +10,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from gnmr.records.find import find_runs
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison, compare
 from gnmr.report.curves import losses_by_tokens, mean_gnmr, mean_of_units
 from gnmr.report.plots import draw
-from gnmr.report.runs import find_runs, load
+from gnmr.report.runs import load
 from gnmr.report.style import looks
 
 pytestmark = pytest.mark.slow

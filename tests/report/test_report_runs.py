@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gnmr.errors import UserError
-from gnmr.report.runs import find_runs, load
+from gnmr.records.find import find_runs
+from gnmr.report.runs import load
 
 Write = Callable[..., Path]
 

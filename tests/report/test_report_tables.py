@@ -13,10 +13,11 @@ from report_reading import notes, row
 from report_recorded import Recorded
 
 from gnmr import paths
+from gnmr.records.find import find_runs
 from gnmr.report.arms import bits, paired_difference
 from gnmr.report.layout import count, duration, measure, percent, size
 from gnmr.report.regimes import regime_cells
-from gnmr.report.runs import find_runs, load
+from gnmr.report.runs import load
 from gnmr.report.statistics import Stat, stat
 from gnmr.report.tables import against_baseline, against_random, control, lost, quality, run_table
 from gnmr.report.tradeoff import signal_curves, tradeoff

@@ -1,0 +1,224 @@
+"""Packs: what goes in comes out, and a damaged or hostile pack is one line."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gnmr.errors import UserError
+from gnmr.records import pack
+from gnmr.records.files import replace_text
+from gnmr.records.ledger import check_records, left_out, write
+from gnmr.records.pack import is_pack, read_about, unpacked, write_pack
+
+FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
+part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))
+runs = st.dictionaries(part, st.dictionaries(st.sampled_from(FILES[:-1]), st.binary(max_size=300)), max_size=5)
+slow = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def packed(folder: Path, runs: dict[str, dict[str, bytes]], **more: Any) -> bytes:
+    """A pack of runs with these files."""
+    for run, files in runs.items():
+        (folder / run).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / run / name).write_bytes(content)
+    file = io.BytesIO()
+    write_pack(file, {run: folder / run for run in runs}, **more)
+    return file.getvalue()
+
+
+def content(path: Path) -> dict[str, dict[str, bytes]]:
+    """Every run of a pack, by its name in it."""
+    with unpacked([path]) as found:
+        folders = [Path(os.path.relpath(found.told(folder), path)) for folder in found.paths]
+        return {
+            str(name): {file.name: file.read_bytes() for file in folder.iterdir()}
+            for name, folder in zip(folders, found.paths, strict=True)
+        }
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A pack of two runs."""
+    path = tmp_path / "two.parquet"
+    files = {"config.yaml": b"a: 1\n", "eval.jsonl": b'{"step": 1}\n' * 40, "DONE": b""}
+    path.write_bytes(packed(tmp_path, {"one": files, "deep/two": files | {"ratios.parquet": b"ratios"}}))
+    return path
+
+
+@slow
+@given(runs)
+def test_what_is_packed_is_read_again_and_gives_the_same_bytes_twice(
+    tmp_path_factory: pytest.TempPathFactory, runs: dict[str, dict[str, bytes]]
+) -> None:
+    folder = tmp_path_factory.mktemp("pack")
+    path = folder / "some.parquet"
+    path.write_bytes(packed(folder, runs))
+    assert packed(folder, runs) == path.read_bytes()
+    assert is_pack(path)
+    assert content(path) == {run: files for run, files in runs.items() if files}
+
+
+@slow
+@given(st.data())
+def test_a_flipped_bit_is_one_line_or_changes_nothing(made: Path, data: st.DataObject) -> None:
+    good, whole = content(made), made.read_bytes()
+    bit = data.draw(st.integers(0, len(whole) * 8 - 1))
+    changed = bytearray(whole)
+    changed[bit // 8] ^= 1 << bit % 8
+    made.write_bytes(changed)
+    try:
+        if is_pack(made):
+            assert content(made) == good
+    except UserError as error:
+        assert str(made) in str(error) and "\n" not in str(error)
+    finally:
+        made.write_bytes(whole)
+
+
+@slow
+@given(st.data())
+def test_a_pack_that_is_cut_is_none_or_one_line(made: Path, data: st.DataObject) -> None:
+    whole = made.read_bytes()
+    made.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    assert not is_pack(made)
+    made.write_bytes(whole)
+
+
+def test_compressed_rows_are_packed_as_they_are_read(tmp_path: Path) -> None:
+    import gzip
+
+    rows = b'{"step": 1}\n'
+    path = tmp_path / "a.parquet"
+    path.write_bytes(packed(tmp_path, {"run": {"config.yaml": b"", "steps.jsonl.gz": gzip.compress(rows)}}))
+    assert content(path)["run"]["steps.jsonl"] == rows
+
+
+def test_what_is_left_out_is_known_and_not_missing(tmp_path: Path) -> None:
+    files = {"config.yaml": b"a: 1\n", "header.json": b"{}", "events.jsonl": b"", "steps.jsonl": b"x"}
+    packed(tmp_path, {"run": files})
+    write(tmp_path / "run")
+    path = tmp_path / "a.parquet"
+    path.write_bytes(packed(tmp_path, {"run": {}, "more": {"config.yaml": b""}}, without=["run/*.jsonl"], about="it"))
+    assert read_about(path) == {"version": 1, "runs": 2, "files": 6, "left_out": ["run/*.jsonl"], "about": "it"}
+    with unpacked([path / "run"]) as found:
+        (folder,) = found.paths
+        assert left_out(folder) == {"events.jsonl", "steps.jsonl"}
+        check_records(folder)
+        replace_text(folder / "header.json", "{ }")
+        with pytest.raises(UserError, match=r"header.json: damaged"):
+            check_records(folder)
+
+
+@pytest.mark.parametrize("without", ["config.yaml", "nothing.json", "other/*", "*"])
+def test_what_cannot_be_left_out(tmp_path: Path, without: str) -> None:
+    with pytest.raises(UserError, match=r"left out|fits no file"):
+        packed(tmp_path, {"run": {"config.yaml": b"", "DONE": b""}}, without=[without])
+
+
+def test_a_damaged_run_is_not_packed(tmp_path: Path) -> None:
+    packed(tmp_path, {"run": {"config.yaml": b"", "eval.jsonl": b"1"}})
+    write(tmp_path / "run")
+    with pytest.raises(UserError, match=r"eval.jsonl: damaged"):
+        packed(tmp_path, {"run": {"eval.jsonl": b"2"}})
+
+
+def test_parts_of_a_pack(made: Path) -> None:
+    with unpacked([made / "deep", made / "o*", made, made.parent]) as found:
+        names = [found.told(path) for path in found.paths]
+        kept = found.paths[0]
+    one, two = f"{made}/one", f"{made}/deep/two"
+    assert names == [two, one, two, one, str(made.parent)]
+    assert not kept.exists()
+    with pytest.raises(UserError, match=r"three: no such run in .*two.parquet"), unpacked([made / "three"]):
+        pass
+
+
+def test_errors_name_the_pack(made: Path) -> None:
+    with pytest.raises(UserError, match=rf"^{made}/one: bad$"), unpacked([made / "one"]) as found:
+        raise UserError(f"{found.paths[0]}: bad")
+
+
+def hostile(path: Path, rows: list[tuple[str, str, bytes, bytes | None]], **changes: Any) -> None:
+    """A pack of any rows, which says that it holds them."""
+    table = pa.Table.from_pylist(
+        [dict(zip(("run", "file", "sha256", "content"), row, strict=True)) for row in rows], pack.SCHEMA
+    )
+    told = {"version": 1, "files": len(rows), "runs": len({row[0] for row in rows})} | changes
+    pq.write_table(table.replace_schema_metadata({b"gnmr.pack": json.dumps(told).encode()}), path, compression="zstd")
+
+
+def row(run: str, name: str = "config.yaml", content: bytes = b"a") -> tuple[str, str, bytes, bytes]:
+    return run, name, hashlib.sha256(content).digest(), content
+
+
+@pytest.mark.parametrize(
+    "run", ["../out", "/tmp/out", "a/../../out", ".hidden", "", "a//b", "x" * 400, "a\nb", "a/" * 9]
+)
+def test_a_run_s_name_leads_nowhere_else(tmp_path: Path, run: str) -> None:
+    path = tmp_path / "bad.parquet"
+    hostile(path, [row(run)])
+    with pytest.raises(UserError, match=r"bad.parquet: cannot be read"), unpacked([path]):
+        pass
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.parquet"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("a", "evil.py")],
+        [row("a", "../config.yaml")],
+        [row("a", "left_out.sha256")],
+        [row("a"), row("a")],
+        [(*row("a")[:3], None)] * 2,
+        [row("a"), row("a/config.yaml")],
+        [(*row("a")[:3], b"other")],
+    ],
+    ids=["unknown", "outside", "ours", "twice", "left out twice", "file as folder", "digest"],
+)
+def test_rows_that_no_pack_has(tmp_path: Path, rows: list[Any]) -> None:
+    path = tmp_path / "bad.parquet"
+    hostile(path, rows)
+    with pytest.raises(UserError, match=r"^.*bad.parquet: "), unpacked([path]):
+        pass
+
+
+@pytest.mark.parametrize("changes", [{"files": 7}, {"runs": 7}, {"version": 2}])
+def test_a_pack_that_says_what_it_is_not(tmp_path: Path, changes: dict[str, int]) -> None:
+    path = tmp_path / "bad.parquet"
+    hostile(path, [row("a")], **changes)
+    with pytest.raises(UserError, match=r"bad.parquet: cannot be read"), unpacked([path]):
+        pass
+
+
+def test_a_pack_that_expands_without_end(tmp_path: Path) -> None:
+    """Half a gigabyte of files of two megabytes each, stored as one of a few bytes."""
+    path = tmp_path / "bad.parquet"
+    same = bytes(1 << 21)
+    hostile(path, [row("a", name, same) for name in sorted(pack._FILES)[:13]])
+    assert path.stat().st_size < 1 << 16
+    with pytest.raises(UserError, match=r"expands? without end|bytes in"), unpacked([path]):
+        pass
+
+
+def test_other_tables_are_no_packs(tmp_path: Path) -> None:
+    norms = tmp_path / "norms.parquet"
+    pq.write_table(pa.table({"step": [1], "unit": ["a"], "norm": [1.0]}), norms)
+    assert not is_pack(norms)
+    with unpacked([norms]) as found:
+        assert found.paths == [norms]
+    told = {b"gnmr.pack": b'{"version": 1}'}
+    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata(told), norms)
+    with pytest.raises(UserError, match="not a pack that this version"), unpacked([norms]):
+        pass
