@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gnmr import output
 from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.errors import UserError
+from gnmr.records.pack import Unpacked, unpacked
 from gnmr.replay.calibrate import Calibration, calibrate_each, write_variant
 from gnmr.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
 from gnmr.replay.engine import Totals, replay
@@ -21,8 +23,8 @@ from gnmr.terminal import for_tables, tracked
 from gnmr.untrusted import exists
 
 _TEXT = """\
-FILE is a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf allowed; a missing
-row is a unit that was not observed in that step).
+FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf
+allowed; a missing row is a unit that was not observed in that step).
 
 keys:
   alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
@@ -75,23 +77,26 @@ def main(argv: list[str]) -> int:
     if given.calibrate and given.detect:
         raise UserError("calibrate and detect: one at a time")
     asked = request(words, several=bool(given.calibrate or given.detect), trust=given.trust)
-    if given.calibrate:
-        return _calibrate(paths, asked, given.calibrate, given.out)
-    if given.out is not None:
+    if given.out is not None and not given.calibrate:
         output.check(given.out, f"out={given.out}")
-    if given.detect:
-        return _detect(paths, asked, given.detect, given.out)
-    if len(paths) > 1:
-        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
-    return _replay(paths[0], asked, given.out)
+    with unpacked(paths) as found:
+        if given.calibrate:
+            return _calibrate(found.paths, asked, given.calibrate, given.out)
+        if given.detect:
+            return _detect(found, asked, given.detect, given.out)
+        if len(found.paths) > 1:
+            second = found.paths[1]
+            raise UserError(f"replay: {second}: one run folder or file at a time; calibrate= and detect= take several")
+        return _replay(found, asked, given.out)
 
 
-def _replay(place: Path, asked: Request, out: Path | None) -> int:
+def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
+    (place,) = found.paths
     settings = asked.settings(place)
     norms = read_norms(place)
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
-        print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
+        print(f"gnmr: {found.told(place)}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(len(norms.units), settings.max_o)
     with _lines(out) as write:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
@@ -127,17 +132,17 @@ def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out
     return 0
 
 
-def _detect(paths: list[Path], asked: Request, share: float, out: Path | None) -> int:
+def _detect(places: Unpacked, asked: Request, share: float, out: Path | None) -> int:
     """Two tables, and with `out` the same as JSON."""
     runs: list[FaultyRun] = []
-    for place in paths:
+    for place in places.paths:
         settings, norms = asked.settings(place), read_norms(place)
         refuse_gaps(place, norms, "detect")
         run = faulty_run(place, norms, settings)
         if run is None:
-            print(f"gnmr: {place}: no faults, passed over", file=sys.stderr)
+            print(f"gnmr: {places.told(place)}: no faults, passed over", file=sys.stderr)
         else:
-            runs.append(run)
+            runs.append(replace(run, folder=Path(places.told(run.folder))))
     if not runs:
         raise UserError("detect: none of these runs had faults; train with stress=... (conf/stress)")
     found = detect_each(runs, share, asked.signals, _left_out)

@@ -27,6 +27,7 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.errors import UserError
 from gnmr.paper.theory_tables import TableFigure, in_table
+from gnmr.records.pack import unpacked
 from gnmr.replay.trace import read_norms
 
 HISTORIES = (1, 2, 5, 10, 30, 100, 300, 1000)
@@ -187,8 +188,11 @@ def _rates(law: Law, hits: np.ndarray, number: int) -> list[TableFigure]:
 
 
 def recorded_norms(folder: Path) -> np.ndarray:
-    """(T, U) float64 of a run folder, NaN where a unit was not observed or its norm is not finite."""
-    norms = read_norms(folder)
+    """(T, U) float64 of a run folder or PACK/RUN, NaN where a unit was not observed or its norm is not finite."""
+    with unpacked([folder]) as found:
+        if len(found.paths) > 1:
+            raise UserError(f"{folder}: {len(found.paths)} runs; name one of them")
+        norms = read_norms(found.paths[0])
     values = np.where(norms.observed & np.isfinite(norms.norm), norms.norm, np.nan)
     values = values[~np.isnan(values).all(axis=1)]  # with records.ratios_every the steps between
     if len(values) < 10:

@@ -22,7 +22,7 @@ from gnmr.config import ControllerConfig, one_line
 from gnmr.config import read as read_config
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.errors import UserError
-from gnmr.records.ledger import check_records
+from gnmr.records.ledger import check_records, left_out
 from gnmr.records.reader import check_units, read_json, read_ratios
 from gnmr.untrusted import Damaged, exists, opened, reading
 
@@ -67,7 +67,8 @@ def read_norms(path: Path) -> Norms:
         order, cost = _units_and_cost(path / "header.json")
         table = read_ratios(path)
         if table.num_rows == 0:
-            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is missing or empty)")
+            why = "left out of the pack" if "ratios.parquet" in left_out(path) else "missing or empty"
+            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is {why})")
     elif not path.exists():
         raise UserError(f"{path}: there is no such file or run folder")
     else:
