@@ -24,6 +24,8 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr train experiment=act_quant_stress
   report   tables and plots of finished (or running) runs
            gnmr report runs/act_quant_stress
+  pack     the records of many runs in one file, which report and replay read
+           gnmr pack runs/act_quant_stress out=act_quant_stress.parquet
   replay   run the controller over recorded norms, without training
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
   eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
@@ -38,7 +40,7 @@ exit codes: 0 done; 1 a run FAILED, or a sweep has cells that are not finished; 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "report", "replay", "eval", "bench")
+COMMANDS = ("train", "report", "pack", "replay", "eval", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

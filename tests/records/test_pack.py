@@ -6,6 +6,8 @@ import hashlib
 import io
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gnmr.commands import main
 from gnmr.errors import UserError
 from gnmr.records import pack
 from gnmr.records.files import replace_text
@@ -222,3 +225,49 @@ def test_other_tables_are_no_packs(tmp_path: Path) -> None:
     pq.write_table(pa.table({"step": [1]}).replace_schema_metadata(told), norms)
     with pytest.raises(UserError, match="not a pack that this version"), unpacked([norms]):
         pass
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"config.yaml": b"a: 1\n", "header.json": b"{}", "steps.jsonl": b"", "DONE": b""}
+    packed(tmp_path, {"runs/x/one": files, "runs/y/two": files})
+    runs, out = tmp_path / "runs", tmp_path / "all.parquet"
+    assert main(["pack", str(runs), f"out={out}", "without=steps.jsonl", "--when", "2026-11-23"]) == 0
+    assert re.fullmatch(r".*all.parquet: 2 runs, [\d,]+ bytes, 2 files left out\n", capsys.readouterr().out)
+    assert set(content(out)) == {"x/one", "y/two"}
+    assert read_about(out)["about"]["when"] == "2026-11-23"
+    assert main(["pack", str(runs / "x" / "one"), "--out", str(out)]) == 0
+    assert set(content(out)) == {"one"}
+    assert main(["pack", str(runs), "out=all.csv"]) == 2
+    assert main(["pack", str(runs), f"out={out}", "without=nothing"]) == 2
+    assert set(content(out)) == {"one"}, "what was there stays"
+    capsys.readouterr()
+
+
+def test_a_report_of_a_pack_is_that_of_the_folders(
+    tmp_path: Path, text_file: Path, tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gnmr.training.run import run as train
+
+    runs, out = tmp_path / "some", tmp_path / "some.parquet"
+    for seed in (0, 1):
+        train(tiny(f"training.seed={seed}", f"runs_dir={tmp_path}", "experiment_name=some"), lambda _: None)
+    assert main(["pack", str(runs), f"out={out}"]) == 0
+    capsys.readouterr()
+    assert main(["report", str(runs), "--no-plots", f"out={tmp_path / 'a'}"]) == 0
+    folders = capsys.readouterr().out
+    assert main(["report", str(out), "--no-plots", f"out={tmp_path / 'b'}"]) == 0
+    assert capsys.readouterr().out == folders.replace(f"{tmp_path}/a/", f"{tmp_path}/b/")
+    assert (tmp_path / "a" / "report.md").read_text() == (tmp_path / "b" / "report.md").read_text()
+    (run, _) = sorted(path.name for path in runs.iterdir() if path.is_dir())
+    assert main(["replay", str(runs / run)]) == 0
+    folders = capsys.readouterr().out
+    assert main(["replay", str(out / run)]) == 0
+    assert capsys.readouterr().out == folders
+    assert main(["replay", str(out)]) == 2
+    assert f"replay: {out}/" in capsys.readouterr().err
+    assert main(["pack", str(runs), f"out={out}", "without=ratios.parquet"]) == 0
+    assert main(["replay", str(out / run)]) == 2
+    assert "ratios.parquet is left out of the pack" in capsys.readouterr().err
+    shutil.rmtree(runs)
+    assert main(["report", str(out), "--no-plots"]) == 0
+    assert (tmp_path / "some" / "report" / "report.md").exists()
