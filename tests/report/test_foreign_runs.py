@@ -237,7 +237,7 @@ def test_a_defect_of_ours_is_no_runs_fault(odd: Path, monkeypatch: pytest.Monkey
     """A traceback is for us: no single run fails, all together do."""
     from gnmr import report
 
-    def broken(comparisons):
+    def broken(comparisons, *_):
         if len([run for comparison in comparisons for run in comparison.runs]) > 1:
             raise ZeroDivisionError
         return []
