@@ -1,56 +1,42 @@
-"""`gnmr pack RUN... --out FILE.parquet`."""
+"""`gnmr pack RUN... out=FILE.parquet`: the records of many runs in one file."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
-from typing import NoReturn
 
 from gnmr import __version__, output
-from gnmr.errors import UserError
+from gnmr.commands.words import Parser, path, text
 from gnmr.records.find import find_runs
 from gnmr.records.pack import write_pack
 from gnmr.training.provenance import commit
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"pack: {message} (gnmr pack --help)")
+_TEXT = """\
+RUN is a run folder, or any folder above run folders. gnmr report and gnmr replay read the pack as they read folders,
+and FILE.parquet/RUN is one of its runs: gnmr report 'FILE.parquet/int4_*'. Checkpoints are not packed. The same
+folders give the same bytes.
+"""
 
 
 def main(argv: list[str]) -> int:
-    """`gnmr pack` without its first word."""
-    parser = _Parser(
-        prog="gnmr pack",
-        description="The records of many runs in one Parquet file, which gnmr report and gnmr replay read as they read "
-        "folders: gnmr report FILE.parquet, and of some of its runs gnmr report 'FILE.parquet/int4_*'. Checkpoints are "
-        "left out. The same folders give the same bytes.",
-    )
-    add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, or any folder above run folders")
-    add("--out", metavar="FILE", type=Path, required=True, help="the pack, FILE.parquet")
-    add(
-        "--without",
-        metavar="NAME,...",
-        default="",
-        help="records to leave out: steps.jsonl, 'RUN/ratios.parquet', *, ?",
-    )
-    add("--when", metavar="TEXT", help="a date to write into the pack")
-    parser.epilog = "out=FILE, without=NAME and when=TEXT will do too."
-    words = [f"--{word}" if word.startswith(("out=", "without=", "when=")) else word for word in argv]
-    given = parser.parse_args(words)
-    if given.out.suffix != ".parquet":
-        raise UserError(f"pack: --out {given.out}: its name must end in .parquet")
-    output.check(given.out)
-    folders = find_runs(given.runs)
-    root = Path(os.path.commonpath([path.resolve() for path in given.runs]))
+    """The command; returns its exit code. UserError for a path that holds no run, and for damaged records."""
+    parser = Parser("pack", "RUN... out=FILE.parquet [without=NAME,...] [when=DATE]", _TEXT)
+    parser.option("out", path, "the pack")
+    parser.option("without", text, "records to leave out: steps.jsonl, RUN/ratios.parquet; * and ? allowed")
+    parser.option("when", text, "a date to write into the pack")
+    given = parser.parse(argv)
+    if not given.words or given.out is None or given.out.suffix != ".parquet":
+        parser.error("name run folders and out=FILE.parquet")
+    output.check(given.out, f"out={given.out}")
+    paths = [Path(word) for word in given.words]
+    folders = find_runs(paths)
+    root = Path(os.path.commonpath([place.resolve() for place in paths]))
     names = {os.path.relpath(folder.resolve(), root): folder for folder in folders}
     if "." in names:
         names = {root.name: root}
-    about = {"gnmr": __version__, "commit": commit(), "from": [str(path) for path in given.runs], "when": given.when}
-    with output.replacing(given.out) as file:
-        left_out = write_pack(file, names, filter(None, given.without.split(",")), about)
+    about = {"gnmr": __version__, "commit": commit(), "from": given.words, "when": given.when}
+    with output.replacing(given.out, f"out={given.out}") as file:
+        left_out = write_pack(file, names, given.without.split(",") if given.without else (), about)
     lost = f", {left_out} files left out" if left_out else ""
     print(f"{given.out}: {len(names)} runs, {given.out.stat().st_size:,} bytes{lost}")
     return 0

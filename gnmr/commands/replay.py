@@ -23,8 +23,8 @@ from gnmr.terminal import for_tables, tracked
 from gnmr.untrusted import exists
 
 _TEXT = """\
-FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan and inf
-allowed; a missing row is a unit that was not observed in that step).
+FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan
+and inf allowed; a missing row is a unit that was not observed in that step).
 
 keys:
   alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in

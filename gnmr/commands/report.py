@@ -11,7 +11,8 @@ from gnmr.report import report
 from gnmr.terminal import Terminal
 
 _TEXT = """\
-RUN is a run folder, or any folder above run folders. Arms stand side by side with their spread over seeds, the paper's
+RUN is a run folder, any folder above run folders, or a pack (gnmr pack), of which 'PACK/int4_*' are some runs. Arms
+stand side by side with their spread over seeds, the paper's
 figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.
 """
 
