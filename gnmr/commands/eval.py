@@ -91,7 +91,8 @@ def main(argv: list[str]) -> int:
     from gnmr.evaluation.scoring import check, check_rows, score
     from gnmr.evaluation.subjects import load_subject
 
-    check(asked.tasks, asked.limit, asked.shots, asked.block, asked.batch_size)
+    options = {"limit": asked.limit, "shots": asked.shots, "block": asked.block, "batch_size": asked.batch_size}
+    check(asked.tasks, **options)
     if data is not None:
         check_rows(asked.tasks, asked.shots, data)
     subject = load_subject(places[0], asked.path, asked.adapter, asked.device)
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
     print(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, {in_force}")
     try:
         with _bar() as progress:
-            found = score(subject, asked.tasks, asked.limit, asked.shots, data, asked.block, asked.batch_size, progress)
+            found = score(subject, asked.tasks, **options, data=data, progress=progress)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UserError(f"eval: out of memory at batch_size={asked.batch_size}: use a smaller one") from error
     tree = _record(subject, asked, found, shlex.join(["gnmr", "eval", *argv]))

@@ -28,7 +28,7 @@ class RunScorer:
 
         _subject(parts)
         try:
-            check(config.tasks, config.limit, config.shots, None, config.batch_size)
+            check(config.tasks, limit=config.limit, shots=config.shots, batch_size=config.batch_size)
             check_rows(config.tasks, config.shots, _data(config))
         except UserError as error:
             raise UserError(f"scores: {error}") from error
@@ -40,16 +40,20 @@ class RunScorer:
         """
         from gnmr.evaluation import scoring
 
-        config, subject, tell = parts.config.scores, _subject(parts), now_and_then(say)
-        data, size = _data(config), config.batch_size
+        config, subject = parts.config.scores, _subject(parts)
         try:
             found = scoring.score(
-                subject, config.tasks, config.limit, config.shots, data, batch_size=size, progress=tell
+                subject,
+                config.tasks,
+                limit=config.limit,
+                shots=config.shots,
+                data=_data(config),
+                batch_size=config.batch_size,
+                progress=now_and_then(say),
             )
         except (UserError, torch.OutOfMemoryError, MemoryError) as error:
-            why = (
-                error if isinstance(error, UserError) else f"out of memory, use a smaller scores.batch_size than {size}"
-            )
+            smaller = f"out of memory, use a smaller scores.batch_size than {config.batch_size}"
+            why = error if isinstance(error, UserError) else smaller
             raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
         return {"step": step, "path": subject.named_path, "tasks": found}
 
@@ -59,13 +63,15 @@ def _data(config: ScoresConfig) -> Path | None:
 
 
 def _subject(parts: Parts) -> Subject:
-    config, path = parts.config, parts.config.scores.path
+    config, path, name, device = parts.config, parts.config.scores.path, str(parts.folder), parts.device
     if path == "low":
         try:
             check_low(parts.plan, config)
         except UserError as error:
             raise UserError(f"scores.{error}") from error
     if config.model.checkpoint is not None:
-        return of_checkpoint(str(parts.folder), parts.model, config.model.checkpoint, parts.device, path, parts.plan)
+        return of_checkpoint(
+            name, parts.model, config.model.checkpoint, device=parts.device, path=path, plan=parts.plan
+        )
     tokenizer, longest = parts.corpus.tokenizer_path, config.training.seq_len
-    return of_run(str(parts.folder), parts.model, tokenizer, longest, parts.device, path, parts.plan)
+    return of_run(name, parts.model, tokenizer, max_length=longest, device=device, path=path, plan=parts.plan)

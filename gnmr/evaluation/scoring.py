@@ -36,6 +36,7 @@ BLOCK = 2048
 def score(
     subject: Subject,
     tasks: Sequence[str] = tuple(TASKS),
+    *,
     limit: int | None = None,
     shots: int | None = None,
     data: Path | None = None,
@@ -59,7 +60,7 @@ def score(
     (MMLU also has "subjects", see `pooled_stderr`; WikiText-2 "block"). The model is afterwards as it was, and so are
     the generators of random numbers. Waits for the device. UserError for what cannot be scored, in one line.
     """
-    check(tasks, limit, shots, block, batch_size, subject)
+    check(tasks, limit=limit, shots=shots, block=block, batch_size=batch_size, subject=subject)
     found = {}
     with subject.serving(), _quiet(), _undisturbed():
         for name in dict.fromkeys(tasks):
@@ -72,10 +73,11 @@ def score(
 
 def check(
     tasks: Sequence[str],
+    *,
     limit: int | None,
     shots: int | None,
-    block: int | None,
     batch_size: int,
+    block: int | None = None,
     subject: Subject | None = None,
 ) -> None:
     """UserError for an invalid value, and for one that does not fit `subject`."""

@@ -166,7 +166,16 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
         plan = build_plan(model, config.paths, config.training.seed)
         check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
-    return of_run(str(folder), model, corpus.tokenizer_path, config.training.seq_len, device, in_force, plan, facts)
+    return of_run(
+        str(folder),
+        model,
+        corpus.tokenizer_path,
+        max_length=config.training.seq_len,
+        device=device,
+        path=in_force,
+        plan=plan,
+        facts=facts,
+    )
 
 
 def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.device) -> Subject:
@@ -180,7 +189,7 @@ def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.devic
     if in_force == "low":
         check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
-    return of_checkpoint(str(folder), model, checkpoint, device, in_force, plan, facts)
+    return of_checkpoint(str(folder), model, checkpoint, device=device, path=in_force, plan=plan, facts=facts)
 
 
 def _facts(config: Config, model: nn.Module, plan: Plan | None) -> dict[str, Any]:
@@ -207,6 +216,7 @@ def of_run(
     name: str,
     model: nn.Module,
     tokenizer: Path,
+    *,
     max_length: int,
     device: torch.device,
     path: str = "16bit",
@@ -288,13 +298,14 @@ def _checkpoint(name: str, adapter: str | None, device: torch.device) -> Subject
     if adapter is not None:
         with pretrained.quiet():
             model = _adapted(model, Path(adapter).expanduser())
-    return of_checkpoint(name, model, name, device, facts=facts)
+    return of_checkpoint(name, model, name, device=device, facts=facts)
 
 
 def of_checkpoint(
     name: str,
     model: Any,
     checkpoint: str,
+    *,
     device: torch.device,
     path: str = "16bit",
     plan: Plan | None = None,

@@ -278,7 +278,9 @@ def test_scoring_leaves_no_trace(subject, task_data) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     subject.model.train()
     told: list[tuple[str, int, int]] = []
-    found = score(subject, ["hellaswag", "gsm8k"], 2, 1, task_data, progress=lambda *now: told.append(now))
+    found = score(
+        subject, ["hellaswag", "gsm8k"], limit=2, shots=1, data=task_data, progress=lambda *now: told.append(now)
+    )
     assert list(found) == ["hellaswag", "gsm8k"]
     assert [found[name]["items"] for name in found] == [2, 2] and found["gsm8k"]["shots"] == 1
     assert told[-1] == ("gsm8k", 2, 2) and ("hellaswag", 8, 8) in told

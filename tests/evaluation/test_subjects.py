@@ -69,7 +69,7 @@ def test_a_run_is_what_it_was_when_it_ended(kind, runs, corpus, task_data) -> No
         asked = [(None, subject.text.encode(text[:length], False), [5, 6]) for length in (40, 3, 17, 11)]
         together, alone = (Harness(subject, size)._loglikelihood_tokens(asked) for size in (4, 1))
     assert [value for value, _ in together] == pytest.approx([value for value, _ in alone], rel=1e-5)
-    found = score(subject, ["hellaswag", "wikitext2"], 3, data=task_data)
+    found = score(subject, ["hellaswag", "wikitext2"], limit=3, data=task_data)
     assert found["wikitext2"]["block"] == 160 and found["wikitext2"]["metrics"]["word_perplexity"]["value"] > 1
     assert found["hellaswag"]["items"] == 3
 
@@ -93,8 +93,8 @@ def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpu
     blocks = validation_blocks(corpus.val, 160, 1)
     found = {}
     for path in ("16bit", "low"):
-        arguments = (parts.corpus.tokenizer_path, 160, parts.device, path, parts.plan)
-        subject = of_run("now", parts.model, *arguments)
+        where = {"device": parts.device, "path": path, "plan": parts.plan}
+        subject = of_run("now", parts.model, parts.corpus.tokenizer_path, max_length=160, **where)
         with subject.serving():
             found[path] = nll(subject.logits, blocks)
             assert not parts.model.training
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_larger_than_its_model(checkpoint, task_data, tmp_pa
     model.resize_token_embeddings(40)
     model.save_pretrained(folder)
     with pytest.raises(UserError, match=r"gives token \d+, the model has 40: they do not belong together"):
-        score(load_subject(str(folder), device="cpu"), ["hellaswag"], 1, data=task_data)
+        score(load_subject(str(folder), device="cpu"), ["hellaswag"], limit=1, data=task_data)
 
 
 @pytest.mark.slow
