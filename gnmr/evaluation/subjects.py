@@ -28,11 +28,10 @@ from gnmr.paths import Plan, Recipe
 from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import described
 from gnmr.records.reader import read_json
-from gnmr.training.build import pretrained_model
+from gnmr.training.build import build_plan, pretrained_model
 from gnmr.training.checkpoint import load_model
 from gnmr.training.memory_bound import refuse_run
 from gnmr.untrusted import check_folder, exists, reading
-from gnmr.wiring import build_plan
 
 PATHS = ("16bit", "low")
 Generate = Callable[[list[list[int]], int, Callable[[list[int]], bool]], list[list[int]]]

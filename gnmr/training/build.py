@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gnmr import models
 from gnmr.attachment import AttachedController, norms_of, units_of
-from gnmr.config import Config
+from gnmr.config import Config, PathsConfig
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data import (
     PackedBlocks,
@@ -32,14 +32,13 @@ from gnmr.data.packing import Documents
 from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
 from gnmr.models import pretrained
-from gnmr.paths import Fault, FaultSchedule, Plan
+from gnmr.paths import Fault, FaultSchedule, Plan, convert
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
-from gnmr.wiring import build_plan
 
 _THREADS = torch.get_num_threads()  # before a run of this process sets its own
 
@@ -276,6 +275,14 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
     if config.controller.warmup_path == "16bit":
         plan.warmup_steps = config.controller.warmup_steps(config.training.steps)
     return plan
+
+
+def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
+    """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
+    try:
+        return convert(model, paths, seed=seed, device=device)
+    except ValueError as error:
+        raise UserError(f"paths: {error}") from error
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
