@@ -49,7 +49,7 @@ test-slow: $(READY)  ## the tests that make test leaves out, a sample of the att
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(READY)  ## every test once, as CI runs them: make test with a coverage report, then make test-slow
-	$(MAKE) test ARGS="--cov $(ARGS)"
+	$(MAKE) test ARGS="--cov=gnmr $(ARGS)"
 	$(MAKE) test-slow
 
 attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
