@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from gnmr.paths.cast_stats import AmaxHistory, CastStats
 from gnmr.paths.casting import Reference, as_matrix, scaled
 from gnmr.paths.hooks import Casts, GraphLinear
-from gnmr.paths.kernels.scaled_mm import ScaledContext, ScaledLinear
-from gnmr.paths.kernels.simulated import GemmContext, SimulatedLinear, linear_backward
+from gnmr.paths.kernels.scaled_mm import ScaledContext
+from gnmr.paths.kernels.simulated import GemmContext, RecipeLinear, linear_backward
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import count_nonfinite
 from gnmr.vocabulary import OPERANDS
@@ -52,8 +52,7 @@ def missing(*paths: object) -> str | None:
 
 def graph_linear(recipe: Recipe) -> GraphLinear:
     """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees."""
-    real = recipe.backend == "scaled_mm"
-    context_kind, function = (_CodesContext, ScaledLinear) if real else (_ValuesContext, SimulatedLinear)
+    context_kind = _CodesContext if recipe.backend == "scaled_mm" else _ValuesContext
     read = _Read()
 
     def linear(
@@ -67,7 +66,7 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
         x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
         read.tell_once(input, made)
-        output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally, function)
+        output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally)
         return output
 
     found: GraphLinear = torch.compiler.allow_in_graph(linear)
@@ -137,17 +136,17 @@ class _CodesContext(_InGraph, ScaledContext):
 
 
 class _CountedLinear(torch.autograd.Function):
-    """`SimulatedLinear` or `ScaledLinear`, the last argument; before it the tally, whose gradient are the counts."""
+    """`RecipeLinear`; the last argument is the tally, whose gradient are the counts."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, _tally, linear = args
-        output: Tensor = linear.forward(ctx, *operands)
+        *operands, _tally = args
+        output: Tensor = RecipeLinear.forward(ctx, *operands)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *of_operands, _, _ = linear_backward(ctx, *grads)
+        *of_operands, _ = linear_backward(ctx, *grads)
         counts: _Counts = ctx.context.amax
-        return *of_operands, counts.gradient(grads[0].device), None
+        return *of_operands, counts.gradient(grads[0].device)

@@ -42,15 +42,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.casting import Reference
 from gnmr.paths.formats import FORMATS
-from gnmr.paths.hooks import CastMeasurement
 from gnmr.paths.kernels.scaled_mm import width_missing
-from gnmr.paths.kernels.simulated import GemmContext, linear_backward, remember
+from gnmr.paths.kernels.simulated import GemmContext
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import count_nonfinite, largest_magnitude, scale_of
 
@@ -154,9 +152,27 @@ class IntContext(GemmContext):
     weight_codes: Integers | None = None
     """Codes of the weight that are kept, set by whoever keeps them."""
 
-    def linear(self, *operands: Any) -> Tensor:
-        output: Tensor = _IntLinear.apply(*operands)
-        return output
+    def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
+        kept = self.weight_codes
+        # A cast of None tells delayed scales of the other path what they look back on.
+        found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
+        if kept is None:
+            return found, weight
+        read_by_dgrad = not weight.is_floating_point() or self.recipe.dgrad.weight == PER_ROW
+        return kept, (kept.codes, kept.scale) if read_by_dgrad else weight
+
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        output = products(x_fprop.codes, w_fprop.codes, self.recipe.backend == "int_mm").float()
+        output.mul_(x_fprop.scale * w_fprop.scale.t())
+        if x_fprop.columns is not None and x_fprop.outliers is not None:
+            if weight.is_floating_point():
+                columns = weight.index_select(1, x_fprop.columns)
+            else:
+                columns = Integers(weight.index_select(1, x_fprop.columns), w_fprop.scale).values(x.dtype)
+            output += x_fprop.outliers @ columns.t()
+        if bias is not None:
+            output += bias
+        return output.to(x.dtype).view(*x.shape[:-1], -1)
 
     def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         if cast.codes:
@@ -187,45 +203,3 @@ class IntContext(GemmContext):
         if x.columns is not None and x.outliers is not None:
             rows.index_copy_(1, x.columns, x.outliers[::every].float())
         return rows
-
-
-class _IntLinear(torch.autograd.Function):
-    """F.linear by `products`, of an input that was cast already. Differentiable once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        context: IntContext,
-        x_fprop: Integers,
-        x_wgrad: Tensor | None,
-        measured: CastMeasurement | None,
-    ) -> Tensor:
-        recipe, kept = context.recipe, context.weight_codes
-        # A cast of None tells delayed scales of the other path what they look back on.
-        found = context.cast("weight", weight, recipe.fprop.weight if kept is None else None)
-        w_fprop: Integers = found if kept is None else kept
-        remember(ctx, context, x, weight, x_wgrad, measured)
-        weights: tuple[Tensor, ...] = (weight,)
-        if kept is not None and (not weight.is_floating_point() or recipe.dgrad.weight == PER_ROW):
-            weights = kept.codes, kept.scale
-        ctx.weight_is_cast, ctx.num_weights = len(weights) == 2, len(weights)
-        ctx.save_for_backward(*weights, *(() if x_wgrad is None else (x_wgrad,)))
-        output = products(x_fprop.codes, w_fprop.codes, recipe.backend == "int_mm").float()
-        output.mul_(x_fprop.scale * w_fprop.scale.t())
-        if x_fprop.columns is not None and x_fprop.outliers is not None:
-            if weight.is_floating_point():
-                columns = weight.index_select(1, x_fprop.columns)
-            else:
-                columns = Integers(weight.index_select(1, x_fprop.columns), w_fprop.scale).values(x.dtype)
-            output += x_fprop.outliers @ columns.t()
-        if bias is not None:
-            output += bias
-        return output.to(x.dtype).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return linear_backward(ctx, *grads)

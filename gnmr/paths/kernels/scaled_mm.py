@@ -35,14 +35,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.casting import Reference, as_groups, as_matrix, scale_of_each, scaled
 from gnmr.paths.formats import FloatFormat
-from gnmr.paths.hooks import CastMeasurement, Casts
-from gnmr.paths.kernels.simulated import GemmContext, linear_backward, remember
+from gnmr.paths.kernels.simulated import GemmContext
 from gnmr.paths.recipes import MX, TILE, Cast, Gemm, Recipe
 from gnmr.vocabulary import GEMMS
 
@@ -248,9 +246,9 @@ class ScaledContext(GemmContext):
         divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
         return _codes(divided, scale, x, cast, fmt.native), stats
 
-    def linear(self, *operands: Any) -> Tensor:
-        output: Tensor = ScaledLinear.apply(*operands)
-        return output
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        output = product(x_fprop, w_fprop.t(), x.dtype)
+        return (output if bias is None else output + bias).view(*x.shape[:-1], -1)
 
     def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
         return product(a, b, dtype)
@@ -270,35 +268,3 @@ def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.d
         return Codes(codes, scale.view(()))
     found = scale[:, 0, :, 0]
     return Codes(codes, found.to(E8M0) if cast.scale == "mx" else found)
-
-
-class ScaledLinear(torch.autograd.Function):
-    """F.linear by `product`, of an input that was cast already. Differentiable once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        context: ScaledContext,
-        x_fprop: Tensor | Codes,
-        x_wgrad: Tensor | Codes | None,
-        measured: CastMeasurement | None,
-    ) -> Tensor:
-        remember(ctx, context, x, weight, x_wgrad, measured)
-        recipe, made = context.recipe, Casts()
-        w_fprop = context.cast("weight", weight, recipe.fprop.weight, 1, made)
-        dgrad = recipe.dgrad.weight
-        same = made.get(context.key(dgrad, 0)) if dgrad is not None else None
-        weights = (weight,) if same is None else tuple(same[0])
-        ctx.weight_is_cast, ctx.num_weights = same is not None, len(weights)
-        kept = () if x_wgrad is None else (x_wgrad,) if isinstance(x_wgrad, Tensor) else tuple(x_wgrad)
-        ctx.save_for_backward(*weights, *kept)
-        output = product(x_fprop, w_fprop.t(), x.dtype)
-        return (output if bias is None else output + bias).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return linear_backward(ctx, *grads)

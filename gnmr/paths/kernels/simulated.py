@@ -115,10 +115,21 @@ class GemmContext:
         values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         return values.to(x.dtype), stats
 
-    def linear(self, *operands: Any) -> Tensor:
-        """The output, of what `SimulatedLinear.forward` takes."""
-        output: Tensor = SimulatedLinear.apply(*operands)
-        return output
+    def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
+        """(the weight as fprop reads it; what is kept of it for dgrad: its cast, or itself for a cast of its own)."""
+        made: Casts = {}
+        w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
+        dgrad = self.recipe.dgrad.weight
+        same = None if dgrad is None else made.get(self.key(dgrad, 0))
+        return w_fprop, weight if same is None else same[0]
+
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        """The output, of operands as `cast` gives them; `x` and `weight` are what they were before."""
+        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
+        if self.recipe.fprop.result is None:
+            return output
+        result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)
+        return result.view(output.shape)
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
         """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
@@ -170,14 +181,6 @@ class GemmContext:
         self._largest.clear()
 
 
-def remember(
-    ctx: Any, context: GemmContext, x: Tensor, weight: Tensor, x_wgrad: Any, measured: CastMeasurement | None
-) -> None:
-    """Leaves in `ctx` what `linear_backward` needs besides the saved tensors, `num_weights` and `weight_is_cast`."""
-    ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
-    ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
-
-
 def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
     casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
@@ -209,8 +212,8 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
-class SimulatedLinear(torch.autograd.Function):
-    """F.linear of operands that were cast already; casts those of backward. Differentiable once."""
+class RecipeLinear(torch.autograd.Function):
+    """F.linear as `context` casts and multiplies, of an input that was cast already. Differentiable once."""
 
     @staticmethod
     def forward(
@@ -219,26 +222,27 @@ class SimulatedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         context: GemmContext,
-        x_fprop: Tensor,
-        x_wgrad: Tensor | None,
+        x_fprop: Any,
+        x_wgrad: Any,
         measured: CastMeasurement | None,
     ) -> Tensor:
-        remember(ctx, context, x, weight, x_wgrad, measured)
-        recipe, made = context.recipe, Casts()
-        w_fprop = context.cast("weight", weight, recipe.fprop.weight, 1, made)
-        dgrad = recipe.dgrad.weight
-        same = made.get(context.key(dgrad, 0)) if dgrad is not None else None
-        ctx.weight_is_cast, ctx.num_weights = same is not None, 1
-        ctx.save_for_backward(weight if same is None else same[0], *(() if x_wgrad is None else (x_wgrad,)))
-        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
-        if recipe.fprop.result is None:
-            return output
-        return context.cast("result", output.reshape(-1, output.shape[-1]), recipe.fprop.result).view(output.shape)
+        ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
+        ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
+        w_fprop, kept = context.cast_weight(weight)
+        weights = _tensors(kept)
+        ctx.weight_is_cast, ctx.num_weights = kept is not weight, len(weights)
+        ctx.save_for_backward(*weights, *_tensors(x_wgrad))
+        return context.fprop(x, x_fprop, weight, w_fprop, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return linear_backward(ctx, *grads)
+
+
+def _tensors(x: Any) -> tuple[Tensor, ...]:
+    """Those of a cast, in the order in which `GemmContext.restored` takes them."""
+    return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
 
 
 def recipe_linear(
@@ -261,7 +265,7 @@ def recipe_linear(
     x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
     measured = None if observe is None or not keeps else observe(rows, context, made)
-    output = context.linear(x, weight, bias, context, x_fprop, x_wgrad, measured)
+    output: Tensor = RecipeLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, measured)
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         context.end()  # frozen, and so is all before it: no backward pass will
     return output, context.kept_by(read, x_wgrad)
