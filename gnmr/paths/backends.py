@@ -5,9 +5,9 @@ scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kern
              capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the
              first function too, without being faster: good for testing
 int_mm       `torch._int_mm`, for recipes that multiply integers (`kernels/int8.py`)
-te           Transformer Engine, for the recipes that it has (`kernels/te.py`); never chosen by itself
-auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which, and
-             a warning says why of recipes that are no simulations by name: on GPUs, and where nobody prints the plan
+te           Transformer Engine, for the recipes that it has (`kernels/te.py`); never chosen by auto
+auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which. Warns
+             when falling back to simulation, on GPUs or where the plan is not printed (sim_ recipes excepted)
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def with_backend(
 def _missing(
     kind: str, recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device, auto: bool
 ) -> tuple[str | None, str]:
-    """(why `kind` does not run it; None: it does; what to use then). `auto`: nobody asked for `kind`."""
+    """(why `kind` does not run it; None: it does; what to use then). `auto`: `kind` was chosen automatically."""
     if kind == "int_mm":
         return int8.missing(recipe, linears, device), "backend='simulated'" if recipe.integer else "backend='auto'"
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     here = torch.device("cpu") if elsewhere else device
     if kind == "te":
         return te.missing(recipe, linears, here), "backend='scaled_mm' or 'simulated'"
-    # A GPU that is elsewhere is taken to have FP8 by whoever asks for it.
+    # A GPU of another machine is taken to have FP8 if scaled_mm was asked for.
     return scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto), "backend='auto'"

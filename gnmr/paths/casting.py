@@ -36,7 +36,7 @@ own scale, may come out a rounding error above the format's."""
 def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
     """`x` (N, D) in the nearest values of `cast`, same dtype; `x` itself where there is none.
 
-    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. A delayed scale knows no earlier
+    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. A delayed scale has no earlier
     steps here and is that of the tensor.
     """
     return x if cast is None or x.numel() == 0 else quantize_with_stats(x, cast, contraction_dim)[0]

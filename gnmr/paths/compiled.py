@@ -37,7 +37,7 @@ def new_tally(device: torch.device) -> Tensor:
 
 
 def missing(*paths: object) -> str | None:
-    """Why operators on these paths stay between the graphs; None: they need not."""
+    """Why operators on these paths stay between the graphs; None: they can be in them."""
     for path in paths:
         if path is None:
             continue
@@ -65,7 +65,7 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         rows, made = x.detach().reshape(-1, x.shape[-1]), Casts()
         x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
         x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-        read.tell_once(input, made)
+        read.count_once(input, made)
         output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally)
         return output
 
@@ -74,7 +74,7 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
 
 
 class _Read:
-    """The tensor that was read last, and which casts of it were told of: each counts for its first reader.
+    """The tensor that was read last, and which of its casts are counted: each counts for its first reader.
 
     What `linear` is given while a graph is made are stand-ins, and all readers of a tensor get the same one. So this is
     settled when the graph is, and as in `SharedState.read_of`.
@@ -82,15 +82,15 @@ class _Read:
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[Tensor] | None = None
-        self._told: set[Any] = set()
+        self._counted: set[Any] = set()
 
-    def tell_once(self, x: Tensor, made: Casts) -> None:
-        """Leaves to the earlier readers of `x` to tell of the casts that they have `made` too."""
+    def count_once(self, x: Tensor, made: Casts) -> None:
+        """Marks those of the casts `made` that an earlier reader of `x` counts."""
         if self._tensor is None or self._tensor() is not x:
-            self._tensor, self._told = weakref.ref(x), set()
+            self._tensor, self._counted = weakref.ref(x), set()
         for key, (_, stats) in made.items():
-            stats.counted = key in self._told
-            self._told.add(key)
+            stats.counted = key in self._counted
+            self._counted.add(key)
 
 
 class _Counts(AmaxHistory):

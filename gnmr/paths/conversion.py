@@ -39,24 +39,24 @@ def convert(
 ) -> Plan:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
-    The modules, their parameters, hooks and names stay the same objects, so an optimizer made before stays valid
-    (`weights=instead` drops frozen parameters for others). peft may wrap the modules before or after: what it adds to
-    their names is no part of the units'.
+    Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
+    (`weights=instead` replaces frozen parameters). peft may wrap the modules before or after; its prefixes and suffixes
+    are left out of the units' names.
 
     Args:
         seed: of the generator of stochastic rounding.
-        device: where a model on the meta device is meant to run, which backends go by; None: where its weights are.
-            A model is planned on the meta device, not trained: convert it again where it gets its weights.
+        device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
+            device can be planned, not trained: convert it again when it has weights.)
         store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
-        shown: False where nobody is shown the plan: a warning then says what is simulated on CPUs too.
+        shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
 
     ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
     16 bits, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of `nn.Linear`
     (converted already, or another library's), sharded by anything but FSDP2's `fully_shard`, quantized, of integers or
     complex, linears on several devices, a kind of unit that the model does not have, a backend that cannot run the
     recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense
-    (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and under
-    backend=auto of recipes that a GPU does not run, or nobody is shown as simulated (`gnmr.paths.backends`).
+    (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and where
+    backend=auto falls back to simulation (`gnmr.paths.backends`).
     """
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low)

@@ -1,4 +1,4 @@
-"""Faults in the low path of chosen units, in chosen steps: who was at risk, and when, is then known exactly.
+"""Faults in the low path of chosen units, in chosen steps (`schedule.py`): the truth that detection is held against.
 
 A fault changes how rows (tokens) of an operator's input are quantized, scale = max|row| / format.max and codes =
 Q(row / scale). Of a format that is the compressed copy; of a recipe the casts of the input, in every GEMM that reads
@@ -103,7 +103,7 @@ class Fault:
         generator: torch.Generator,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """As `casting.quantize_with_stats`, broken: values and scales, (N, D) float32, of `x` (N, D), and what was met.
+        """As `casting.quantize_with_stats`, broken: values and scales, (N, D) float32, of `x` (N, D), and statistics.
 
         `reference`: of delayed scales, see `casting`; `largest` as above. Does not wait for the device.
         """

@@ -9,7 +9,7 @@ that the largest magnitude of a row equals `max`, and returns codes; decoding re
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
 goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
-generator is theirs to save. Nothing here knows about rows, scales or packing (`scaling.py`).
+generator is theirs to save. Rows, scales and packing are in `scaling.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What may look into or break an operator's passes, as linears and kernels see it: faults, observers, and an engine
-that runs recipes by itself. Whoever implements these (`faults.py`, `probe.py`, `kernels/te.py`) stands elsewhere."""
+"""Protocols by which faults (`faults.py`), measurements (`probe.py`) and Transformer Engine (`kernels/te.py`) take part
+in an operator's passes. Linears and kernels know no more of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnmr.paths.reads import Read
 from gnmr.paths.recipes import Cast, Recipe
 
 Casts: TypeAlias = dict[Any, tuple[Any, CastStats]]
-"""The casts that were made of one tensor, by what tells them apart (`GemmContext.key`)."""
+"""The casts that were made of one tensor, by `GemmContext.key`."""
 GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool], Tensor]
 """(input, weight, bias, tally, dtype that autocast computes in, whether wgrad will run) -> output: a linear that
 torch.compile takes into its graph (`compiled.py`)."""
@@ -38,7 +38,7 @@ class FaultInjection(Protocol):
 
 
 class Measurement(Protocol):
-    """What an observer took note of in a forward pass, on its way to the backward pass."""
+    """What was measured in a forward pass, until its backward pass."""
 
     def add(self, grad_2d: Tensor) -> None:
         """Adds it up, given the grad_output (T, O) of the pass."""
@@ -68,7 +68,7 @@ class Observer(Protocol):
 
 
 class Engine(Protocol):
-    """Runs the linears of a plan by kernels of its own, which tell nothing of their casts."""
+    """Runs the linears of a plan by kernels of its own, whose casts are not counted."""
 
     delayed: bool
     """Whether it has delayed scales, which are state."""

@@ -38,7 +38,7 @@ class _LinearOfCodes(torch.autograd.Function):
 
 
 class Int8Linear(PathLinear):
-    """A `PathLinear` of a plan with a recipe that multiplies integers: it knows where its weight's codes are."""
+    """A `PathLinear` of a plan with a recipe that multiplies integers, with its weight's codes where it keeps them."""
 
     weights: str
     """One of WEIGHTS."""
@@ -49,7 +49,7 @@ class Int8Linear(PathLinear):
     _own_dtype: torch.dtype
 
     def store(self, weights: str) -> None:
-        """Once, when the operator is converted."""
+        """Makes the codes that `weights` asks for; once, when the operator is converted."""
         self.weights, self._beside, self._own_dtype = weights, None, self.weight.dtype
         if weights == "beside":
             self.kept_codes(self.weight)
@@ -80,7 +80,7 @@ class Int8Linear(PathLinear):
         own = self.weight
         if self.weights == "instead":
             return Integers(own, self.weight_scale)
-        if self.weights == "online" or own.is_inference():  # an inference tensor does not tell of its changes
+        if self.weights == "online" or own.is_inference():  # an inference tensor has no version number
             return None
         if own.requires_grad:
             raise ValueError(

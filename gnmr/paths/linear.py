@@ -15,7 +15,7 @@ which begins another pass; copies live as long as it does, at most to the step's
 What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
 DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
 
-Two things may look in, on formats and on recipes (`kernels/`), both off by default: a probe that measures
+Two hooks (`hooks.py`), on formats and on recipes (`kernels/`), are off by default: a probe that measures
 the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
 is never shared.
 """
@@ -109,7 +109,7 @@ class PathLinear(nn.Linear):
     in_graphs: tuple[GraphLinear, ...] | None
     """What runs the low and the recovery path within graphs of torch.compile's; None: between them."""
     tally: Tensor | None
-    """Leaf whose gradient counts what the casts in graphs met."""
+    """Leaf whose gradient are the counts of the casts in graphs."""
 
     def switch(self, recovering: bool) -> None:
         """Puts the operator on the recovery (True) or low-cost path from its next forward pass on."""
@@ -137,11 +137,11 @@ class PathLinear(nn.Linear):
         return self._between_graphs(input)
 
     def _fits_graph(self, input: Tensor) -> bool:
-        """Whether nothing looks on or breaks in, and there is a backward pass in which to tell of the casts."""
+        """Whether no probe or fault is at work, and there is a backward pass in which casts can be counted."""
         disturbed = self.fault is not None or (self.shared.probe is not None and self.shared.probe.enabled)
         disturbed = disturbed or is_sharded(input, self.weight)  # refused there
-        tells = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
-        return tells and not disturbed and input.numel() > 0
+        counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
+        return counts and not disturbed and input.numel() > 0
 
     # Where switching would make torch.compile specialise blocks on combinations of paths, and where copies are found by
     # the identity of tensors.
@@ -290,6 +290,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if x.dtype == torch.float64:
         return None
-    # Of the devices that there are, meta has no autocast. (Dynamo of 2.11 cannot trace `is_autocast_available`.)
+    # The meta device has no autocast. (Dynamo of 2.11 cannot trace `is_autocast_available`.)
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None

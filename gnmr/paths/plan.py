@@ -73,7 +73,7 @@ class Plan:
         path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
         before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of
         experts. Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs: more and
-        smaller ones, none of which knows of paths. Either way a switch compiles nothing that was not compiled before.
+        smaller ones, without paths. Either way a switch compiles nothing that was not compiled before.
         Give models of Hugging Face's `use_cache=False`, or every layer is a type of its own.
 
         In graphs what backward keeps is the compiler's choice: `saved_bytes` cannot be read. `saturation` is counted in
@@ -100,7 +100,7 @@ class Plan:
         return any(operator.in_graphs is not None for operator in self.operators)
 
     def _collect(self, into_counts: bool = True) -> None:
-        """Moves what the casts in graphs met into the counts, or nowhere."""
+        """Adds the counts of casts in graphs to the others, or drops them."""
         tallies = [operator.tally for operator in self.operators]
         found = [None if tally is None else tally.grad for tally in tallies]
         if into_counts and (first := next((one for one in found if one is not None), None)) is not None:
@@ -113,7 +113,7 @@ class Plan:
 
     @contextmanager
     def no_side_effects(self) -> Iterator[None]:
-        """Inside, passes are not the run's own: they leave no trace in what faults and casts remember.
+        """Inside, passes leave no trace in what faults and casts remember.
 
         The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
         afterwards as they were, and no compressed copy is kept. Recovery is the recovery path inside, in a warm-up in
@@ -144,8 +144,8 @@ class Plan:
         self.shared.warmup = sixteen if step <= self.warmup_steps else None
 
     def end_step(self) -> None:
-        """Call once per optimizer step, after its last backward pass: compressed copies are let go, delayed scales take
-        note of the step, and `saturation` begins anew."""
+        """Call once per optimizer step, after its last backward pass: drops compressed copies, advances the history of
+        delayed scales, resets `saturation`."""
         self.shared.forget()
         self._collect(into_counts=False)
         if self.shared.amax is not None:

@@ -1,4 +1,4 @@
-"""What the low path does to a unit's operands, measured in passing.
+"""Measures what the paths do to a unit's operands, during its own passes.
 
 Formats. The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t
 changes it by
@@ -71,7 +71,7 @@ _SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_er
 class Probe:
     """Sums of the statistics over all backward passes since the last `reset`; made by `Plan.probe`.
 
-    Set `enabled` to False for the steps whose numbers nobody reads: they cost nothing then.
+    Set `enabled` to False in steps whose numbers are not read: they cost nothing then.
     """
 
     def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 1) -> None:
@@ -128,7 +128,7 @@ class Probe:
         fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
     ) -> Measured:
-        """What the forward pass knows of `input`, which was `read`: x is its cast, `copy` what backward will read,
+        """Measures `input`, which was `read`: x is it after autocast's cast, `copy` what backward will read,
         `fault` one in force.
 
         Readers of the same tensor share all of it but a fault's. It has a row at least.
@@ -182,34 +182,34 @@ class Probe:
         `context` is under way and has `made` casts of them.
         """
 
-        def looking(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
-            look = operator.gemm_context(recipe, fault=fault, dry_run=True)
-            same = fault is context.fault and type(look) is type(context)
-            return look, made if same else look.casts_of(read, rows.dtype)
+        def dry_run_of(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
+            dry_run = operator.gemm_context(recipe, fault=fault, dry_run=True)
+            same = fault is context.fault and type(dry_run) is type(context)
+            return dry_run, made if same else dry_run.casts_of(read, rows.dtype)
 
         operator = self._operators[index]
         assert isinstance(operator.low, Recipe)
-        paths = {"low": looking(operator.low, fault)}
+        paths = {"low": dry_run_of(operator.low, fault)}
         if isinstance(operator.recovery, Recipe):
-            paths["recovery"] = looking(operator.recovery, None)
-        errors, looks, sums = {}, {}, self._input(read, rows[:: self.tokens])
-        for name, (look, own) in paths.items():
+            paths["recovery"] = dry_run_of(operator.recovery, None)
+        errors, dry_runs, sums = {}, {}, self._input(read, rows[:: self.tokens])
+        for name, (dry_run, own) in paths.items():
             if f"gap_{name}" in self.names:
-                errors[f"gap_{name}"] = self._error_of(look, read, rows, look.recipe.wgrad.input, 0, own).rows
-                looks[f"gap_{name}"] = look
+                errors[f"gap_{name}"] = self._error_of(dry_run, read, rows, dry_run.recipe.wgrad.input, 0, own).rows
+                dry_runs[f"gap_{name}"] = dry_run
         if "underflow" in self.names or "mse" in self.names:
-            look, own = paths["low"]
-            sums |= self._error_of(look, read, rows, look.recipe.fprop.input, 1, own).sums
+            dry_run, own = paths["low"]
+            sums |= self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own).sums
         square = None
-        if looks:
+        if dry_runs:
             if "square" not in read.measured:
                 read.measured["square"] = _squares(rows[:: self.tokens], 1)
             square = read.measured["square"]
         others: list[tuple[GemmContext, Any]] = []
         if "gap_exact" in self.names:
-            for look, own in paths.values():
-                if look.recipe is not context.recipe:
-                    others.append((look, look.cast("input", rows, look.recipe.wgrad.input, 0, own)))
+            for dry_run, own in paths.values():
+                if dry_run.recipe is not context.recipe:
+                    others.append((dry_run, dry_run.cast("input", rows, dry_run.recipe.wgrad.input, 0, own)))
         count, width = rows[:: self.tokens].shape
         return MeasuredCasts(
             self,
@@ -218,14 +218,14 @@ class Probe:
             sums,
             count * width,
             rows.shape[0] / count,
-            looks=looks,
+            dry_runs=dry_runs,
             square=square,
             others=tuple(others),
         )
 
     def _error_of(
         self,
-        look: GemmContext,
+        dry_run: GemmContext,
         read: Read,
         rows: Tensor,
         cast: Cast | None,
@@ -233,16 +233,16 @@ class Probe:
         made: Casts,
     ) -> _Error:
         """Of a cast of the input, once for all its readers where it is not an operator's own."""
-        known: dict[Any, _Error] = {} if look.fault is not None else read.measured
-        key = None if cast is None else (type(look), look.key(cast, contraction_dim))
+        known: dict[Any, _Error] = {} if dry_run.fault is not None else read.measured
+        key = None if cast is None else (type(dry_run), dry_run.key(cast, contraction_dim))
         if key not in known:
-            kept = self._kept(look, "input", rows, cast, contraction_dim, made)
+            kept = self._kept(dry_run, "input", rows, cast, contraction_dim, made)
             known[key] = self._between(rows[:: self.tokens], kept)
         return known[key]
 
     def _kept(
         self,
-        look: GemmContext,
+        dry_run: GemmContext,
         operand: str,
         rows: Tensor,
         cast: Cast | None,
@@ -254,11 +254,11 @@ class Probe:
             self.tokens > 1
             and cast is not None
             and cast.group(contraction_dim)[0] == 1  # each token has its own scales
-            and look.fault is None  # which hits a share of all rows
-            and look.key(cast, contraction_dim) not in made
+            and dry_run.fault is None  # which hits a share of all rows
+            and dry_run.key(cast, contraction_dim) not in made
         ):
-            return look.values(look.cast(operand, rows[:: self.tokens], cast, contraction_dim))
-        return look.values(look.cast(operand, rows, cast, contraction_dim, made), self.tokens)
+            return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
+        return dry_run.values(dry_run.cast(operand, rows, cast, contraction_dim, made), self.tokens)
 
     def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:
         """What input_std needs, once for all readers of the tensor."""
@@ -391,7 +391,7 @@ class Measured:
 class MeasuredCasts(Measured):
     """One forward pass of a unit whose paths are recipes."""
 
-    looks: dict[str, GemmContext] = field(default_factory=dict)
+    dry_runs: dict[str, GemmContext] = field(default_factory=dict)
     """By the gap for whose cast of grad_output each stands."""
     square: Tensor | None = None
     """(measured rows,) float64: ||x_t||^2."""
@@ -404,17 +404,18 @@ class MeasuredCasts(Measured):
         self.add(grad_2d)
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
         made_by = {type(context): made}
-        for name, look in self.looks.items():
+        for name, dry_run in self.dry_runs.items():
             assert self.square is not None
-            if (cast := look.recipe.wgrad.grad_output) is None:
+            if (cast := dry_run.recipe.wgrad.grad_output) is None:
                 continue
-            own = made_by.setdefault(type(look), {})
-            kept = self.probe._kept(look, "grad_output", grad_2d, cast, 0, own)
+            own = made_by.setdefault(type(dry_run), {})
+            kept = self.probe._kept(dry_run, "grad_output", grad_2d, cast, 0, own)
             errors = _squares(sampled.float() - kept, 1)
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
         if self.others:
             found = [
-                look.wgrad(grad_2d, x, grad_weight.dtype, made_by.setdefault(type(look), {})) for look, x in self.others
+                dry_run.wgrad(grad_2d, x, grad_weight.dtype, made_by.setdefault(type(dry_run), {}))
+                for dry_run, x in self.others
             ]
             in_force = [grad_weight] if len(found) == 1 else []
             first, second = in_force + found

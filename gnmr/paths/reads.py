@@ -1,4 +1,4 @@
-"""A tensor that several operators read: what was made of it for the first is there for the others."""
+"""A tensor that several operators read, with the copies and casts that they share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from gnmr.paths.scaling import compress
 
 
 class Read:
-    """A tensor that was read: its compressed copies and casts so far, and what a probe measured of it. They go when
-    the tensor does."""
+    """Copies, casts and measurements of one tensor. They are dropped with the tensor."""
 
     def __init__(self, x: Tensor, reader: str) -> None:
         own = weakref.ref(self)

@@ -75,8 +75,8 @@ def nan_unless_finite(x: Tensor) -> Tensor:
 def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
     """How many elements of `x` are Inf or NaN: a scalar (int64) on its device.
 
-    On CPUs, where looking waits for nothing, the elements are looked at only where one of the `largest` magnitudes,
-    if they are given, tells of some. None: there are none.
+    On CPUs elements are looked at only where one of the `largest` magnitudes, if they are given, is not finite.
+    None: there are none.
     """
     if largest is not None and x.device.type == "cpu" and nan_unless_finite(largest).sum().item() == 0:
         return None

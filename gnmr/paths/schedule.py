@@ -66,18 +66,8 @@ class FaultSchedule:
                 "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"
             )
         names = [one.name for one in plan.units]
-        chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
-        whole, no_unit = select(names, targets)
-        if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
-            units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-            raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
         self._seed, self._num_units = seed, len(names)
-        self._unit = {  # of each operator that may be hit, both by their places in the plan
-            operator.index: unit
-            for unit, one in enumerate(plan.units)
-            for operator in one.operators
-            if one.name in whole or operator.operator_name in chosen
-        }
+        self._unit = _targeted(plan, targets)  # the unit of each operator that may be hit, by their places in the plan
         hit = sorted(set(self._unit.values()))
         if windows:
             spans = {i: _checked(windows, steps) for i in hit}
@@ -126,6 +116,22 @@ class FaultSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._history is not None:
             self._history.copy_(state["history"])
+
+
+def _targeted(plan: Plan, targets: Sequence[str]) -> dict[int, int]:
+    """{operator: its unit} of those that the patterns name, or whose unit they name. ValueError for one without any."""
+    names = [one.name for one in plan.units]
+    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
+    whole, no_unit = select(names, targets)
+    if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
+        units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
+    return {
+        operator.index: unit
+        for unit, one in enumerate(plan.units)
+        for operator in one.operators
+        if one.name in whole or operator.operator_name in chosen
+    }
 
 
 def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ class SharedState:
     - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
     - `probe`: what measures the paths' errors, if anything does;
     - `amax`: counts and magnitudes of what recipes cast (None: the paths are formats, or an engine's);
-    - `engine`: what runs the recipes by itself (Transformer Engine), if anything does.
+    - `engine`: what runs the recipes in place of our kernels (Transformer Engine), if anything does.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SharedState:
 
     @property
     def stays(self) -> bool:
-        """Whether something of it lies on the device on which the operators were converted."""
+        """Whether it holds tensors on the device on which the operators were converted."""
         return self.amax is not None or self.generator is not None or self.probe is not None
 
     def read_of(self, x: Tensor, reader: str) -> Read:
@@ -69,7 +69,7 @@ class SharedState:
         return last
 
     def forget(self) -> None:
-        """Lets go of the copies of the last tensor (each step's end)."""
+        """Drops the copies of the last tensor (each step's end)."""
         self._last = None
 
     @contextmanager

@@ -96,7 +96,7 @@ class PathSpec:
             _require(formats or value == choices[0], name, value, right)
 
     def _check_recipes(self) -> None:
-        """Whoever declares a recipe waits for torch, which knows the formats."""
+        """Imports torch only where recipes are declared."""
         for name, one in self.recipes.items():
             from gnmr.paths.recipes import Recipe
 

@@ -7,11 +7,10 @@
 
 A block is found by the first number in a name, so that `model.layers.3` of another library's model is one too; what
 lies outside of any block (a converted head) is a unit by itself. Mixed precision within a block can be inconsistent,
-which is why the paper's recipes (5.2) move whole blocks.
+so the paper's recipes (5.2) move whole blocks.
 
-A unit is made of the operators that were converted, not of whatever else the module holds: its norms are over their
-parameters, and the block's norms or a gate, which stay in 16 bits, have no part in it. **Choice**: the paper says only
-that a unit is a block; what is routed is then also what is watched, and units differ in nothing but their size.
+A unit holds its converted operators only: its norms are over their parameters, and not over a block's norms or a gate,
+which stay in 16 bits. **Choice**: the paper says only that a unit is a block; here what is routed is what is watched.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def operator_names(names: Sequence[str]) -> list[str]:
 
 
 def check_unit(names: Sequence[str], unit: str) -> None:
-    """ValueError for a kind of unit of which these operators' names know nothing."""
+    """ValueError for a kind of unit that none of these names belongs to."""
     if not any(re.match(_NAMES[unit], name) for name in names):
         raise ValueError(f"unit={unit!r}: {_LACKING[unit]}; they are {', '.join(names[:2])} ...")
 

@@ -79,7 +79,7 @@ class Integers(NamedTuple):
 
 
 def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastStats]:
-    """`x` (N, D), any floating dtype, in INT8 under a scale a row, and what the cast met.
+    """`x` (N, D), any floating dtype, in INT8 under a scale a row, and the statistics of the cast.
 
     `outliers`: columns with a magnitude from here on stay as they are; finding them waits for the device.
     """
@@ -150,11 +150,11 @@ class IntContext(GemmContext):
     """Its operands of fprop are `Integers`; its other casts are those of the simulation."""
 
     weight_codes: Integers | None = None
-    """Codes of the weight that are kept, set by whoever keeps them."""
+    """Codes of the weight where they are kept; None: they are made in this pass."""
 
     def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
         kept = self.weight_codes
-        # A cast of None tells delayed scales of the other path what they look back on.
+        # A cast of None still records the magnitude, for delayed scales of the other path.
         found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
         if kept is None:
             return found, weight

@@ -7,7 +7,7 @@ scaled_mm runs GEMMs that cast nothing, and those whose operands both have
     tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
     mx                      `mxfp8`; E4M3: 10.0 (Blackwell) or newer
 
-The last two were never run on hardware by us: `auto` leaves them alone, who asks for them by name gets them.
+The last two were never run on hardware by us: `auto` does not choose them, backend=scaled_mm does.
 
 The casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
 sums, and that a value's scale meets the product, so that nothing is rounded to bfloat16 in between. For scales
@@ -58,8 +58,8 @@ _TILE_CUDA = (12, 9)
 def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device | None, auto: bool) -> str | None:
     """Why scaled_mm cannot run the recipe in these linears on `device`; None: it can.
 
-    `device` None: one that has the hardware. `auto`: nobody asked for it. Then CPUs, which have it for tests, count as
-    without, and so does what no hardware has run yet.
+    `device` None: one that has the hardware. `auto`: chosen automatically, so CPUs (which have it for tests) and
+    kernels that we have not run on hardware are left out.
     """
     if (unfit := _recipe_missing(recipe)) is not None:
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"

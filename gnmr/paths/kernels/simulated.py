@@ -40,7 +40,7 @@ Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] |
 
 
 class GemmContext:
-    """One forward pass of an operator and the backward pass that belongs to it: their casts, and what these found.
+    """One forward pass of an operator and its backward pass: their casts, and the statistics of these.
 
     Args:
         recipe: the casts.
@@ -157,11 +157,11 @@ class GemmContext:
         return rows.float()
 
     def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
-        """Where the casts of the tensor that was `read` stand, for its other readers; broken ones are nobody else's."""
+        """The casts of the tensor that was `read`, shared by its readers; those under a fault are not shared."""
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
     def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
-        """What tells `x_wgrad`, kept of the tensor that was `read`, from other tensors: see `PathLinear.read`."""
+        """What identifies `x_wgrad`, which is kept of the tensor that was `read`: see `PathLinear.read`."""
         cast, name = self.recipe.wgrad.input, self.name
         if cast is None:
             return name if x_wgrad is None else place_of(x_wgrad)

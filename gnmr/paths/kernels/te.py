@@ -18,7 +18,7 @@ Delayed scales are moved by Transformer Engine and not by `Plan.end_step`: those
 pass of the converted model ends, those of grad_output when its backward pass does, so twice a step with two
 micro-batches. While an operator is on the 16-bit path its history forgets, and then its last scales stay. They belong
 to the state of the plan. A second pass inside of the backward pass (activation checkpointing) is refused, and so is
-another recipe beside them: Transformer Engine knows one region of delayed scales at a time.
+another recipe beside them: Transformer Engine has one region of delayed scales at a time.
 """
 
 from __future__ import annotations
