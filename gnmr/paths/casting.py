@@ -33,19 +33,12 @@ BEYOND = 1 + 2.0**-20
 own scale, may come out a rounding error above the format's."""
 
 
-def quantize(x: Tensor, cast: Cast | None, contraction_dim: int) -> Tensor:
-    """`x` (N, D) in the nearest values of `cast`, same dtype; `x` itself where there is none.
+def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference = None) -> tuple[Tensor, CastStats]:
+    """(`x` (N, D) in the nearest values of `cast`, same dtype; what the cast found).
 
-    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. A delayed scale has no earlier
-    steps here and is that of the tensor.
+    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. Without a `reference` a delayed
+    scale is that of the tensor.
     """
-    return x if cast is None or x.numel() == 0 else quantize_with_stats(x, cast, contraction_dim)[0]
-
-
-def quantize_with_stats(
-    x: Tensor, cast: Cast, contraction_dim: int, reference: Reference = None
-) -> tuple[Tensor, CastStats]:
-    """`reference`: makes of max|x| the magnitude that becomes the format's largest; None: that very one."""
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     one_scale = group == (None, None)
@@ -103,7 +96,7 @@ def scaled(
     x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(`x` (N, D) divided by its scales, float32, none beyond the format's largest value; scale; max|group|; elements
-    that saturate, a scalar or None), the first three as `as_groups` has them: `quantize_with_stats` without its
+    that saturate, a scalar or None), the first three as `as_groups` has them: `quantize` without its
     rounding and in whole tensors, as GPUs and compilers want it.
     """
     groups = as_groups(x.float(), cast, contraction_dim)
@@ -123,7 +116,7 @@ def scale_under(cast: Cast, largest: Tensor) -> Tensor:
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
-    """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize_with_stats`."""
+    """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize`."""
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
     scale = scale_under(cast, largest if reference is None else reference(largest))

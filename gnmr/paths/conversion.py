@@ -79,10 +79,10 @@ def convert(
     if isinstance(recovery, Recipe):
         recovery = _with_outliers(recovery, spec.outlier_threshold)
         recovery = with_backend(recovery, spec.backend, chosen, device or here, shown)
-    shared = _shared_state(model, spec, low, recovery, len(chosen), seed, here)
+    shared = _shared_state(model, spec, (low, recovery), operators=len(chosen), seed=seed, here=here)
     kind = Int8Linear if integer else PathLinear
     operators = [
-        _exchanged(module, kind, name, index, low, recovery, shared)
+        _exchanged(module, kind, name=name, index=index, paths=(low, recovery), shared=shared)
         for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
     ]
     plan = Plan(operators, grouped(operators, spec.unit), low, recovery, shared)
@@ -129,15 +129,15 @@ def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> N
 def _shared_state(
     model: nn.Module,
     spec: PathSpec,
-    low: ExecutionPath,
-    recovery: ExecutionPath | None,
+    paths: tuple[ExecutionPath, ExecutionPath | None],
+    *,
     operators: int,
     seed: int,
     here: torch.device,
 ) -> SharedState:
     """What the operators, so many on the device `here`, have in common."""
-    recipes = [path for path in (low, recovery) if isinstance(path, Recipe)]
-    engine, generator, amax = te.engine_for(low, recovery), None, None
+    recipes = [path for path in paths if isinstance(path, Recipe)]
+    engine, generator, amax = te.engine_for(*paths), None, None
     if spec.rounding == "stochastic":
         generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
@@ -154,16 +154,16 @@ def _shared_state(
 def _exchanged(
     module: nn.Linear,
     kind: type[PathLinear],
+    *,
     name: str,
     index: int,
-    low: ExecutionPath,
-    recovery: ExecutionPath | None,
+    paths: tuple[ExecutionPath, ExecutionPath | None],
     shared: SharedState,
 ) -> PathLinear:
     """The same module, with two paths and on the low one."""
     module.__class__ = kind
     assert isinstance(module, PathLinear)
-    module.operator_name, module.index, module.low, module.recovery = name, index, low, recovery
+    module.operator_name, module.index, (module.low, module.recovery) = name, index, paths
     module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
     module.in_graphs = module.tally = None
     if isinstance(module, Int8Linear):

@@ -103,7 +103,7 @@ class Fault:
         generator: torch.Generator,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """As `casting.quantize_with_stats`, broken: values and scales, (N, D) float32, of `x` (N, D), and statistics.
+        """As `casting.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), and statistics.
 
         `reference`: of delayed scales, see `casting`; `largest` as above. Does not wait for the device.
         """

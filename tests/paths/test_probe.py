@@ -517,13 +517,13 @@ def test_a_recovery_that_leaves_wgrad_alone_gains_nothing_of_it_and_says_so() ->
 @pytest.mark.parametrize(("low", "recovery"), [*PAIRS, ("fp8_delayed", "sim_int8")])
 def test_sharing_a_tensor_changes_nothing_but_the_number_of_casts(low, recovery, tokens, monkeypatch) -> None:
     casts = []
-    plain = simulated.quantize_with_stats
+    plain = simulated.quantize
 
     def counting(x: Tensor, cast, *rest):
         casts.append((x.shape[1], str(cast)))
         return plain(x, cast, *rest)
 
-    monkeypatch.setattr(simulated, "quantize_with_stats", counting)
+    monkeypatch.setattr(simulated, "quantize", counting)
     read = []
     for shared in (True, False):
         net, plan = make(low, recovery)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchao_casts
 
-from gnmr.paths.formats import FORMATS
+from gnmr.paths.formats import FORMATS, _format
 from gnmr.paths.scaling import compress, decompress, largest_magnitude, pack, row_bytes, unpack
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
@@ -133,3 +133,12 @@ def test_the_largest_magnitude_in_every_dtype(dtype: torch.dtype) -> None:
     )
     found = largest_magnitude(x, (1,))
     torch.testing.assert_close(found, torch.tensor([[3.0], [0.0], [math.nan], [math.inf]], dtype=dtype), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["int5", "int7", "e3m3", "e4m2"])
+def test_a_new_name_in_the_vocabulary_is_a_format(name: str) -> None:
+    fmt, rows = _format(name), torch.randn(5, 37, generator=torch.Generator().manual_seed(1))
+    packed, scale = compress(rows, fmt)
+    back = decompress(packed, scale, fmt, 37, torch.float32)
+    assert packed.shape == (5, row_bytes(37, fmt.bits)) and fmt.bits == {"int5": 5}.get(name, 7)
+    assert ((back - rows).abs() <= fmt.step((rows / scale).clamp(-fmt.max, fmt.max)) * scale * 0.51).all()

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import AmaxHistory, CastStats
-from gnmr.paths.casting import Reference, quantize_with_stats
+from gnmr.paths.casting import Reference, quantize
 from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.reads import Read
@@ -107,7 +107,7 @@ class GemmContext:
 
     def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
-        return quantize_with_stats(x, cast, contraction_dim, reference)
+        return quantize(x, cast, contraction_dim, reference)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """As `quantize`, of an input under the fault."""
