@@ -95,12 +95,12 @@ def runs() -> dict[str, list[str]]:
     found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
     found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
     found |= {f"stress_{name}": [*act, f"stress={name}", "stress.windows=[[3,2]]"] for name in STRESSES}
-    found |= {f"transform_{name}": [*act, f"optim/transform={name}"] for name in TRANSFORMS}
+    found |= {f"transform_{name}": [*act, f"optim.transform.name={name}"] for name in TRANSFORMS}
     found |= {"scale": [*act, "optim=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
-    found |= {"hierarchy_6_8": [*recipe, "hierarchy=6/8"], "hierarchy_8_16": [*recipe, "hierarchy=8/16"]}
-    found |= {"scaled_mm": [*recipe, "hierarchy=8/16", "paths.backend=scaled_mm"]}
+    found |= {"hierarchy_6_8": [*recipe, "preset=6/8"], "hierarchy_8_16": [*recipe, "preset=8/16"]}
+    found |= {"scaled_mm": [*recipe, "preset=8/16", "paths.backend=scaled_mm"]}
     wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]
-    found |= {f"recipe_{name}": ["experiment=pretrain", f"recipe={name}", *wide] for name in RECIPES}
+    found |= {f"recipe_{name}": ["experiment=pretrain", f"paths.low={name}", *wide] for name in RECIPES}
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
     found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
     found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}

@@ -29,7 +29,7 @@ CASES = {
     "unknown=1": "Key 'unknown' not in 'Config': use one of model, ",
     "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
     "model=moe model.experts.number=0": "model.experts.number=0: moe needs at least one expert",
-    "scale=finetune_cpu model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrained",
+    "scale=finetune_cpu model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrain",
     "model.experts.number=8": "model.experts.number=8: model.name=llama has no experts",
     "model=gpt model.experts.routing_seed=1": "model.experts.routing_seed=1: model.name=gpt has no experts",
     "scale=moe_cpu model=llama": "model.experts.number=8: model.name=llama has no experts",
@@ -40,7 +40,7 @@ CASES = {
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
     "trainig.steps=3": "Key 'trainig' not in 'Config': did you mean training?",
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; one list is training.seed=[0,1]",
-    "optim.transform=clip": "optim.transform=clip: chosen as a whole by optim/transform=clip",
+    "optim.transform=clip": "Error merging override optim.transform=clip",
     "+unknown=1": "Key 'unknown' not in 'Config'",
     "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
     "++controller.alfa=3": "Key 'alfa' not in 'ControllerConfig' (key controller.alfa)",
@@ -66,29 +66,28 @@ CASES = {
     "paths.recipes.mine=3": "paths.recipes: recipe mine=3: must be {gemm: {operand: cast}}",
     "paths.low=mine": "paths.low=mine: must be one of int2",
     "paths.recovers=[bprop]": "paths.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
-    "paths=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
-    "paths=mxfp8": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a multiple of 32",
-    "paths=sim_int4 paths.site=forward": "paths.site=forward: belongs to formats; with the recipe sim_int4 it must",
-    "paths=sim_int4 controller.signal=gap": "signal=gap: gap_recovery needs both paths, and paths.rec",
-    "recipe=bf16 stress=noise": "stress: the low path is bf16: there is no quantizer to break",
-    "recipe=deepseek_v3": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of",
-    "recipe=fp9": "Could not find 'recipe/fp9': use one of bf16, deepseek_v3",
-    "hierarchy=6/7": "Could not find 'hierarchy/6/7': use one of 4/16, 4/8, 6/8, 8/16, 8/16_moe, int8/16",
-    "hierarchy=8": "hierarchy=8: use one of 4/16, 4/8, 6/8, 8/16",
-    "recipe=null": "recipe=null: use one of bf16, deepseek_v3",
+    "paths.low=deepseek_v3 paths.recovery=null": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepsee",
+    "paths.low=mxfp8 paths.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",
+    "paths.low=sim_int4 paths.recovery=null paths.site=forward": "paths.site=forward: belongs to formats; with th",
+    "paths.low=sim_int4 paths.recovery=null controller.signal=gap": "signal=gap: gap_recovery needs both paths, and",
+    "paths.low=bf16 paths.recovery=null stress=noise": "stress: the low path is bf16: there is no quantizer to break",
+    "recipe=fp9": "recipe=fp9: is now paths.low=... paths.recovery=...",
+    "paths.low=fp9": "paths.low=fp9: must be one of int2, int3",
+    "preset=6/7": "Could not find 'preset/6/7': use one of 4/16, 4/8, 6/8, 8/16, 8/16_moe, int8/16",
+    "preset=8": "preset=8: use one of 4/16, 4/8, 6/8, 8/16",
     "paths.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
     "experiment=moe_stress model=llama": "model.experts.number=8: model.name=llama has no experts",
     "paths.unit=blocks": "paths.unit=blocks: must be one of operator, expert, layer, block",
-    "hierarchy=8/16 paths.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
-    "hierarchy=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
-    "hierarchy=8/16_moe recipe=fp8_hybrid controller.warmup_frac=0.1": "a high-fidelity warm-up needs paths.recovery",
-    "recipe=fp8_hybrid paths.backend=scaled_mm model.intermediate_size=56": "has 56 outputs, and FP8 hardware needs",
+    "preset=8/16 paths.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
+    "preset=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
+    "preset=8/16_moe paths.recovery=null": "a high-fidelity warm-up needs paths.recovery",
+    "paths.low=fp8_hybrid paths.recovery=null paths.backend=scaled_mm model.intermediate_size=56": "has 56 outputs,",
     "paths.backend=cublas": "paths.backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te",
-    "hierarchy=8/16 paths.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
+    "preset=8/16 paths.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
     "paths.weights=elsewhere": "paths.weights=elsewhere: must be one of online, beside, instead",
     "paths.outlier_threshold=0": f"paths.outlier_threshold=0.0: {POSITIVE} or null",
-    "hierarchy=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
-    "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_proj",
+    "preset=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
+    "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_pr",
     "data.path=???": "Missing mandatory value: path (key data.path)",
     "data.path=": "data.path=: data=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
@@ -118,64 +117,56 @@ CASES = {
     "controller.options.treshold=1": "gnmr_delta has no option 'treshold': it has alpha, beta",
     "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold': it has threshold",
     "controller.signal=zscore controller.options.warmup=0": "warmup=0: must be a whole number of at least",
-    "controller.signal=gap paths=int4": "signal=gap: gap_recovery needs both paths, and paths.recovery is null",
+    "controller.signal=gap paths.low=int4 paths.recovery=null": "signal=gap: gap_recovery needs both paths, and path",
     "controller.signal=spike_share optim=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
     "controller.signal=static_k controller.options.calibration_steps=50": "the run has only 2 steps",
     "controller.signal=": "controller.signal=: give the name, or package.module:Class",
     "controller.signal=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
     "controller.signal=nowhere:It": "No module named 'nowhere' (is its folder on PYTHON",
     "controller.signal=json:It": "controller: signal 'json:It': json has no class 'It'",
-    "variant=rank_gap": "Could not find 'variant/rank_gap': use one of adapt, always_high",
+    "variant=rank_gap": "variant=rank_gap: is now keys, or an arm of a sweep",
     # recorded evidence
     "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
     "records.evidence=[norm]": "norm: recorded in every run",
     "records.evidence=[micro_square]": "records.evidence: needs micro-batches, training.accumulation=1",
-    "records.evidence=[gap_exact,mse] paths=int4": "records.evidence: gap_exact needs both paths, and paths.recovery",
-    "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units has such a name; there",
+    "records.evidence=[gap_exact,mse] paths.low=int4 paths.recovery=null": "records.evidence: gap_exact needs both p",
+    "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units has such a name; ther",
     "records.monitor=[down_proj]": "records.monitor: ['down_proj']: no module outside of the units has such a name",
     "records.evidence=mse": "must be a list, [a,b] (key records.evidence)",
     # faults and outlier channels
-    "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are lay",
+    "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are la",
     "stress=noise stress.windows=[[2,2]]": "stress: window [2, 2]: must lie within the run's steps 1 to 2",
     "stress=noise stress.windows=[[1,2],[2,1]]": "stress: window [2, 1]: begins before the one from step 1 has ended",
     "stress=noise stress.rate=100": "stress: rate=100.0, duration=20: their product must be above 0 and at most 1000",
-    "stress=noise paths=bf16": "stress: the low path is bf16: there is no quantizer to break",
+    "stress=noise paths.low=bf16 paths.recovery=null": "stress: the low path is bf16: there is no quantizer to break",
     "stress=quake": "Could not find 'stress/quake': use one of bit_flip, noise, none, saturation",
     "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
-    "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16": "the narrow",
+    "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16": "the narr",
     "model.outlier_channels.number=2 model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",
     # transforms and optimizers
-    "optim/transform=spam +optim.transform.options.every=1": "spam has no such option, it has threshold, reset_every",
-    "optim/transform=spam optim.transform.options.grace=600": "option grace=600: must be less than reset_every=500",
+    "optim.transform.name=spam optim.transform.options.every=1": "spam has no such option, it has threshold, reset_e",
+    "optim.transform.name=spam optim.transform.options.grace=600": "option grace=600: must be less than reset_every=",
     "+optim.transform.options.every=1": "optim.transform.options={'every': 1}: without effect while",
     "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of norm_clip, zclip, adagc",
-    "optim/transform=clip": "Could not find 'optim/transform/clip': use one of adagc, agc",
+    "optim/transform=clip": "optim/transform=clip: is now optim.transform.name=clip",
     "controller.signal=mse records.evidence=[micro_square]": "records.evidence: needs micro-batches",
     "controller.signal=builtins:repr": "signal builtins:repr: a str is no signal",
     "controller.signal=pathlib:PurePath": "signal pathlib:PurePath: ",
     # words that choose the paths: one of them
-    "recipe=fp8_hybrid hierarchy=6/8": "recipe=fp8_hybrid hierarchy=6/8: each of them chooses the paths; give one",
-    "paths=int4_int8 recipe=deepseek_v3": "recipe=deepseek_v3 paths=int4_int8: each of them chooses the paths",
-    "hierarchy=6/8 paths=int4_int8": "hierarchy=6/8 paths=int4_int8: each of them chooses the paths",
-    "recipe=fp8_hybrid variant=gnmr_6_8": "recipe=fp8_hybrid variant=gnmr_6_8: each of them chooses the paths",
-    "hierarchy=6/8 variant=int4": "hierarchy=6/8 variant=int4: each of them chooses the paths",
-    "variant=bf16 paths=int8": "paths=int8 variant=bf16: each of them chooses the paths",
-    "experiment=pretrain hierarchy=6/8": "hierarchy=6/8: the experiment's recipe=bf16 would win; leave it out with ~re",
-    "experiment=pretrain variant=gnmr_6_8": "variant=gnmr_6_8: the experiment's recipe=bf16 would win",
-    "recipe.backend=cublas": "paths.backend=cublas: ",
-    "recipe.low=bf16": "recipe.low: a recipe is chosen as a whole; use paths.low",
-    "hierarchy=6/8 hierarchy.low=bf16": "hierarchy.low: a hierarchy is chosen as a whole; use paths.low",
-    "recipe.recipes.mine.fprop.input=e4m3": "use paths.recipes.mine.fprop.input",
-    "recipe.colour=red": "Could not override 'recipe.colour'",
+    "recipe.backend=te": "recipe.backend=te: is now paths.backend=te",
+    "hierarchy=6/8": "hierarchy=6/8: is now preset=6/8",
+    "sweep=table1": "sweep=table1: is now sweep=paper/table1",
+    "variant=always_low": "variant=always_low: is now controller.signal=always_low",
+    "preset.low=bf16": "Could not override 'preset.low'",
     "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
 }
 VALUES = {
     # in a config -> what the line says
     "model.name=moe model.experts.number=-1": "model.experts.number=-1: must be 0 or more",
     "model.name=moe model.experts.number=8 model.experts.top_k=0": f"model.experts.top_k=0: {POSITIVE}",
-    "model.name=moe model.experts.number=8 model.experts.top_k=1": "model.experts.normalized=True: with model.experts.",
-    "model.name=moe model.experts.number=8 model.experts.balance_coef=-1": "balance_coef=-1.0: must be a number, 0 or",
-    "model.name=moe model.experts.number=8 model.experts.balance_coef=inf": "balance_coef=inf: must be a number, 0 or",
+    "model.name=moe model.experts.number=8 model.experts.top_k=1": "model.experts.normalized=True: with model.expert",
+    "model.name=moe model.experts.number=8 model.experts.balance_coef=-1": "balance_coef=-1.0: must be a number, 0 o",
+    "model.name=moe model.experts.number=8 model.experts.balance_coef=inf": "balance_coef=inf: must be a number, 0 o",
     "model.name=moe model.experts.number=8 model.experts.routing_seed=-1": "routing_seed=-1: must lie between 0 and",
     "model.name=moe model.experts.number=8 model.num_kv_heads=2": "model.num_kv_heads=2: only llama has grouped",
     "model.name=gpt model.tied_head=true": "model.tied_head=True: only llama has the choice",
@@ -200,7 +191,7 @@ VALUES = {
     "training.steps=99999999999999999999": "training.steps=1e+20: must be less than 2^63",
     "training.steps=9223372036854775807": "training.steps=9223372036854775807: makes more tokens than 2^63",
     "optim.transform.options.every=99999999999999999999": "every=1e+20: must be less than 2^63",
-    "optim.name=scale optim.transform.name=stable_spam": "optim.transform.name=stable_spam: resets Adam's moments; it",
+    "optim.name=scale optim.transform.name=stable_spam": "optim.transform.name=stable_spam: resets Adam's moments; i",
     "optim.options.momentum=1": "optim.options={'momentum': 1}: adamw has none",
 }
 
@@ -327,11 +318,9 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
 @pytest.mark.parametrize(
     "words",
     [
-        "experiment=deepseek_recipe recipe=fp8_hybrid",
-        "experiment=deepseek_recipe variant=bf16",
-        "experiment=deepseek_recipe paths=fp8_hybrid paths.low=sim_e3m2",
-        "experiment=pretrain ~recipe hierarchy=6/8",
-        "-m sweep=table2 hierarchy=4/8 variant=ranked_gap training.seed=0",  # where the sweep's variants choose paths
+        "experiment=deepseek_recipe paths.low=fp8_hybrid paths.recovery=null",
+        "experiment=deepseek_recipe preset=4/8 paths.low=sim_e3m2",
+        "-m sweep=paper/table2 arm=gnmr preset=4/8 controller.signal=gap training.seed=0",
         "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
 )
@@ -342,19 +331,9 @@ def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny
 
 
 @pytest.mark.slow
-def test_a_recipe_beside_variants_of_a_sweep(gnmr, tiny_words, place):
-    """The cells that make sense are run; here the data keep them from it."""
-    ended = gnmr("train", *tiny_words, "-m", "recipe=fp8_hybrid", "variant=gnmr,gnmr_6_8", "data.path=nowhere")
-    assert ended.code == 2 and "#0 failed: data.path=nowhere" in ended.out
-    assert "#1 failed: recipe=fp8_hybrid variant=gnmr_6_8: each of them chooses the paths" in ended.out
-
-
-@pytest.mark.slow
-def test_a_variant_of_the_users_own_is_read_too(gnmr, tiny_words, place):
-    (place / "own" / "variant").mkdir(parents=True)
-    (place / "own/variant/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /paths: int8\n")
-    line = gnmr("train", *tiny_words, "--config-dir=own", "variant=mine", "hierarchy=6/8").mistake
-    assert line.startswith("hierarchy=6/8 variant=mine: each of them chooses the paths")
+def test_an_arm_of_a_sweep_alone_is_told_its_keys(gnmr, tiny_words):
+    line = gnmr("train", *tiny_words, "sweep=paper/table4", "arm=gnmr").mistake
+    assert line == "arm=gnmr: chooses an arm of a sweep: add -m, or give its keys: preset=8/16"
 
 
 @pytest.mark.slow
@@ -423,7 +402,7 @@ def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path)
     ("words", "line"),
     [
         (
-            "hierarchy=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2 paths.unit=operator",
+            "preset=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2 paths.unit=operator",
             "the recovery path sim_e3m2 is coarser than the",
         ),
         ("paths.backend=simulated", "backend='simulated': has no effect on formats, which are packed on any machine"),
@@ -438,7 +417,7 @@ def test_paths_that_cannot_be_meant_are_a_warning(words, line, gnmr, tiny_words)
 
 @pytest.mark.slow
 def test_what_a_cpu_simulates_is_shown_and_no_warning(gnmr, tiny_words):
-    ended = gnmr("train", *tiny_words, "hierarchy=8/16", "records.live=plain")
+    ended = gnmr("train", *tiny_words, "preset=8/16", "records.live=plain")
     assert (ended.code, ended.err) == (0, "") and "fp8_hybrid, simulated" in ended.out
 
 
@@ -448,7 +427,7 @@ def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch)
 
     missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
     monkeypatch.setattr(scaled_mm, "_device_missing", lambda *_: missing)
-    line = gnmr("train", *tiny_words, "hierarchy=8/16", "paths.backend=scaled_mm").mistake
+    line = gnmr("train", *tiny_words, "preset=8/16", "paths.backend=scaled_mm").mistake
     assert line == f"paths: backend='scaled_mm': {missing}; use backend='auto'"
     assert not (tmp_path / "runs").exists()
 

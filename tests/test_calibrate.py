@@ -196,16 +196,17 @@ def test_a_small_share_of_a_run_is_spent_to_the_unit_step(gnmr, spent, tmp_path)
     assert spent(*overrides, source=tmp_path / "plain.parquet") == 0.001
 
 
-def test_a_file_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatch):
-    """What `out` leaves are variants: a sweep finds them by their names, and each is an arm of its own."""
+def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatch):
+    """What `out` leaves is a sweep, each point an arm of its own."""
     monkeypatch.chdir(tmp_path)
     words = ["calibrate=0.1,0.3", "signal=random,mse", "max_o=6", "out=promotion"]
     lines = gnmr("replay", str(file), *words).out.splitlines()
-    files = sorted(path.name for path in (tmp_path / "promotion" / "variant").iterdir())
-    assert files == ["mse_at_0.1.yaml", "mse_at_0.3.yaml", "random_at_0.1.yaml", "random_at_0.3.yaml"]
+    (written,) = (tmp_path / "promotion" / "sweep").iterdir()
+    arms = OmegaConf.load(written).hydra.sweeper.arms
+    assert list(arms) == ["random-0.1", "random-0.3", "mse-0.1", "mse-0.3"]
     assert gnmr("replay", str(file), *words).out.splitlines() == lines, "written again"
 
-    swept = ["-m", "--config-dir", "promotion", "variant=glob(*_at_*)"]
+    swept = ["-m", "--config-dir", "promotion", "sweep=calibrated"]
     assert gnmr("train", *tiny_words, *swept).code == 0
     runs = {path.name.rsplit("-", 2)[0]: path for path in tmp_path.glob("runs/*/*-s0")}
     assert runs.keys() == {f"int4_int8-{name}" for name in ("mse-0.1", "mse-0.3", "random-0.1", "random-0.3")}

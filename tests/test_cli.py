@@ -154,7 +154,7 @@ def test_an_experiments_values_win_over_the_scales_and_the_command_line_over_bot
     ("line", "choices"),
     [
         ("gnmr train experiment=", {"experiment=act_quant_stress"}),
-        ("gnmr train scale=cpu paths=int4", {"paths=int4", "paths=int4_int8"}),
+        ("gnmr train scale=cpu stress=s", {"stress=saturation", "stress=stale_scale"}),
         ("gnmr train controller.al", {"controller.alpha=", "controller.alpha_init="}),
         ("gnmr ", set(COMMANDS)),
         ("gnmr tr", set(COMMANDS)),  # the shell drops what does not fit
@@ -244,9 +244,12 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
             ["controller.routing=ranked", "controller.trigger=2"],
             ["trigger=2.0 has no effect under controller.routing=ranked"],
         ),
-        (["variant=ranked_gap", "controller.t_lock=3"], ["t_lock=3 has no effect under controller.routing=ranked"]),
+        (
+            ["controller.routing=ranked", "controller.t_lock=3"],
+            ["t_lock=3 has no effect under controller.routing=ranked"],
+        ),
         (["controller.alpha=2", "controller.beta=1.2", "controller.trigger=2", "controller.t_lock=3"], []),
-        (["scale=cpu_2bit", "variant=ranked_random"], []),
+        (["scale=cpu_2bit", "controller.signal=random"], []),
     ],
 )
 @pytest.mark.slow
@@ -260,7 +263,7 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
 
 
 def test_compose_gives_what_the_command_gives(gnmr, tiny_words):
-    words = [*tiny_words, "paths=e2m1_e4m3", "scale=130m", "debug=smoke"]
+    words = [*tiny_words, "paths.low=e2m1", "paths.recovery=e4m3", "scale=130m", "debug=smoke"]
     assert compose(words) == config.load(composed(gnmr("train", *words, "--cfg", "job", "--resolve").out))
 
 

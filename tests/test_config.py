@@ -19,13 +19,12 @@ from gnmr.config import (
     to_dict,
 )
 from gnmr.errors import UserError
-from gnmr.vocabulary import FORMATS, RECIPES
 
 CONF = Path(__file__).parent.parent / "conf"
 BASES = {
     "model": "llama",
     "data": "stdlib",
-    "paths": "int4_int8",
+    "paths": "default",
     "controller": "gnmr",
     "optim": "adamw",
     "stress": "none",
@@ -131,10 +130,6 @@ def test_mistakes_name_the_key_in_one_line(tree: dict, line: str) -> None:
 )
 def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:
     assert sorted(load({"controller": controller}).controller.unread()) == unread.split()
-
-
-def test_every_format_and_recipe_has_an_arm() -> None:
-    assert {path.stem for path in (CONF / "paths").glob("*.yaml")} >= {*FORMATS, *RECIPES}
 
 
 def test_flatten_keeps_lists_whole() -> None:

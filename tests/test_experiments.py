@@ -1,23 +1,28 @@
-"""Every file of conf/ composes and loads; scales have the paper's sizes; scales and variants take two real steps."""
+"""Every file of conf/ composes and loads; scales have the paper's sizes; scales and arms take two real steps."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from gnmr import config, models
 from gnmr.config import compose as composing
 from gnmr.controller import Decision
+from gnmr.controller.signals import SIGNALS
+from gnmr.errors import UserError
 from gnmr.paths import PathSpec, convert
+from gnmr.sweep import combinations_of
 from gnmr.training.build import assemble, train_step
 from gnmr.training.step import TrainStep
 from gnmr.training.transforms import TRANSFORMS
+from gnmr.vocabulary import RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -49,28 +54,16 @@ def test_every_choice_composes(group):
         assert named == choice or (group == "controller" and choice.startswith(f"{named}_"))  # a calibration of it
 
 
-def test_what_runs_a_recipe_can_be_said_beside_it() -> None:
-    paths = composing.compose(["recipe=fp8_hybrid", "recipe.backend=scaled_mm"]).paths
-    assert (paths.low, paths.backend) == ("fp8_hybrid", "scaled_mm")
-    assert composing.compose(["hierarchy=8/16_moe", "hierarchy.backend=simulated"]).paths.backend == "simulated"
-    assert composing.in_full("++recipe.backend=te") == "++paths.backend=te"
-
-
 def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
     tested |= {"scores"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
-    nested = {"optim/transform", "hierarchy/4", "hierarchy/6", "hierarchy/8"} | {"hierarchy/int8"}
-    assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "variant", "recipe", "hierarchy"}
+    nested = {"preset/4", "preset/6", "preset/8", "preset/int8", "sweep/paper", "hydra/sweeper"}
+    assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "preset", "hydra"}
 
 
-# ---- transforms, faults: what their files say is what the classes take ----
-
-
-def test_every_transform_has_its_file():
-    assert set(choices("optim/transform")) == {*TRANSFORMS, "none"}
-    assert compose("controller.signal=zscore", "optim/transform=spam").arm_name == "int4_int8-zscore-spam"
+# ---- faults ----
 
 
 @pytest.mark.parametrize("choice", choices("stress"))
@@ -84,99 +77,154 @@ def test_a_stress_file(choice):
         assert stress.duration < config.load({}).training.max_nonfinite_streak
 
 
-@pytest.mark.parametrize("choice", choices("paths"))
-def test_a_paths_name_says_its_paths(choice):
-    paths = compose(f"paths={choice}").paths
-    assert choice == paths.name == "_".join(path for path in (paths.low, paths.recovery) if path)
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ((), "int4_int8-gnmr"),
+        (("paths.recovery=null",), "int4"),
+        (("paths.low=fp8_hybrid", "paths.recovery=bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
+        (("controller.signal=gnmr", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
+        (("controller.signal=zscore", "optim.transform.name=spam"), "int4_int8-zscore-spam"),
+        (("paths.name=mine", "controller.name=held"), "mine-held"),
+        (("paths.name=mine", "arm=other"), "other"),
+        (("controller.signal=module:Own",), "int4_int8-Own"),
+    ],
+)
+def test_an_arms_name_says_what_it_is(words, name):
+    assert compose(*words).arm_name == name
 
 
-# ---- sweeps and variants ----
+# ---- sweeps and their arms ----
 
 
-def axes_of(sweep: str) -> dict[str, list[str]]:
-    """{key: its values}"""
-    params = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.params
-    commas = re.compile(r",(?![^\[]*\])")  # not those within a list
-    return {key: [value.strip() for value in commas.split(str(values))] for key, values in params.items()}
+@cache
+def cells_of(sweep: str, *words: str) -> list[config.Config]:
+    """Of one seed."""
+    base = ["model.checkpoint=somewhere"] if sweep == "paper/table7" else []
+    compose()  # stores the schema
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        sweeper = hydra.compose("config", [f"sweep={sweep}", *base], return_hydra_config=True).hydra.sweeper
+    assert len(sweeper.params["training.seed"].split(",")) in (3, 5)
+    combinations = combinations_of(["training.seed=0", *words], sweeper.params, sweeper.arms)
+    return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
 
 
-@pytest.mark.parametrize("sweep", choices("sweep"))
+CELLS = {
+    "act_quant_stress": 4,
+    "faults": 8,
+    "hold": 6,
+    "neighbours": 18,
+    "operands": 4,
+    "promotion": 2,
+    "recipe_stress": 7,
+    "regime_map": 8,
+    **{f"paper/table{number}": cells for number, cells in {1: 6, 2: 7, 3: 2, 4: 3, 5: 3, 6: 4, 7: 3, 9: 3}.items()},
+    "paper/table10": 4,
+    "paper/table11": 29,
+    "paper/table13": 3,
+    "paper/table15": 3,
+    "paper/figure4": 3,
+    "paper/tables": 39,
+}
+"""Of one seed."""
+
+
+@pytest.mark.parametrize("sweep", choices("sweep", "**/*"))
 def test_the_cells_of_a_sweep(sweep):
-    """The first value of every axis and the last; of faults and transforms all, which nothing else composes."""
-    axes = axes_of(sweep)
-    assert axes["training.seed"] in (["0", "1", "2"], ["0", "1", "2", "3", "4"])
-    for key, values in axes.items():
-        assert len(set(values)) == len(values)
-        if key in ("variant", "stress", "paths", "optim/transform", "scale"):
-            assert set(values) <= set(choices(key))
-    base = ["model.checkpoint=somewhere"] if sweep == "table7" else []
-    long = max(len(axes.get(key, ())) for key in ("stress", "optim/transform"))
-    assert long == 0 or len(choices("stress" if sweep == "faults" else "optim/transform")) == long
-    places = range(long) if long else (0, -1)
-    cells = [compose(f"sweep={sweep}", *base, *(f"{k}={v[i % len(v)]}" for k, v in axes.items())) for i in places]
-    assert len({(cell.arm_name, config.config_hash(cell)) for cell in cells}) == len(cells)
+    cells = cells_of(sweep)
+    assert len({(cell.arm_name, config.config_hash(cell)) for cell in cells}) == len(cells) == CELLS[sweep]
     assert len({cell.experiment_name for cell in cells}) == 1
     assert all("cpu" in cell.scale_name for cell in cells)
 
 
-@pytest.fixture(scope="module")
-def variants(text_file) -> dict[str, config.Config]:
-    """Each as the sweep of table 11 has it, whether it is an arm of it or not, but in a model of seven units."""
+def test_what_all_cells_are_made_of():
+    assert {cell.stress.kind for cell in cells_of("faults")} == {
+        compose(f"stress={one}").stress.kind for one in choices("stress")
+    }
+    assert {cell.optim.transform.name for cell in cells_of("neighbours")} == {None, *TRANSFORMS}
+    signals = {cell.controller.signal for cell in cells_of("paper/table11")}
+    assert signals == {*SIGNALS}
+
+
+def test_the_tables_of_one_setting_share_their_runs():
+    parts = [f"paper/table{number}" for number in (1, 3, 5, 6, 10, 11)]
+    together = {config.config_hash(cell) for sweep in parts for cell in cells_of(sweep)}
+    assert {config.config_hash(cell) for cell in cells_of("paper/tables")} == together
+
+
+@pytest.mark.parametrize("place", range(CELLS["paper/tables"]))
+def test_an_arm_takes_two_steps(place, text_file):
+    """And from its first step on it spends what its name says."""
     small = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "model.num_heads=2"]
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300"]
     length = ["training.seq_len=16", "training.batch_size=2", "training.steps=100", "training.threads=1"]
-    words = ["sweep=table11", *small, *data, *length]
-    return {name: composing.compose([*words, f"variant={name}"]) for name in choices("variant")}
-
-
-def test_no_two_variants_are_one_arm(variants):
-    """Two that are trained alike (gnmr_... at the default thresholds) have names of their own."""
-    arms = {(loaded.arm_name, config.config_hash(loaded)) for loaded in variants.values()}
-    assert len(arms) == len(variants)
-    assert {loaded.experiment_name for loaded in variants.values()} == {"act_quant_stress"}
-    assert set(axes_of("table11")["variant"]) > {name for name in variants if name.startswith("ranked")}
-
-
-STEPPED = ["adapt", "always_high", "always_low", "bf16", "gnmr_8_16", "llm_int8", "two_stage_1.5_1.1"]
-STEPPED += ["ranked_gap_exact", "ranked_gap_per_byte", "ranked_gsnr", "ranked_jacobian", "ranked_oracle"]
-STEPPED += ["ranked_spike_share", "ranked_static_k", "ranked_underflow", "ranked_update_norm"]
-"""One of each kind of evidence, recipe and warm-up. The others differ in numbers, or in signals that tests/controller
-steps through."""
-
-
-@pytest.mark.parametrize("name", STEPPED)
-def test_a_variant_takes_two_steps(name, variants):
-    """And from its first step on it spends what its name says."""
-    loaded = variants[name]
+    loaded = cells_of("paper/tables", *small, *data, *length)[place]
     parts = assemble(loaded, Path("unused"), lambda _: None)
     step = TrainStep(parts.model, parts.controller, parts.optimizer, transform=parts.transform)
     batches = torch.from_numpy(parts.corpus.train[: 2 * 17].astype("int64")).view(2, 1, 17)
     batches = [batches[i % 2] for i in range(loaded.training.accumulation)]
     results = [step(batches, loaded.optim.lr) for _ in range(2)]
     assert all(torch.tensor(result.loss).isfinite() and not result.skipped for result in results)
-    spent = results[1].decision.in_force.sum()
-    if name.startswith("ranked") and name != "ranked_static_k":
-        assert spent == loaded.controller.max_o == 4
-    elif name == "always_high":  # which warms up first
-        assert spent == 7
-    elif name == "adapt":  # which does too, and whose unit is the one block
+    spent, control = results[1].decision.in_force.sum(), loaded.controller
+    if control.name == "adapt":  # which warms up in 16 bits, and whose unit is the one block
         assert spent == 1 and parts.plan.operators[0].path.name == "bf16"
-    elif name in ("always_low", "bf16", "llm_int8"):
+    elif control.routing == "ranked" and control.signal != "static_k":
+        assert spent == control.max_o == 4
+    elif control.signal == "always_high":  # which warms up first
+        assert spent == 7
+    elif control.signal == "always_low" or loaded.paths.recovery is None:
         assert spent == 0
 
 
 def test_the_arms_of_act_quant_stress():
     """Static low path, GNMR, static recovery path, 16-bit."""
-    arms = {
-        choice: compose("sweep=act_quant_stress", f"paths={choice}") for choice in ("int4", "int4_int8", "int8", "bf16")
-    }
-    assert [arm.arm_name for arm in arms.values()] == ["int4", "int4_int8-gnmr", "int8", "bf16"]
-    routed = arms["int4_int8"]
-    for name, arm in arms.items():
-        assert arm.paths.recovery == ("int8" if name == "int4_int8" else None)
+    arms = {cell.arm_name: cell for cell in cells_of("act_quant_stress")}
+    assert arms.keys() == {"int4", "int4_int8-gnmr", "int8", "bf16"}
+    routed = arms["int4_int8-gnmr"]
+    for arm in arms.values():
+        assert arm.paths.recovery == ("int8" if arm is routed else None)
         differing = {key for key, value in config.identity(arm).items() if value != config.identity(routed)[key]}
         assert differing <= {"paths.name", "paths.low", "paths.recovery"}
     assert (routed.controller.max_o, routed.controller.t_lock, routed.paths.site) == (4, 1, "saved")
+
+
+@pytest.mark.parametrize(
+    ("words", "cells"),
+    [
+        (["arm=always_low"], [["controller.hold=1", "controller.signal=always_low"]]),
+        (
+            ["arm=high,ranked", "controller.signal=gap"],
+            [
+                ["controller.hold=1", "controller.signal=gap", "controller.warmup_frac=1"],
+                ["controller.hold=1", "controller.routing=ranked", "controller.signal=gap"],
+            ],
+        ),
+        (
+            ["controller.hold=2"],
+            [["controller.hold=2", "controller.routing=ranked", f"controller.signal={one}"] for one in ("gap", "mse")],
+        ),
+        (["arm=null"], [["controller.hold=1", "arm=null"]]),
+    ],
+)
+def test_arms_of_a_sweep(words, cells):
+    """What is typed wins over an arm's words, and those over the sweep's axes."""
+    arms = {
+        "ranked": "controller.routing=ranked controller.signal=gap,mse",
+        "always_low": "controller.signal=always_low",
+        "high": "controller.signal=always_high controller.warmup_frac=1",
+    }
+    assert combinations_of(words, {"controller.hold": "1", "arm": "ranked"}, arms) == cells
+
+
+def test_all_arms_of_a_seed_come_before_the_next_seed():
+    cells = combinations_of([], {"training.seed": "0,1"}, {"a": "optim.lr=1", "b": "optim.lr=2"})
+    assert [cell[0] for cell in cells] == ["training.seed=0", "training.seed=0", "training.seed=1", "training.seed=1"]
+
+
+def test_an_arm_that_there_is_not():
+    with pytest.raises(UserError, match=r"arm=c: is no arm of this sweep: use one of a, b"):
+        combinations_of(["arm=a,c"], {}, {"a": "optim.lr=1", "b": "optim.lr=2"})
+    assert combinations_of(["arm=c"], {}, {}) == [["arm=c"]], "without arms it is the run's name"
 
 
 def test_the_debug_profile_is_small_whatever_the_scale():
@@ -213,7 +261,7 @@ def test_no_scale_is_left_out():
 
 def test_the_transient_scale_is_the_maps_cell():
     """The words with which the cell was run (docs/evidence.md)."""
-    cell = "paths=int4_int8 paths.site=forward model.outlier_channels.number=0 stress=noise stress.rate=5"
+    cell = "paths.low=int4 paths.site=forward model.outlier_channels.number=0 stress=noise stress.rate=5"
     words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "stress.magnitude=8"]
     ours = compose("experiment=act_quant_stress", "scale=cpu_transient")
     assert replace(ours, scale_name="cpu_2bit") == compose(*words)
@@ -392,7 +440,7 @@ def in_force(loaded: config.Config) -> tuple:
 
 def test_no_experiment_and_no_hierarchy_is_left_out():
     assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress", "pretrain", "finetune"}
-    assert set(choices("hierarchy", "**/*")) == set(PAPER)
+    assert set(choices("preset", "**/*")) == set(PAPER)
 
 
 @pytest.mark.parametrize("experiment", SETTINGS)
@@ -405,31 +453,21 @@ def test_an_experiment_of_the_recipe_setting(experiment):
 
 
 @pytest.mark.parametrize("hierarchy", PAPER)
-def test_a_hierarchy_is_the_papers(hierarchy):
-    assert in_force(compose("experiment=deepseek_recipe", f"hierarchy={hierarchy}")) == PAPER[hierarchy]
-
-
-@pytest.mark.parametrize("recipe", choices("recipe"))
-def test_a_recipe_is_a_static_run_of_every_experiment(recipe):
-    for experiment in (*SETTINGS, "act_quant_stress"):
-        paths = compose(f"experiment={experiment}", f"recipe={recipe}").paths
-        assert (paths.name, paths.low, paths.recovery) == (recipe, recipe, None)
+def test_a_preset_is_the_papers(hierarchy):
+    assert in_force(compose("experiment=deepseek_recipe", f"preset={hierarchy}")) == PAPER[hierarchy]
 
 
 def test_the_cells_of_the_papers_tables():
     """Arms by name; and what two tables have in common is one run."""
-    cells = {}
-    for sweep in ("table2", "table4", "table9", "figure4", "table13", "table15"):
-        ((axis, values),) = ((key, values) for key, values in axes_of(sweep).items() if key != "training.seed")
-        cells[sweep] = [compose(f"sweep={sweep}", f"{axis}={value}") for value in values]
-    arms = {sweep: [cell.arm_name for cell in own] for sweep, own in cells.items()}
-    eight, six_eight = "fp8_hybrid", "sim_e3m2_fp8_hybrid-gnmr"
-    assert arms["table2"][:4] == [six_eight, eight, "fp8_hybrid_bf16-gnmr", "bf16"]
-    assert arms["table4"] == [eight, "fp8_hybrid_bf16-gnmr", "bf16"]
+    sweeps = ("table2", "table4", "table9", "figure4", "table13", "table15")
+    arms = {sweep: [cell.arm_name for cell in cells_of(f"paper/{sweep}")] for sweep in sweeps}
+    six_eight, eight = "sim_e3m2_fp8_hybrid-gnmr", "fp8_hybrid_bf16-gnmr"
+    static = ["fp8_hybrid", "bf16", "sim_e3m2", "sim_e2m1"]
+    assert arms["table2"] == [six_eight, eight, "sim_e2m1_fp8_hybrid-gnmr", *static]
+    assert arms["table4"] == arms["table13"] == [eight, "fp8_hybrid", "bf16"]
     assert arms["table9"] == arms["figure4"] == [six_eight] * 3
-    assert arms["table13"] == [eight, "fp8_hybrid_bf16-gnmr", "bf16"]
-    assert arms["table15"] == ["sim_e2m1", "sim_e2m1_bf16-gnmr", "bf16"]
-    hashes = {sweep: {config.config_hash(cell) for cell in own} for sweep, own in cells.items()}
+    assert arms["table15"] == ["sim_e2m1_bf16-gnmr", "sim_e2m1", "bf16"]
+    hashes = {sweep: {config.config_hash(cell) for cell in cells_of(f"paper/{sweep}")} for sweep in sweeps}
     assert hashes["table4"] < hashes["table2"] and hashes["table9"] == hashes["figure4"]
     assert len(hashes["table2"] & hashes["table9"]) == 1
     assert config.config_hash(compose("experiment=deepseek_recipe")) in hashes["table2"]
@@ -449,18 +487,16 @@ def test_fine_tuning_is_the_papers():
 
 
 def test_the_arms_of_table_7_differ_in_their_paths_alone():
-    cells = [
-        compose("sweep=table7", "model.checkpoint=somewhere", f"variant={arm}") for arm in axes_of("table7")["variant"]
-    ]
+    cells = cells_of("paper/table7")
     assert [(cell.paths.low, cell.paths.recovery) for cell in cells] == [
+        ("llm_int8", "bf16"),
         ("bf16", None),
         ("llm_int8", None),
-        ("llm_int8", "bf16"),
     ]
     bare = [config.flatten(config.to_dict(cell)) for cell in cells]
     differ = {key for key in bare[0] if len({str(tree[key]) for tree in bare}) > 1}
     assert all(key.startswith(("paths.", "controller.")) for key in differ)
-    assert cells[2].controller.max_o == 2 == 8 // 4
+    assert cells[0].controller.max_o == 2 == 8 // 4
 
 
 def test_what_pre_training_leaves_is_what_fine_tuning_begins_with():
@@ -477,18 +513,25 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
     return composing.compose([*words, "data=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window])
 
 
-CELLS = [
+STEPS = [
     *((f"experiment={experiment}",) for experiment in SETTINGS),
-    *(("experiment=deepseek_recipe", f"hierarchy={hierarchy}") for hierarchy in ("4/8", "8/16", "int8/16")),
-    *(("experiment=deepseek_recipe", f"recipe={recipe}") for recipe in choices("recipe")),
-    *((f"sweep={sweep}", f"variant={arm}") for sweep in ("table13", "table15") for arm in axes_of(sweep)["variant"]),
-    *(("sweep=recipe_stress", f"paths={paths}") for paths in axes_of("recipe_stress")["paths"]),
+    *(("experiment=deepseek_recipe", f"preset={hierarchy}") for hierarchy in ("4/8", "8/16", "int8/16")),
+    *(("experiment=deepseek_recipe", f"paths.low={recipe}", "paths.recovery=null") for recipe in RECIPES),
+    *(
+        (f"sweep={sweep}", f"paths.low={low}", f"paths.recovery={recovery}")
+        for sweep, low, recovery in (
+            ("paper/table13", "fp8_hybrid", "bf16"),
+            ("paper/table15", "sim_e2m1", "bf16"),
+            ("recipe_stress", "fp8_delayed_1024", "bf16"),
+            ("recipe_stress", "deepseek_v3_blocks", "null"),
+        )
+    ),
     ("experiment=moe_stress", "paths.unit=layer"),
-    ("experiment=deepseek_recipe", "hierarchy=8/16", "paths.backend=scaled_mm"),
+    ("experiment=deepseek_recipe", "preset=8/16", "paths.backend=scaled_mm"),
 ]
 
 
-@pytest.mark.parametrize("words", CELLS, ids=" ".join)
+@pytest.mark.parametrize("words", STEPS, ids=" ".join)
 def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
     """Its units are what they should be, and whatever is routed is whole units."""
     loaded = tiny_cell(text_file, *words)

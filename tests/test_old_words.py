@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from gnmr.config.old_words import is_old, new_words, translated
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 
-RECORDED = Path(__file__).parent.parent / "runs" / "reference"
+OLD: dict[str, dict] = json.loads((Path(__file__).parent / "old_words.json").read_text())
+"""What each file of conf/ that is gone changed, as it resolved when it was there."""
 
 
 @pytest.mark.parametrize(
@@ -25,10 +27,30 @@ RECORDED = Path(__file__).parent.parent / "runs" / "reference"
         ("+controller.signal.options.every=2", "controller.options.every=2"),
         ("controller.signal=gap", None),
         ("controller.signal_name=gap", None),
+        ("optim/transform=none", "optim.transform.name=null"),
+        ("recipe.backend=te", "paths.backend=te"),
+        ("hierarchy.low=int4", "preset.low=int4"),
+        ("~recipe", "without it: there is no such group"),
+        ("paths=bf16,int4_int8", "paths.low=bf16 paths.recovery=null or paths.low=int4 paths.recovery=int8"),
+        ("paths=default", None),
+        ("preset=6/8", None),
+        ("sweep=table11", "sweep=paper/table11"),
+        ("sweep=tables", "sweep=paper/tables"),
+        ("sweep=figure4", "sweep=paper/figure4"),
+        ("sweep=hold", None),
     ],
 )
 def test_new_words(old: str, new: str | None) -> None:
     assert new_words(old) == new
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", OLD)
+def test_the_new_words_say_what_the_old_one_did(word: str) -> None:
+    new = new_words(word)
+    assert new is not None
+    before, now = (config.identity(compose(words)) for words in ([], new.split()))
+    assert {key: value for key, value in now.items() if before.get(key) != value} == OLD[word]
 
 
 def test_an_old_word_is_refused_in_one_line() -> None:

@@ -26,7 +26,7 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
 SIMULATED, SWITCHING = 2.0, 1.02
 """The most that a simulated step and switching should cost."""
 SWITCHED = {"6/8": ("sim_e3m2", "fp8_hybrid"), "8/16": ("fp8_hybrid", "bf16")}
-"""Hierarchy: its low and its recovery path (conf/hierarchy)."""
+"""Preset: its low and its recovery path (conf/preset)."""
 
 
 def saved(setting: Setting) -> list[Figure]:
@@ -47,7 +47,7 @@ def saved(setting: Setting) -> list[Figure]:
 
 def recipes(setting: Setting) -> list[Figure]:
     """Whole steps of static runs that differ in the recipe alone; steps that switch every block."""
-    return [*_static(setting), *(_switching(setting, hierarchy) for hierarchy in SWITCHED)]
+    return [*_static(setting), *(_switching(setting, preset) for preset in SWITCHED)]
 
 
 def _static(setting: Setting) -> list[Figure]:
@@ -76,10 +76,10 @@ def _static(setting: Setting) -> list[Figure]:
     ]
 
 
-def _switching(setting: Setting, hierarchy: str) -> Figure:
+def _switching(setting: Setting, preset: str) -> Figure:
     """A step on each path, before each of which every block changes its path, against a step of a run that stays on the
     low and one of a run that stays on the recovery path."""
-    low, recovery = SWITCHED[hierarchy]
+    low, recovery = SWITCHED[preset]
     static = setting.static(low)
     paths = replace(static.paths, name=f"{low}_{recovery}", recovery=recovery, unit="block")
     # Its controller leaves the paths alone.
@@ -99,13 +99,11 @@ def _switching(setting: Setting, hierarchy: str) -> Figure:
 
     switch("recovery", True)
     clock = clock_of(arms["low"].device, setting.clock)
-    rounds = setting.rounds(f"recipe: steps that switch every block, {hierarchy}", 30, warm_up=3)
+    rounds = setting.rounds(f"recipe: steps that switch every block, {preset}", 30, warm_up=3)
     seconds = alternate({**steps, "switching": switching}, rounds, clock)
     note = f"{len(arms['low'].plan.units)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
     ratio = seconds["switching"] / (seconds["low"] + seconds["recovery"])
-    return median(
-        f"step that switches every block, {hierarchy}", ratio, "x", target=SWITCHING, note=note, interval=True
-    )
+    return median(f"step that switches every block, {preset}", ratio, "x", target=SWITCHING, note=note, interval=True)
 
 
 def check_recipes(setting: Setting) -> None:

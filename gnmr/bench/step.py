@@ -228,7 +228,7 @@ def hf(setting: Setting) -> list[Figure]:
             note=note,
             interval=True,
         ),
-        median("  with linears converted, paths=bf16", seconds["converted"] / seconds["theirs"], "x", interval=True),
+        median("  with linears converted, low=bf16", seconds["converted"] / seconds["theirs"], "x", interval=True),
         median("Hugging Face's step", seconds["theirs"], "s"),
     ]
 

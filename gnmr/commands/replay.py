@@ -14,7 +14,7 @@ from gnmr import output
 from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.errors import UserError
 from gnmr.records.pack import Unpacked, unpacked
-from gnmr.replay.calibrate import Calibration, calibrate_each, write_variant
+from gnmr.replay.calibrate import Calibration, calibrate_each, write_arms
 from gnmr.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
 from gnmr.replay.engine import Totals, replay
 from gnmr.replay.request import Request, request
@@ -44,8 +44,8 @@ def _parser() -> Parser:
         fractions,
         "finds the controller.trigger (for random and fixed sets the option share) at which the mean share of "
         "unit-steps on the recovery path is SHARE, over all runs. A line a signal and share: the share that it gives, "
-        "and words for gnmr train; with out=FOLDER also FOLDER/variant/<signal>_at_<share>.yaml, for gnmr train "
-        "--config-dir FOLDER variant=...",
+        "and words for gnmr train; with out=FOLDER also their arms, FOLDER/sweep/calibrated.yaml, for gnmr train "
+        "-m --config-dir FOLDER sweep=calibrated",
     )
     parser.option(
         "detect",
@@ -111,7 +111,7 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
 
 
 def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out: Path | None) -> int:
-    """One line a signal and share, with `out` also a variant file."""
+    """One line a signal and share, with `out` also the arms of a sweep."""
     if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
         raise UserError(f"out={out}: must be a folder in a folder that exists")
     settings, recorded = asked.settings(paths[0]), []
@@ -123,10 +123,13 @@ def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out
     if len({len(norms.units) for norms in recorded}) > 1:
         raise UserError("calibrate: these runs differ in their number of units")
 
+    arms: list[tuple[Calibration, float]] = []
+
     def found(name: str, share: float, calibration: Calibration) -> None:
         print(f"{name:20} {calibration.share:.5f}  {' '.join(calibration.overrides)}", flush=True)
         if out is not None:
-            write_variant(out, calibration, share)
+            arms.append((calibration, share))
+            write_arms(out, arms)
 
     calibrate_each(recorded, settings, asked, wanted, found=found, left_out=_left_out)
     return 0

@@ -1,8 +1,7 @@
 """`gnmr train`: Hydra composes the config, then one run, or a sweep of runs.
 
-Hydra's own flags keep working. Four things are added: overrides and flags may stand in any order; `recipe.backend=` is
-another word for `paths.backend=`; a sweep composes from a snapshot of the YAML tree, so that editing it changes no
-later cell; mistakes end in one line, exit code 2.
+Hydra's own flags keep working. Three things are added: overrides and flags may stand in any order; a sweep composes
+from a snapshot of the YAML tree, so that editing it changes no later cell; mistakes end in one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config, ControllerConfig, load
-from gnmr.config.compose import conf_dir, in_full, refuse_both, register
+from gnmr.config.compose import conf_dir, register
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
-        argv = overrides_first([in_full(word) for word in argv])
+        argv = overrides_first(argv)
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if not completing:
@@ -133,7 +132,7 @@ def run_cell(composed: DictConfig) -> None:
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     warn_of_unread(config.controller, settings.overrides.task)
-    refuse_both(settings.overrides.task, settings.runtime)
+    refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)
 
     if config.plan:
@@ -147,6 +146,13 @@ def run_cell(composed: DictConfig) -> None:
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
     run(config, say, command=command, scorer=RunScorer())
+
+
+def refuse_arm(config: Config, settings: HydraConf) -> None:
+    """UserError for `arm=NAME` that means an arm of a sweep, without -m: its keys would be missing."""
+    arms = settings.sweeper.get("arms") or {}
+    if config.arm in arms:
+        raise UserError(f"arm={config.arm}: chooses an arm of a sweep: add -m, or give its keys: {arms[config.arm]}")
 
 
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:

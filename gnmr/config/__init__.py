@@ -124,7 +124,8 @@ class Config:
         require(tokens < 2**63, "training.steps", self.training.steps, "makes more tokens than 2^63 with this batch")
         if self.controller.warmup_frac > 0 and self.paths.recovery is None:
             raise UserError(
-                f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery"
+                f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery; "
+                "0 in a static run"
             )
 
     def _check_places(self) -> None:
@@ -154,14 +155,11 @@ class Config:
 
     @property
     def arm_name(self) -> str:
-        """What the arm is called in run folders and reports: `arm`, or its paths, signal and what else differs."""
+        """What the arm is called in run folders and reports: `arm`, or its paths, controller and what else differs."""
         if self.arm is not None:
             return self.arm
-        parts = [self.paths.name]
-        if self.paths.recovery is not None:
-            signal = self.controller.signal.rpartition(":")[2]
-            parts.append(self.controller.name if signal == "gnmr_delta" else signal)
-            parts += ["ranked"] if self.controller.routing == "ranked" else []
+        parts = [str(self.paths.name)]
+        parts += [str(self.controller.name)] if self.paths.recovery is not None else []
         parts += [self.optim.name] if self.optim.name != "adamw" else []
         parts += [self.optim.transform.name] if self.optim.transform.name else []
         return "-".join(parts)

@@ -5,20 +5,14 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.config import Config, PathsConfig, load, one_line, schema
+from gnmr.config import Config, load, one_line, schema
 from gnmr.config.old_words import refuse_old
-from gnmr.errors import UserError
-
-if TYPE_CHECKING:
-    from hydra.conf import RuntimeConf
 
 
 def conf_dir() -> Path:
@@ -43,11 +37,8 @@ def compose(overrides: list[str]) -> Config:
 
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        words = [in_full(word) for word in overrides]
-        refuse_old(words)
-        composed = hydra_compose("config", words, return_hydra_config=True)
-        refuse_both(words, composed.hydra.runtime)
-        return load_composed(composed)
+        refuse_old(overrides)
+        return load_composed(hydra_compose("config", overrides, return_hydra_config=True))
 
 
 def load_composed(composed: DictConfig) -> Config:
@@ -61,45 +52,6 @@ def load_composed(composed: DictConfig) -> Config:
         return load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     finally:
         current.cfg = before
-
-
-def in_full(word: str) -> str:
-    """`recipe.backend=` and `hierarchy.backend=` as the config calls them: what runs recipes belongs to the paths."""
-    return re.sub(r"^(\+{0,2})(?:recipe|hierarchy)\.backend=", r"\1paths.backend=", word)
-
-
-_CHOOSE_PATHS = ("recipe", "hierarchy", "paths")
-
-
-def refuse_both(words: Sequence[str], runtime: RuntimeConf) -> None:
-    """UserError where more than one word chooses the paths: one would win silently.
-
-    recipe=, hierarchy= and paths= do, and a variant= whose file does. An experiment's own choice is there to be
-    overridden; but a recipe wins over a hierarchy, so that one which it brings must not be joined by a hierarchy.
-    """
-    given = {word.partition("=")[0]: word for word in words}  # of a sweep's axis that is given too, the last
-    by_variant = _chosen_by_variant(runtime) if "variant" in given else []
-    asked = [given[key] for key in (*_CHOOSE_PATHS, *(["variant"] if by_variant else [])) if key in given]
-    if len(asked) > 1:
-        raise UserError(f"{' '.join(asked)}: each of them chooses the paths; give one of them")
-    recipe = runtime.choices.get("recipe")
-    if recipe and ("hierarchy" in given or "hierarchy" in by_variant):
-        raise UserError(f"{asked[0]}: the experiment's recipe={recipe} would win; leave it out with ~recipe")
-
-
-def _chosen_by_variant(runtime: RuntimeConf) -> list[str]:
-    """Which of `_CHOOSE_PATHS` the file of the chosen variant overrides."""
-    files = [
-        Path(source.path, "variant", f"{runtime.choices.get('variant')}.yaml")
-        for source in runtime.config_sources
-        if source.schema == "file"
-    ]
-    file = next((file for file in files if file.exists()), None)
-    if file is None:
-        return []
-    lines = OmegaConf.select(OmegaConf.load(file), "defaults", default=[])
-    keys = {str(key) for line in lines if isinstance(line, DictConfig) for key in line}
-    return [choice for choice in _CHOOSE_PATHS if f"override /{choice}" in keys]
 
 
 def mistake(error: Exception, words: Sequence[str]) -> str | None:
@@ -118,9 +70,6 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
-    key = re.match(r"Could not override '((?:recipe|hierarchy)\.((\w+)[^']*))'", line)
-    if key is not None and key[3] in {field.name for field in fields(PathsConfig)}:
-        return f"{key[1]}: a {key[1].split('.')[0]} is chosen as a whole; use paths.{key[2]}"
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
         return (
             f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
@@ -151,5 +100,5 @@ def _unwritable(error: OSError) -> str | None:
 def _files(group: str) -> list[str]:
     """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
     folder = conf_dir() / group
-    found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # hierarchy/8/16.yaml
+    found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # preset/8/16.yaml
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found)

@@ -18,8 +18,8 @@ THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr":
 class ControllerConfig:
     """Algorithms 1 and 2 (gnmr/controller)."""
 
-    name: str = "gnmr"
-    """Name of this choice, part of the arm's name."""
+    name: str | None = None
+    """Part of the arm's name; null: the signal, gnmr for gnmr_delta, and -ranked."""
     signal: str = "gnmr_delta"
     """The risk signal: one of docs/signals.md, or package.module:Class for one of your own."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +59,9 @@ class ControllerConfig:
 
     def __post_init__(self) -> None:
         self._check_signal()
+        if self.name is None:
+            signal = "gnmr" if self.signal == "gnmr_delta" else self.signal.rpartition(":")[2]
+            object.__setattr__(self, "name", signal + ("-ranked" if self.routing == "ranked" else ""))
         for key in ("alpha", "beta", "alpha_init", "beta_init"):
             positive(f"controller.{key}", getattr(self, key), optional=True)
         one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))

@@ -2,30 +2,102 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from gnmr.errors import UserError
+from gnmr.vocabulary import FORMATS, RECIPES
 
-_PREFIXES = {
+_KEYS = {
     "controller.signal.name": "controller.signal",
     "controller.signal.options": "controller.options",
     "signal.name": "signal",
     "signal.options": "options",
+    "recipe.backend": "paths.backend",
+    "hierarchy.backend": "paths.backend",
+    "hierarchy": "preset",
+    "controller/signal": "controller.signal",
+    "optim/transform": "optim.transform.name",
 }
-"""Old key -> new key, with the same values; keys below it move with it. The last two are words of `gnmr replay`."""
+"""Old key -> new key, with the same values; keys below it move with it. signal.* are words of `gnmr replay`."""
+_RANKED = "controller.routing=ranked controller.signal="
+_VARIANTS = {
+    "gnmr": "controller.signal=gnmr_delta",
+    "always_low": "controller.signal=always_low",
+    "always_high": "controller.signal=always_high controller.warmup_frac=1.0",
+    "random": "controller.signal=random controller.options.share=0.04",
+    "random_4_8": "preset=4/8 controller.signal=random controller.options.share=0.072",
+    "gnmr_6_8": "preset=6/8",
+    "gnmr_4_8": "preset=4/8",
+    "gnmr_8_16": "preset=8/16",
+    "gnmr_int8_16": "preset=int8/16",
+    "gnmr_1.5_1.3": "controller.alpha=1.5 controller.beta=1.3 controller.name=gnmr_1.5_1.3",
+    "gnmr_2_1.5": "controller.alpha=2.0 controller.beta=1.5 controller.name=gnmr_2_1.5",
+    "gnmr_3_2": "controller.alpha=3.0 controller.beta=2.0 controller.name=gnmr_3_2",
+    "adapt": "paths.unit=block controller.signal=static_k controller.routing=ranked controller.max_o=2147483647 "
+    "controller.warmup_frac=0.0252 controller.warmup_path=16bit controller.options.calibration_frac=0.0252 "
+    "controller.options.k_frac=0.25 controller.name=adapt",
+    "ranked_gnmr": f"{_RANKED}gnmr controller.name=gnmr_alone-ranked",
+    "ranked_first": f"{_RANKED}first_last controller.options.last=0 controller.name=first-ranked",
+    **{
+        f"ranked_gap_{one}": f"{_RANKED}gap controller.options.variant={one} controller.name=gap_{one}-ranked"
+        for one in ("relative", "per_byte", "times_gnmr")
+    },
+    **{
+        f"two_stage_{init}_{alpha}": f"controller.alpha_init={init} controller.alpha={alpha} controller.beta=null "
+        f"controller.name=two_stage_{init}_{alpha}"
+        for init, alpha in ((1.1, 1.1), (1.5, 1.1), (1.5, 1.5))
+    },
+    **{
+        f"max_o_{most}": "controller.alpha_init=1.5 controller.alpha=1.1 controller.beta=null "
+        f"controller.max_o={most} controller.name=max_o_{most}"
+        for most in (2, 6, 8)
+    },
+}
+"""Those that were not a path by itself, or ranked_<signal>."""
+_PAPER = re.compile(r"table(s|\d+)|figure4")
 
 
 def new_words(word: str) -> str | None:
     """What this word is called now; None for a word that is none of an earlier version."""
     bare = word.lstrip("+~")
     key, _, value = bare.partition("=")
-    if key == "controller/signal":
-        return "controller.signal=package.module:Class" if value == "own" else f"controller.signal={value}"
-    for old, new in _PREFIXES.items():
+    if word.startswith("~") and key in ("recipe", "hierarchy", "variant"):
+        return "~preset" if key == "hierarchy" else "without it: there is no such group"
+    if bare == "controller/signal=own":
+        return "controller.signal=package.module:Class"
+    if bare == "optim/transform=none":
+        return "optim.transform.name=null"
+    for old, new in _KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return bare.replace(old, new, 1)
+    if key == "sweep" and _PAPER.fullmatch(value):
+        return f"sweep=paper/{value}"
+    if key == "paths" and value == "default":
+        return None
+    if key in ("paths", "recipe", "variant"):
+        several = value.split(",")
+        return " or ".join(_of_choice(key, one.strip()) for one in several)
     return None
+
+
+def _of_choice(group: str, value: str) -> str:
+    """The keys that a file of conf/paths, conf/recipe or conf/variant set."""
+    if group == "variant" and value in _VARIANTS:
+        return _VARIANTS[value]
+    if group == "variant" and value.startswith("ranked_"):
+        return f"{_RANKED}{value.removeprefix('ranked_')}"
+    paths = [*FORMATS, *RECIPES]
+    pair = next(
+        ((low, value.removeprefix(f"{low}_")) for low in paths if value.removeprefix(f"{low}_") in paths),
+        (value, "null"),
+    )
+    low, recovery = (value, "null") if value in paths else pair
+    if low not in paths:
+        return "paths.low=... paths.recovery=..." if group != "variant" else "keys, or an arm of a sweep (conf/sweep)"
+    static = " controller.warmup_frac=0.0" if group != "paths" and low not in ("int4", "int8") else ""
+    return f"paths.low={low} paths.recovery={recovery}{static}"
 
 
 def refuse_old(words: Iterable[str]) -> None:
@@ -80,5 +152,13 @@ def translated(tree: Any) -> Any:
     if isinstance(options, dict):
         usual = _DEFAULTS.get(name, {}) if isinstance(name, str) else {}
         options = {key: value for key, value in options.items() if key not in usual or usual[key] != value}
-    rest = {key: value for key, value in tree["controller"].items() if key != "signal"}
-    return tree | {"controller": {"signal": name, "options": options, **rest}}
+    controller = {key: value for key, value in tree["controller"].items() if key != "signal"}
+    controller |= {"signal": name, "options": options}
+    if controller.get("name") == "gnmr":  # what both files of conf/controller said, of any signal
+        controller["name"] = None
+    paths = tree.get("paths")
+    start = f"{paths.get('name')}-" if isinstance(paths, dict) else "-"
+    arm = tree.get("arm")
+    if isinstance(arm, str) and arm.startswith(start) and controller.get("name") is None:
+        return tree | {"controller": controller | {"name": arm.removeprefix(start)}, "arm": None}
+    return tree | {"controller": controller}

@@ -14,7 +14,7 @@ class TransformConfig:
     """A gradient transform before the optimizer (gnmr/training/transforms)."""
 
     name: str | None = None
-    """See conf/optim/transform; null: none."""
+    """One of gnmr/training/transforms; null: none."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the transform's constructor takes; its published defaults where nothing is said."""
 

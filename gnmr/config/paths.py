@@ -12,10 +12,12 @@ from gnmr.paths.spec import PathSpec
 class PathsConfig(PathSpec):
     """The two execution paths of a unit (gnmr/paths)."""
 
-    name: str = "int4_int8"
-    """Name of this choice, part of the arm's name."""
+    name: str | None = None
+    """Part of the arm's name; null: <low>_<recovery>."""
 
     def __post_init__(self) -> None:
+        if self.name is None:
+            object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else ""))
         try:
             super().__post_init__()
         except ValueError as error:

@@ -150,7 +150,7 @@ def table_10(experiment: str, comparisons: list[Comparison]) -> Table:
     if others := dict.fromkeys(arm.label for arm in baselines if not matching.of_blocks_in_16_bits(arm)):
         table.notes.append(
             f"The paper's baseline is {100 * published.K_FRAC_10:.0f} % of the blocks for good, ranked over a warm-up "
-            f"in 16 bits (variant=adapt). Another one, chosen of other units or on another path: {', '.join(others)}."
+            f"in 16 bits (the arm adapt). Another one, chosen of other units or on another path: {', '.join(others)}."
         )
     return table
 

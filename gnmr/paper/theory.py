@@ -15,7 +15,7 @@ from gnmr.paper.theory_tables import show_tables
 def check_theory(setting: Setting) -> None:
     """UserError unless both paths exist and the run whose norms are asked for can be read."""
     if setting.config.paths.recovery is None:
-        raise UserError(f"bench theory: runs both paths, and paths={setting.config.paths.name} has no recovery path")
+        raise UserError("bench theory: runs both paths, and paths.recovery=null has none")
     if setting.config.run_dir is not None:
         recorded_norms(Path(setting.config.run_dir).expanduser())
 

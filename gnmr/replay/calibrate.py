@@ -117,13 +117,14 @@ def calibrate_each(
         found(name, share, replace(one, overrides=[*one.overrides, *options, *changed]))
 
 
-def write_variant(folder: Path, found: Calibration, wanted: float) -> None:
-    """Its overrides as folder/variant/<signal>_at_<share>.yaml, an arm. UserError where it cannot be written."""
-    name = found.signal.rpartition(":")[2]
-    arm = {"arm": f"${{paths.name}}-{name}-{wanted:g}"}
-    text = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.from_dotlist(found.overrides), arm))
-    file = folder / "variant" / f"{name}_at_{wanted:g}.yaml"
-    what = f"# {found.signal} at {wanted:g} of the unit-steps: it gave {found.share:.5f} where it was calibrated."
+def write_arms(folder: Path, found: Sequence[tuple[Calibration, float]]) -> None:
+    """Each with its share as an arm of folder/sweep/calibrated.yaml. UserError where it cannot be written."""
+    arms = {}
+    for one, wanted in found:
+        name = f"{one.signal.rpartition(':')[2]}-{wanted:g}"
+        arms[name] = " ".join([*one.overrides, f"controller.name={name}"])
+    text = OmegaConf.to_yaml(OmegaConf.create({"hydra": {"sweeper": {"arms": arms}}}))
+    file = folder / "sweep" / "calibrated.yaml"
     with writing(f"out={folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, f"# @package _global_\n{what}\n{text}", f"out={folder}")
+    write_text(file, f"# @package _global_\n# Arms of a wanted share of the unit-steps.\n{text}", f"out={folder}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -26,6 +26,7 @@ from statistics import mean
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -53,9 +54,11 @@ _log = logging.getLogger(__name__)
 class Sweep(Sweeper):
     """Every combination of the values, as Hydra's basic sweeper, with the lines of `Progress`."""
 
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None) -> None:
-        """Hydra's options: cells that the launcher gets at once (None: all), and the config's own axes."""
-        self._max_batch_size, self._params = max_batch_size, params or {}
+    def __init__(
+        self, max_batch_size: int | None, params: dict[str, str] | None = None, arms: dict[str, str] | None = None
+    ) -> None:
+        """conf/hydra/sweeper: cells that the launcher gets at once (None: all), the sweep's axes and its arms."""
+        self._max_batch_size, self._params, self._arms = max_batch_size, params or {}, arms or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.config, self._task_function = hydra_context, config, task_function
@@ -64,11 +67,11 @@ class Sweep(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Raises the first cell's failure, when all cells have ended, or SystemExit where one is not finished."""
         assert self.hydra_context is not None and self.config is not None and self.launcher is not None
-        parser = OverridesParser.create(self.hydra_context.config_loader)
-        overrides = parser.parse_overrides([*(f"{key}={values}" for key, values in self._params.items()), *arguments])
         options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
         jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
-        cells = self._cells(overrides, threads)
+        cells = self._cells(
+            combinations_of(arguments, self._params, self._arms, self.hydra_context.config_loader), threads
+        )
         jobs = min(jobs, len(cells))
         if options is not None:
             options["n_jobs"] = jobs
@@ -96,13 +99,13 @@ class Sweep(Sweeper):
             )
             raise SystemExit(1)
 
-    def _cells(self, overrides: list[Override], threads: int | None) -> list[Cell]:
+    def _cells(self, combinations: list[list[str]], threads: int | None) -> list[Cell]:
         """The sweep's runs, each once. UserError for what is no sweep of runs; nothing is written before."""
         assert self.config is not None
         if self._max_batch_size is not None and self._max_batch_size < 1:
             raise UserError(f"hydra.sweeper.max_batch_size={self._max_batch_size}: must be 1 or more, or null")
         cells: list[Cell] = []
-        for words in _combinations(overrides):
+        for words in combinations:
             cell = self._cell(words, len(cells), threads)
             if cell.config is not None and cell.config.plan:
                 raise UserError("plan=true: plans one run; leave out -m")
@@ -177,6 +180,28 @@ def _job(number: int, words: list[str], *of_hydra: Any) -> Any:
         if line is None:
             raise
         raise UserError(line) from None
+
+
+def combinations_of(
+    words: list[str], axes: Mapping[str, str], arms: Mapping[str, str], loader: ConfigLoader | None = None
+) -> list[list[str]]:
+    """The words of each cell of a sweep: the product of all axes, in each of its arms. What is typed (`words`) wins
+    over an arm's words, and those over the sweep's axes. UserError for an arm that there is not."""
+    parse = OverridesParser.create(loader).parse_overrides
+    given = parse([f"{key}={values}" for key, values in axes.items()]), parse(words)
+    asked = [one for half in given for one in half if one.key_or_group == "arm"]
+    if not arms or (asked and asked[-1].value() is None):
+        return _combinations([*given[0], *given[1]])
+    names = list(arms)
+    if asked:
+        last = asked[-1]
+        names = list(last.sweep_string_iterator()) if last.is_sweep_override() else [last.get_value_element_as_str()]
+    if unknown := [name for name in names if name not in arms]:
+        raise UserError(f"arm={unknown[0]}: is no arm of this sweep: use one of {', '.join(arms)}")
+    first, typed = ([one for one in half if one.key_or_group != "arm"] for half in given)
+    cells = [cell for name in names for cell in _combinations([*first, *parse(arms[name].split()), *typed])]
+    outermost = list(dict.fromkeys(cell[0] for cell in cells))  # the first axis, the seeds: all arms of the first, ...
+    return sorted(cells, key=lambda cell: outermost.index(cell[0]))
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:

@@ -221,14 +221,14 @@ FILES: dict[str, Callable[[Path], object]] = {
     "tasks-answer": _inside("gsm8k/test.jsonl", '{"question": "a", "answer": "4"}\n'),
     "tasks-file": _text("I am a file"),
     "conf-empty": lambda path: path.mkdir(),
-    "conf-broken": _inside("variant/broken.yaml", "a: ["),
+    "conf-broken": _inside("preset/broken.yaml", "a: ["),
     "conf-bomb": _inside(
-        "variant/bomb.yaml",
+        "preset/bomb.yaml",
         "# @package _global_\narm: x\na0: &a0 [x,x,x,x,x,x,x,x,x]\n"
         + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
     ),
-    "conf-tag": _inside("variant/tag.yaml", "# @package _global_\narm: !!python/object/apply:os.getcwd []\n"),
-    "conf-zero": _inside("variant/zero.yaml", '# @package _global_\narm: "a\\0b"\n'),
+    "conf-tag": _inside("preset/tag.yaml", "# @package _global_\narm: !!python/object/apply:os.getcwd []\n"),
+    "conf-zero": _inside("preset/zero.yaml", '# @package _global_\narm: "a\\0b"\n'),
 }
 
 
@@ -411,14 +411,16 @@ def _own_names(words: Iterable[str]) -> list[str]:
         found += [*parts[-2 if len(parts) > 2 else -1 :], Path(value).name if len(value) < 200 else value[:50]]
     found += ["corpus"] if any(word.startswith("data.path=") for word in words) else []
     found += ["scores: "] if any(word.startswith("scores.tasks=") for word in words) else []
-    found += ["arm="] if "variant=zero" in words else []
+    found += ["arm="] if "preset=zero" in words else []
     return [name.replace("\0", "\\x00") for name in found if name]
 
 
 SENSELESS = """
 unknown=1 | +unknown=1 | training.stps=3 | trainig.steps=3 | training.steps.more=3 | hydra.no=1 | training=3
-model=lama | scale=7b | experiment=nosuch | sweep=nosuch | recipe=fp9 | hierarchy=6/7 | model=../gpt
-model=/etc/passwd | debug=../../conf/config | controller.signal=zscore | optim/transform=clip | training.seed=0,1
+model=lama | scale=7b | experiment=nosuch | sweep=nosuch | paths.low=fp9 | preset=6/7
+recipe=fp8_hybrid | hierarchy=6/8 | variant=ranked_gap
+model=../gpt
+model=/etc/passwd | debug=../../conf/config | controller.signal=zscore | optim.transform.name=clip | training.seed=0,1
 training.steps=${nosuch} | training.steps=${training.steps} | arm=${arm} | training.steps=${oc.env:NOSUCH}
 arm=${oc.env:PATH} | training.steps=[1 | hydra/launcher=nosuch | hydra.mode=nosuch | hydra.run.dir=/proc/x
 hydra.run.dir=plain_file/x | hydra.output_subdir=/proc/x | data.path=??? | ~training.nosuch | training.steps='1
@@ -426,20 +428,22 @@ key{=1
 
 model=moe model.experts.top_k=9 | model.experts.number=8 | model.num_heads=5 | model.num_heads=32
 model=gpt data=gsm8k | model=gpt training.export_hf=true | model.checkpoint=here
-paths.recovery=null controller.warmup_frac=0.1 | paths=sim_int4 paths.site=forward | paths.unit=expert
-recipe=fp8_hybrid hierarchy=6/8 | recipe.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
+paths.recovery=null controller.warmup_frac=0.1 | paths.unit=expert
+paths.low=sim_int4 paths.recovery=null paths.site=forward
+preset=6/8 paths.recovery=int8 | preset.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
 paths.recipes.mine=3 | paths.recipes.mine.nosuch.input=e4m3
-paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true | controller.signal=gap paths=int4
+paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true
+controller.signal=gap paths.recovery=null
 controller.signal=../x:Y | controller.signal=x: | controller.signal=:Y | controller.signal=.:Y
 controller.signal=a..b:Y | controller.signal=json:It | controller.signal=os:system
 controller.signal=json:JSONDecoder | controller.options.nosuch=2 | controller.options.window=0
 controller.options.decay=nan | controller.options.history=nosuch | controller.init_frac=2
 controller.signal=static_k controller.options.calibration_steps=50 | records.evidence=[colour]
 records.monitor=[no] | stress=noise stress.windows=[[2,9]] | stress=noise stress.windows=[[1,99999999999999999999]]
-stress=noise paths=bf16 | stress=noise stress.windows=[[1,2],[2,1]]
+stress=noise paths.low=bf16 | stress=noise stress.windows=[[1,2],[2,1]]
 stress=noise stress.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
-model.outlier_channels.gain=1e39 | optim/transform=spam optim.transform.options.grace=600 | optim.betas=[nan,0.9]
-optim.betas=[0.9] | optim=scale optim/transform=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
+model.outlier_channels.gain=1e39 | optim.transform.name=spam optim.transform.options.grace=600 | optim.betas=[nan,0.9]
+optim.betas=[0.9] | optim=scale optim.transform.name=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
 optim.weight_decay=1e39 | optim.warmup_frac=2 | model.init_std=1e39 | model.norm_eps=1e39 | model.rope_theta=1e400
 training.dtype=float16 | training.device=tpu | training.threads=100000 | training.seed=4611686018427387904
 scores.tasks=[nosuch] | scores.tasks=[[gsm8k]] | scores.tasks=[wikitext2]
@@ -475,8 +479,8 @@ model=pretrained model.checkpoint=a/b scale=finetune_cpu
 model=pretrained model.checkpoint=model-empty scale=finetune_cpu
 model=pretrained model.checkpoint=model-deep scale=finetune_cpu
 
---config-dir=nowhere | --config-dir=plain_file | --config-dir=conf-broken variant=broken
---config-dir=conf-bomb variant=bomb | --config-dir=conf-tag variant=tag | --config-dir=conf-zero variant=zero
+--config-dir=nowhere | --config-dir=plain_file | --config-dir=conf-broken preset=broken
+--config-dir=conf-bomb preset=bomb | --config-dir=conf-tag preset=tag | --config-dir=conf-zero preset=zero
 --nosuch | -x | --cfg=nosuch | --config-name=no | --config-path=/nowhere
 """
 """Behind `gnmr train`: keys and grammar; contradictions; sizes; places; data; checkpoints; the user's own YAML."""
@@ -484,8 +488,8 @@ model=pretrained model.checkpoint=model-deep scale=finetune_cpu
 LEGAL = """
 plan=true | arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
 controller.max_o=2147483647 | optim.betas=[0,0] | optim.clip_norm=1e-30 | controller.alpha=null controller.beta=null
-controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | paths=bf16
-optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | recipe.backend=simulated recipe=bf16
+controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | paths.low=bf16
+optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | paths.backend=simulated paths.low=bf16
 --config-dir=conf-empty
 """
 
@@ -507,7 +511,7 @@ training.seed=0,1 data.path=nowhere | experiment_name=a/b training.seed=0,1 | ru
 hydra/launcher=nosuch training.seed=0,1 | hydra.sweep.dir=/proc/x training.seed=0,1 | hydra.sweep.dir=plain_file
 training.seed=range(0,10,0) | training.seed=range(0,1000000000) | training.seed=choice() | training.seed=,
 training.seed=glob(*) | hydra.sweep.subdir=/proc/x | hydra/launcher=joblib hydra.launcher.n_jobs=much
-runs_dir=/proc/x training.seed=0,1 | paths=int4 recipe=fp8_hybrid | run_dir=plain_file training.seed=0,1
+runs_dir=/proc/x training.seed=0,1 | paths.low=int4 paths.recovery=fp8_hybrid | run_dir=plain_file training.seed=0,1
 model.hidden_size=100000000
 """
 """Behind `gnmr train -m`."""

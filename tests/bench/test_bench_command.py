@@ -60,7 +60,7 @@ def test_old_names_are_told_the_new_words(gnmr, word):
         (["sved"], "unknown benchmark 'sved': use one of step"),
         (["--verbose"], "unknown option '--verbose': use one of only, repeats, clock, run, out"),
         (["-x=1"], "unknown option '-x=1'"),
-        (["paths", "recipe=fp8_hybrid", "hierarchy=6/8"], "each of them chooses the paths; give one of them"),
+        (["paths", "hierarchy=6/8"], "hierarchy=6/8: is now preset=6/8"),
         (["decision", "model.width=1"], "width"),
         (["decision", "controller.alpha=0"], "controller.alpha=0"),
         (["decision", "repeats=0"], "repeats=0"),
@@ -139,28 +139,28 @@ def test_recipes_and_switching(measure, gnmr):
         figures["step under sim_e3m2"]["target"] == 2.0
         and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"
     )
-    for hierarchy, pair in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
-        switching = figures[f"step that switches every block, {hierarchy}"]
+    for preset, pair in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
+        switching = figures[f"step that switches every block, {preset}"]
         assert switching["note"].startswith(f"1 blocks, {pair} in turn") and switching["target"] == 1.02
     assert "recipes need paths.site=saved" in gnmr("bench", "paths", "only=recipes", "paths.site=forward").mistake
 
 
-@pytest.mark.parametrize("hierarchy", paths.SWITCHED)
+@pytest.mark.parametrize("preset", paths.SWITCHED)
 @pytest.mark.slow
-def test_switching_is_between_the_paths_of_the_hierarchy(hierarchy, tiny_words, monkeypatch):
+def test_switching_is_between_the_paths_of_the_preset(preset, tiny_words, monkeypatch):
     """The arm takes a step on each path and changes every block before it; the others stay where they are."""
     config = compose([*tiny_words, "model.num_layers=2"])
-    theirs = compose([f"hierarchy={hierarchy}"]).paths
-    assert paths.SWITCHED[hierarchy] == (theirs.low, theirs.recovery)
+    theirs = compose([f"preset={preset}"]).paths
+    assert paths.SWITCHED[preset] == (theirs.low, theirs.recovery)
     taken, plain = [], paths.same_step
 
     def same_step(parts):
-        assert (parts.config.paths.low, parts.config.paths.recovery) == paths.SWITCHED[hierarchy]
+        assert (parts.config.paths.low, parts.config.paths.recovery) == paths.SWITCHED[preset]
         step = plain(parts)
         return lambda: (taken.append((id(parts), [operator.recovering for operator in parts.plan.operators])), step())
 
     monkeypatch.setattr(paths, "same_step", same_step)
-    figure = paths._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), hierarchy)
+    figure = paths._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), preset)
     assert figure.note.startswith("2 blocks")
     arms = [[path for arm, path in taken if arm == which] for which in dict.fromkeys(arm for arm, _ in taken)]
     low, high = [False] * 14, [True] * 14

@@ -153,7 +153,7 @@ def test_the_balancing_loss_is_part_of_the_step(tiny_words):
 
 def test_recipes_know_no_site(tiny_words):
     """Measured once, and not held to an identity that casts in the forward pass break."""
-    figures = recovery_figures([*tiny_words, "hierarchy=8/16", "paths.unit=operator"])
+    figures = recovery_figures([*tiny_words, "preset=8/16", "paths.unit=operator"])
     deviation = figures["recipes: deviation from theorem 1, largest"]
     assert deviation.value > 1e-3 and deviation.target is None
     assert not [name for name in figures if name.startswith(("saved", "forward"))]
@@ -315,7 +315,7 @@ def test_the_command(gnmr, tiny_words, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["paths=int4"], "paths=int4 has no recovery path"),
+        (["paths.recovery=null"], "paths.recovery=null"),
         (["run=nowhere"], "nowhere: there is no such file or run folder"),
         (["run="], "run=: give a run folder"),
     ],

@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 from gnmr import attach, config
-from gnmr.config.compose import conf_dir
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear, PathSpec, convert
 from gnmr.paths.formats import FORMATS
@@ -53,11 +52,6 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
             "dgrad": {"weight": cast, "grad_output": cast, "result": cast},
             "wgrad": {"input": cast, "grad_output": cast, "result": cast},
         }
-
-
-def test_every_recipe_is_a_static_run_by_a_word() -> None:
-    """recipe=NAME; tests/test_experiments.py composes them."""
-    assert {file.stem for file in (conf_dir() / "recipe").glob("*.yaml")} == RECIPES.keys()
 
 
 def test_a_recipe_with_some_gemms_recovered() -> None:

@@ -37,7 +37,7 @@ def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> 
         assert needed in markdown
         assert needed in text or needed.replace(" ", "") in "".join(text.split())
     assert "| int4 | 1 of 1 | 42.00 ± - |" in markdown
-    assert "gnmr train paths=int4 training.seed=0" in markdown
+    assert "gnmr train paths.low=int4 training.seed=0" in markdown
     assert str(tmp_path) not in markdown, "folders are told from the report's own place"
 
 

@@ -182,7 +182,12 @@ def llama_13b(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> None:
-    words = ["experiment=finetune", f"model.checkpoint={llama_13b}", "scale=finetune_13b", "paths=bf16"]
+    words = [
+        "experiment=finetune",
+        f"model.checkpoint={llama_13b}",
+        "scale=finetune_13b",
+        *PLAIN,
+    ]
     planned = plan_run(compose(words))
     assert rows(planned)["frozen weights"] == 13_015_864_320 * 2
     # Rank 8 around seven projections: 8 x (inputs + outputs) numbers each, in FP32, and Adam's two moments.
@@ -195,4 +200,4 @@ def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> No
 
 def test_a_checkpoint_that_is_not_there_ends_in_one_line() -> None:
     with pytest.raises(UserError, match="there is no such folder"):
-        plan_run(compose(["model=pretrained", "model.checkpoint=/nowhere", "scale=finetune_13b", "paths=bf16"]))
+        plan_run(compose(["model=pretrained", "model.checkpoint=/nowhere", "scale=finetune_13b", *PLAIN]))

@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gnmr train data.path={home}/x.txt", "gnmr train 'data.path=~/x.txt'"),
         ("gnmr train run_dir=/scratch/alice/run", "gnmr train run_dir=run"),
         ("gnmr train 'a=[/scratch/x,/b/c d]'", "gnmr train 'a=[x,c d]'"),
-        ("/usr/local/bin/gnmr train hierarchy=6/8", "gnmr train hierarchy=6/8"),
+        ("/usr/local/bin/gnmr train preset=6/8", "gnmr train preset=6/8"),
         ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
     ],
 )

@@ -12,7 +12,7 @@ from test_recipes_in_runs import stopped
 
 from gnmr.records.reader import read_json, read_jsonl
 
-HYBRID = ["hierarchy=8/16", "paths.backend=te"]
+HYBRID = ["preset=8/16", "paths.backend=te"]
 DELAYED = ["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=te", "training.accumulation=2"]
 
 

@@ -36,9 +36,8 @@ def words_of(tree: dict[str, Any], prefix: str) -> list[str]:
 
 
 def transform(name: str, **options: Any) -> list[str]:
-    """The words of conf/optim/transform/`name`, some options changed."""
-    tree = OmegaConf.to_container(OmegaConf.load(CONF / "transform" / f"{name}.yaml"))
-    return words_of({**tree, "options": {**tree["options"], **options}}, "optim.transform")
+    """The words of a transform, some options changed."""
+    return words_of({"name": name, "options": options}, "optim.transform")
 
 
 SCALE = words_of(OmegaConf.to_container(OmegaConf.load(CONF / "scale.yaml")), "optim")

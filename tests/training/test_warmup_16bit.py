@@ -1,4 +1,4 @@
-"""A warm-up in 16 bits, and the static baseline of appendix E.4 that needs one (variant=adapt)."""
+"""A warm-up in 16 bits, and the static baseline of appendix E.4 that needs one (the arm adapt of table 10)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import gnmr
-from gnmr.config.compose import compose
+from gnmr.config.compose import compose, conf_dir
 from gnmr.controller import Controller
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.report.runs import load
@@ -99,17 +100,19 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
             assert not decision.events or step == 1  # whose events put all of them there
 
 
-def test_the_variant_is_the_papers_at_the_papers_scale(text_file) -> None:
-    made = compose(["sweep=table10", "variant=adapt", "scale=130m"])
+def test_the_arm_is_the_papers_at_the_papers_scale(text_file) -> None:
+    sweep = OmegaConf.load(conf_dir() / "sweep" / "paper" / "table10.yaml")
+    adapt = sweep.hydra.sweeper.arms.adapt.split()
+    made = compose(["sweep=paper/table10", *adapt, "scale=130m"])
     assert (made.paths.unit, made.paths.low, made.paths.recovery) == ("block", "int4", "int8")
     assert made.controller.warmup_steps(made.training.steps) == 500
     assert made.controller.warmup_path == "16bit"
-    longer = compose(["sweep=table10", "variant=adapt", "scale=350m", "controller.warmup_frac=0.0084"])
+    longer = compose(["sweep=paper/table10", *adapt, "scale=350m", "controller.warmup_frac=0.0084"])
     assert longer.controller.warmup_steps(longer.training.steps) == 500
     small = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=8", "model.num_heads=2"]
     data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]
     length = ["training.batch_size=2", "training.steps=200", "training.threads=1"]
-    parts = assemble(compose(["variant=adapt", *small, *data, *length]), Path("unused"), lambda _: None)
+    parts = assemble(compose([*adapt, *small, *data, *length]), Path("unused"), lambda _: None)
     assert (parts.controller.signal.calibration_steps, parts.controller.warmup_steps) == (5, 5)
     assert (parts.controller.signal.k, len(parts.controller.units), parts.plan.warmup_steps) == (2, 8, 5)
 
