@@ -1,4 +1,4 @@
-"""Files that stand whole or not at all after a kill, and no link that is followed when a run writes in its folder."""
+"""Files of a run folder: replaced atomically, synced, and never reached through a link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError where the name is a link, or is read and no regular file; no pipe is waited for."""
+    """An opener for `open`: OSError for a link and, when reading, for what is no regular file; never waits."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if flags & os.O_ACCMODE == os.O_RDONLY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -25,9 +25,9 @@ def no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which is synced and takes the place of `path` at the end: a reader finds the old one or the new one.
+    """A new file, which is synced and then replaces `path`: readers see the old or the new one, never a part.
 
-    A link that stands there is replaced, not followed. After an error nothing of the new file is left.
+    A link at `path` is replaced, not followed. After an error the new file is removed.
     """
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ def truncate(path: Path, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Writes a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,12 +68,12 @@ def sha256(path: Path) -> str:
 def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
     """UserError for anything in `folder` that is neither a regular file nor a folder; `skip`: folders not looked into.
 
-    What others left there could otherwise lead a run's writing and deleting elsewhere, or keep it waiting.
+    A link could lead a run's writing and deleting elsewhere, a pipe could block it.
     """
     for entry in os.scandir(folder):
         try:
             mode = entry.stat(follow_symlinks=False).st_mode
-        except FileNotFoundError:  # who writes this run has just renamed or removed it
+        except FileNotFoundError:  # the run's own process has just renamed or removed it
             continue
         if stat.S_ISDIR(mode):
             if entry.name not in skip:

@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, apart from a defect of ours.
+"""The two errors that end a command, apart from defects of ours.
 
 `UserError` is a mistake in what was asked for: one line, exit code 2, nothing half-written.
 `RunFailed` is a run that could not go on: one line, exit code 1, the run folder marked FAILED.
@@ -12,21 +12,21 @@ MAX_LINE = 1500
 
 
 class UserError(ValueError):
-    """What was wrong, where, and what would be right, in one line that a terminal can only show."""
+    """What was wrong, where, and what would be right, in one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 class RunFailed(RuntimeError):
-    """Why a training run ended, and at which step it began; a line as `UserError`'s."""
+    """Why a training run ended, and at which step it began; one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 def printable(text: object) -> str:
-    """The text in one line; what a terminal would obey, or not show, is written out: an escape as \\x1b."""
+    """The text in one line, with control characters written out: an escape as \\x1b."""
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
@@ -42,7 +42,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """A place that the user named and that cannot be written is the user's mistake."""
+    """UserError where `what`, which the user named, cannot be written."""
     try:
         yield
     except OSError as error:

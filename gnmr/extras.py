@@ -1,8 +1,8 @@
-"""The extras of pyproject.toml: packages that a part of gnmr needs and the rest does not."""
+"""The extras of pyproject.toml: optional packages."""
 
 from __future__ import annotations
 
 
 def install(extra: str) -> str:
-    """What brings them. gnmr is on no package index, so `pip install gnmr[...]` would find nothing."""
+    """The command that installs an extra. gnmr is on no package index, so it needs the checkout."""
     return f"pip install -e '.[{extra}]' in gnmr's checkout"

@@ -1,4 +1,4 @@
-"""Patterns of dotted names: which modules a user means."""
+"""Selecting modules by patterns of dotted names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 
 def listed(what: str, given: object) -> list[str]:
-    """The names that `given` lists; one name alone will do. ValueError for anything else."""
+    """`given` as a list of names; a single name is allowed. ValueError for anything else."""
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{what}={given!r}: must be a list of names")

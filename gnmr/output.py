@@ -1,4 +1,4 @@
-"""Writing where the user said: a file is replaced as a whole, a device or pipe is written to and stays what it is."""
+"""Output that the user named: a file is replaced atomically; a device or a pipe is written to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHERS = {stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a
 
 @contextmanager
 def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to; `path` has the new content when the block has ended, the old one where it was left early.
+    """A file to write to; `path` gets the new content at the end of the block, and keeps the old one after an error.
 
     A symbolic link is followed to a device or a pipe, and refused where it leads to a file; without `follow`, as where
     others made the folder, it is refused. A character device, a pipe and what this process's own output goes to are
@@ -50,7 +50,7 @@ def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[
 
 
 def check(path: Path, what: object = None, follow: bool = True) -> None:
-    """UserError for a place that `replacing` would refuse, before there is anything to write."""
+    """UserError for a path that `replacing` would refuse; called before there is anything to write."""
     what = path if what is None else what
     with writing(what):
         through = _through(path, what, follow)
@@ -63,7 +63,7 @@ def check(path: Path, what: object = None, follow: bool = True) -> None:
 
 
 def _through(path: Path, what: object, follow: bool) -> bool:
-    """Whether what stands there is written to instead of being replaced. UserError where it is neither."""
+    """Whether `path` is written to instead of being replaced. UserError where neither is possible."""
     try:
         found = os.stat(path, follow_symlinks=follow)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def _through(path: Path, what: object, follow: bool) -> bool:
 
 
 def _own_output(found: os.stat_result) -> int | None:
-    """The descriptor, 1 or 2, by which this process writes to that file already."""
+    """The descriptor, 1 or 2, if this process already writes to that file."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(found, os.fstat(descriptor)):
@@ -91,7 +91,7 @@ def _own_output(found: os.stat_result) -> int | None:
 
 
 def _as_it_is(path: Path) -> int:
-    """What is there, open for writing: not made, not cut; where our own output goes there, behind that."""
+    """What is there, opened for writing, neither created nor truncated; appended to where our own output goes there."""
     if (own := _own_output(os.stat(path))) is None:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     (sys.stdout if own == 1 else sys.stderr).flush()
@@ -105,7 +105,7 @@ def write_text(path: Path, text: str, what: object = None, follow: bool = True) 
 
 
 def write_json(path: Path, tree: dict[str, Any], what: object = None, follow: bool = True) -> None:
-    """An object, indented; numbers that are not finite become words, as in records."""
+    """An indented JSON object; numbers that are not finite become strings, as in records."""
     write_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n", what, follow)
 
 

@@ -1,4 +1,4 @@
-"""Stopping a process on a signal when it is ready, not at once."""
+"""Collecting signals, so that a run or a sweep can stop at a safe point."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[i
 
 
 def never_at_once() -> None:
-    """From now on a second signal changes nothing: for a worker, to which both its sweep and whoever sends signals to
-    all processes of a job may send one."""
+    """Makes a second signal have no effect: a worker may get one from its sweep and one from its job."""
     global _insist
     _insist = False

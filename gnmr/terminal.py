@@ -1,4 +1,4 @@
-"""What is printed for people."""
+"""Printing to the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Terminal(Console):
     for `print`, and no exit."""
 
     def on_broken_pipe(self) -> None:
-        """rich's own ends the process, which in the middle of a run would be taken for a signal."""
+        """rich would end the process, which a run would take for a signal."""
         raise BrokenPipeError
 
     def _check_buffer(self) -> None:
@@ -36,10 +36,10 @@ class Terminal(Console):
 
 
 class Picture(Live):
-    """rich's live picture. While it shows, it stands in for standard output and error.
+    """rich's live display. While it runs, it replaces standard output and error.
 
-    What stands in is kept: another thread may still be printing to it when the picture ends, and CPython's `print`
-    holds no reference to the stream that it writes to.
+    The replacements are kept alive: another thread may still print to them when the display ends, and CPython's `print`
+    holds no reference to its stream.
     """
 
     _kept: ClassVar[list[Any]] = []
@@ -51,13 +51,12 @@ class Picture(Live):
 
 @cache
 def shared() -> Terminal:
-    """Standard output: the one console of this process for lines and pictures, which otherwise paint over each other
-    where several threads print."""
+    """The one console of this process for lines and live displays, which would otherwise overwrite each other."""
     return Terminal()
 
 
 def say(text: str) -> None:
-    """Lines above the picture. That nobody reads them any more is no failure: the files are the truth."""
+    """Prints lines above the live display. A closed pipe is no failure: the records are in files."""
     try:
         print_plain(shared(), text)
     except BrokenPipeError:
@@ -70,13 +69,13 @@ def print_plain(console: Console, text: str) -> None:
 
 
 def unread() -> None:
-    """Standard output leads nowhere from now on: its reader has left, and closing it would be one more error."""
+    """Sends standard output to the null device: its reader has left, and closing it would raise again."""
     with suppress(OSError):  # it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def for_tables() -> Terminal:
-    """Standard output, 100 columns wide where it is no terminal: what reads it then has its own width."""
+    """Standard output; 100 columns wide where it is no terminal."""
     return Terminal(width=None if sys.stdout.isatty() else 100)
 
 

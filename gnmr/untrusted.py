@@ -1,7 +1,7 @@
-"""Reading what somebody else may have made: it leads nowhere else, has an end, and is no more than data.
+"""Reading files that somebody else may have made: no links, bounded sizes, no code.
 
-A path that the user names may be a symbolic link. What lies below a folder may not: a link there would show, or take
-along, a file that its maker chose. Sizes and depths are bounded far above what a run writes (1e6 steps, 10,000 units).
+A path that the user names may be a symbolic link; what is below a folder may not, for a link there could expose any
+file of the user's. Sizes and depths are bounded far above what a run writes (1e6 steps, 10,000 units).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAX_DEPTH = 50
 MAX_NAME = 300
 """Characters of a name; a module's dotted name has some 60."""
 SMALL = 1 << 24
-"""Bytes up to which it does not matter how a file came to its size."""
+"""Bytes; smaller files are not checked for holes or compression."""
 MAX_EXPANSION = 100
-"""Bytes that a stored byte stands for at the most, beyond `SMALL`: rows compress to a thirtieth at best."""
+"""The largest compression ratio of files above `SMALL`: rows compress to a thirtieth at best."""
 
 
 class Damaged(UserError):
-    """A file is not what it should be. Of many runs the one that it belongs to is left out."""
+    """A file is not what it should be; a report leaves out the run that it belongs to."""
 
 
 def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
-    """A regular file of at most so many bytes, open for reading; no link is followed and nothing is waited for.
+    """A regular file of at most `most` bytes, open for reading; follows no link and never waits.
 
     FileNotFoundError without it, `Damaged` for anything else.
     """
@@ -64,7 +64,7 @@ def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
 
 
 def _first_hole(descriptor: int) -> int:
-    """Where the file's first hole begins: at its end, if it has none or the file system does not say."""
+    """Offset of the file's first hole; its size if it has none or the file system does not tell."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     with suppress(OSError):
         end = os.lseek(descriptor, 0, os.SEEK_HOLE)
@@ -73,12 +73,12 @@ def _first_hole(descriptor: int) -> int:
 
 
 def exists(path: Path) -> bool:
-    """Whether anything has this name: a link that leads nowhere too, which `opened` refuses."""
+    """Whether anything has this name, a dangling link included (`opened` refuses it)."""
     return os.path.lexists(path)
 
 
 def content(path: Path, most: int = MAX_OBJECT) -> bytes:
-    """All of a file, as `opened`."""
+    """The content of a file opened by `opened`."""
     with opened(path, most) as file:
         return file.read(most)
 
@@ -97,17 +97,17 @@ def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """`Damaged`, in one line, for whatever goes wrong with files of others: no defect of ours, and no traceback."""
+    """Turns any error of reading untrusted files into `Damaged`, in one line without a traceback."""
     try:
         yield
     except (UserError, BrokenPipeError):
         raise
-    except Exception as error:  # of a dozen libraries, which a file can make stumble anywhere
+    except Exception as error:  # from any of a dozen libraries
         raise Damaged(f"{what}: cannot be read ({first_line(error)})") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, with its type where that says little."""
+    """First line of an error's message, with its type unless it is a UserError."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}" if line else type(error).__name__
 
@@ -126,6 +126,6 @@ def check_folder(folder: Path) -> None:
 
 
 def text(value: object, most: int = MAX_NAME) -> str:
-    """In one printable line of at most so many characters."""
+    """`value` in one printable line of at most `most` characters."""
     line = printable(value)
     return line if len(line) <= most else f"{line[: most - 3]}..."
