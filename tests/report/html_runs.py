@@ -54,6 +54,7 @@ def fake_run(
         (folder / "faults.jsonl").write_text("".join(json.dumps(row) + "\n" for row in windows))
     run = FakeRun(
         folder=folder,
+        place=folder,
         settings={
             "paths.low": low,
             "paths.recovery": recovery,
