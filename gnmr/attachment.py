@@ -152,10 +152,10 @@ class AttachedController(Controller):
             self.plan.end_step()
             self._measured = True
 
-    def micro_step(self, share: float | None = None) -> None:
+    def micro_step(self, fraction: float | None = None) -> None:
         """As `Controller.micro_step`."""
         self._follow()
-        super().micro_step(share)
+        super().micro_step(fraction)
 
     def _own_evidence(self) -> set[str]:
         return super()._own_evidence() | set(() if self._probe is None else self._probe.names)

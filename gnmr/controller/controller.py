@@ -230,13 +230,13 @@ class Controller:
         """Units on the recovery path now, in unit order."""
         return [name for name, active in zip(self.names, self._active, strict=True) if active]
 
-    def micro_step(self, share: float | None = None) -> None:
+    def micro_step(self, fraction: float | None = None) -> None:
         """Call it after each micro-batch's backward pass; only signals that need micro_square make it do anything.
 
-        `share`: the part of the step's loss that this micro-batch is, for all of them or none; None: all are equal.
+        `fraction`: the part of the step's loss that this micro-batch is, for all of them or none; None: all are equal.
         """
         if self._micro is not None:
-            self._micro.add(share)
+            self._micro.add(fraction)
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """Observes this step's gradients and routes the units for the next one. Waits for the device once.
@@ -338,7 +338,7 @@ class Controller:
             choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
                 choice = self._held(choice, risk, observed)
-            choice = self._unless_all_broke(choice, risk, observed)
+            choice = self._unless_all_infinite(choice, risk, observed)
         self._lock, self._chosen = choice.lock, choice.active
         return HostPacket(
             {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
@@ -361,8 +361,8 @@ class Controller:
         risk, *columns = tensors
         return torch.where(risk.isnan(), torch.inf, risk), columns
 
-    def _unless_all_broke(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
-        """Set and locks as they were where every observed unit's risk is Inf and they are more than max_o."""
+    def _unless_all_infinite(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
+        """If all observed risks are infinite (loss-scale overflow) and more than max_o, keep the current set."""
         routed = observed & self._recoverable
         # Right after the warm-up more than max_o may be in force; then the cap comes first.
         stays = (risk.isinf() | ~observed).all() & (routed.sum() > self.max_o) & (self._chosen.sum() <= self.max_o)

@@ -61,9 +61,9 @@ class MicroNorms:
         self.count = 0
 
     @torch.no_grad()
-    def add(self, share: float | None = None) -> None:
-        """Call it after each micro-batch's backward pass; `share` of the step's mean loss that it ran on, None: as much
-        as the others."""
+    def add(self, fraction: float | None = None) -> None:
+        """Call it after each micro-batch's backward pass. `fraction`: the part of the step's mean loss that it ran on;
+        None: as much as the others."""
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)
@@ -74,9 +74,9 @@ class MicroNorms:
                 own = parameter.grad.float() if earlier is None else parameter.grad.float() - earlier.float()
                 square = square + own.square().sum(dtype=torch.float64)
                 before[i] = parameter.grad.clone()
-            squares.append(square if share is None else square / share**2)
+            squares.append(square if fraction is None else square / fraction**2)
         now = torch.stack(squares)
-        self._weighted = share is not None
+        self._weighted = fraction is not None
         self._sum = now if self._sum is None else self._sum + now
         self.count += 1
 

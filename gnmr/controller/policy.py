@@ -1,13 +1,17 @@
-"""Algorithm 2: which units run on the recovery path in the next step. A pure function of tensors.
+"""Algorithm 2 (section 3): which units run on the recovery path in the next step. A pure function of tensors.
 
     C_t = {b : R[b,t] > 1} + {b : Lock_b > 0}                candidates
     A_t = the max_o candidates with the largest R[b,t]
     b in A_t:      Lock_b = t_lock if R[b,t] > 1 else max(Lock_b - 1, 0)
     b not in A_t:  Lock_b = 0
 
-The lock keeps a unit a candidate for t_lock steps after it triggered; it never lifts the cap. An unobserved unit has no
-risk of its own: it can only be kept by its lock, and ranks below every observed unit. Equal risks (two non-finite norms
-too) are ranked by unit order, so that every rank of a distributed run picks the same set.
+R[b,t] is the risk of unit b in step t, made by a signal; the set A_t chosen from step t is in force in step t + 1. The
+lock keeps a unit a candidate for t_lock steps after its risk exceeded 1; it never lifts the cap. An unobserved unit has
+no risk: its lock alone can keep it, and it ranks below every observed unit.
+
+A non-finite norm reaches this function as R = Inf, so its unit is over every threshold and ranks first; NaN does not
+occur. Equal risks, two of Inf too, are ranked by unit order, so that every rank of a distributed run picks the same
+set. What is done where all risks are Inf is the controller's choice (`Controller`).
 """
 
 from __future__ import annotations

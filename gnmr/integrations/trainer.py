@@ -226,7 +226,7 @@ def _check(trainer: Trainer, attached: bool) -> None:
             "in one process on one device (CUDA_VISIBLE_DEVICES)"
         )
     if args.auto_find_batch_size:
-        raise UserError("GnmrCallback: auto_find_batch_size=True begins a training anew midway; set the batch size")
+        raise UserError("GnmrCallback: auto_find_batch_size=True restarts training; set the batch size")
     if attached and trainer.model_init is not None:
         raise UserError("GnmrCallback: model_init makes another model than the attached one; give attach's options")
 

@@ -1,4 +1,7 @@
-"""Risk signals, one file each; docs/signals.md has them in a table and says how to add one."""
+"""Risk signals, one idea a file: `levels` holds those of one value against a threshold.
+
+docs/signals.md has them in a table and says how to add one.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,13 @@ from gnmr.controller.signals.first_last import FirstLast
 from gnmr.controller.signals.gap import Gap
 from gnmr.controller.signals.gap_exact import GapExact
 from gnmr.controller.signals.gnmr import DeltaGnmr, Gnmr, GnmrSignal
-from gnmr.controller.signals.grad_norm import GradNorm
-from gnmr.controller.signals.grad_to_noise import GradToNoise
 from gnmr.controller.signals.gsnr import Gsnr
 from gnmr.controller.signals.history import Cumulative, Ema, Window
 from gnmr.controller.signals.jacobian import Jacobian
-from gnmr.controller.signals.mse import Mse
-from gnmr.controller.signals.oracle import Oracle
+from gnmr.controller.signals.levels import GradNorm, GradToNoise, Mse, Oracle, SpikeShare, Underflow
 from gnmr.controller.signals.random import Random
 from gnmr.controller.signals.round_robin import RoundRobin
-from gnmr.controller.signals.spike_share import SpikeShare
 from gnmr.controller.signals.static_k import StaticK
-from gnmr.controller.signals.underflow import Underflow
 from gnmr.controller.signals.update_norm import UpdateNorm
 from gnmr.controller.signals.zscore import ZScore
 

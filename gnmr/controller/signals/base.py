@@ -241,7 +241,7 @@ def positive(value: float, name: str) -> float:
     return value
 
 
-def share_of(value: float, name: str) -> float:
+def fraction_of(value: float, name: str) -> float:
     """The value; ValueError naming the option unless it is a number above 0, at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"{name}={value!r}: must be a share above 0, at most 1")

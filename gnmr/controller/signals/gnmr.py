@@ -1,4 +1,4 @@
-"""Algorithm 1: the gradient-norm-to-mean ratio (GNMR) and its short-window sister (dGNMR).
+"""Algorithm 1 (section 3): the gradient-norm-to-mean ratio (GNMR) and GNMR over its mean of a short window (dGNMR).
 
 Every unit b is compared with itself. n[b,t] is the norm of its gradient at step t, and A[b,t-1] the mean of all norms
 before it:

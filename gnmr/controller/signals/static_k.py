@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due, positive, ratio, seen, share_of, whole
+from gnmr.controller.signals.base import BlindSignal, Context, Evidence, due, fraction_of, positive, ratio, seen, whole
 from gnmr.controller.signals.history import Cumulative
 
 
@@ -41,14 +41,14 @@ class StaticK(BlindSignal):
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
-        calibration_frac = share_of(calibration_frac, "calibration_frac")
+        calibration_frac = fraction_of(calibration_frac, "calibration_frac")
         if calibration_steps is None:
             if context.steps is None:
                 raise ValueError("static_k: the run's length is not known: give steps, or the option calibration_steps")
             calibration_steps = max(1, round(calibration_frac * context.steps))
         self.calibration_steps = whole(calibration_steps, "calibration_steps")
         if k_frac is not None:
-            chosen = max(1, round(share_of(k_frac, "k_frac") * num_units))
+            chosen = max(1, round(fraction_of(k_frac, "k_frac") * num_units))
             k = chosen if k is None else k
         self.k = at_once if k is None else whole(k, "k")
         if self.k > at_once:
