@@ -47,8 +47,9 @@ def _level(
         """See `Signal.observe`. Does not wait for the device."""
         return self.verdict(evidence, step, value(evidence))
 
-    own = {"columns": (column,), "needs": needs, "__init__": init, "observe": observe, "__module__": __name__}
-    return type(name, (LevelSignal,), own)
+    doc = f"The column `{column}` against a fixed level. No memory."
+    own = {"columns": (column,), "needs": needs, "__init__": init, "observe": observe, "__doc__": doc}
+    return type(name, (LevelSignal,), own | {"__module__": __name__})
 
 
 def _noise_ratio(evidence: Evidence) -> Tensor:
