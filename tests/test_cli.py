@@ -131,6 +131,20 @@ def test_flags_may_stand_anywhere(gnmr, tiny_words):
 
 
 @pytest.mark.slow
+def test_hydras_flags_are_those_of_its_own_parser():
+    """Which is not public: a Hydra with other flags needs other ones in `hydra_flags`."""
+    from hydra._internal.utils import get_args_parser
+
+    def flags(parser):
+        kinds = {"_StoreTrueAction": True, "_VersionAction": True}  # --version prints in one and is passed on in ours
+        return {
+            (*action.option_strings,): (kinds.get(type(action).__name__, False), action.nargs or 0, action.choices)
+            for action in parser._actions
+        }
+
+    assert flags(train.hydra_flags()) == flags(get_args_parser())
+
+
 def test_an_experiment_of_ones_own(gnmr, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(

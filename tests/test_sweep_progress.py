@@ -26,7 +26,7 @@ from gnmr.records.reader import read_json
 from gnmr.sweep import progress
 from gnmr.sweep.progress import Cell, Progress, last_step, makespan
 from gnmr.sweep.workers import Workers
-from gnmr.training import parts
+from gnmr.training import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]  # one pool of workers
 
@@ -230,7 +230,7 @@ def test_cells_side_by_side(gnmr, tiny_words, tmp_path, scratch):
 def test_data_is_made_once_before_cells_run_side_by_side(gnmr, tiny_words, tmp_path, monkeypatch):
     """With a cold cache each of two workers would tokenize the corpus."""
     made = []
-    monkeypatch.setattr(parts, "prepare", lambda data, tokens, say: made.append((data.vocab_size, tokens)))
+    monkeypatch.setattr(build, "prepare", lambda data, tokens, say: made.append((data.vocab_size, tokens)))
     words = [*tiny_words, *SIDE_BY_SIDE, "training.seed=0,1", "training.steps=2,3"]
     assert gnmr("train", *words).code == 0
     assert len(made) == 2 and made[0][1] * 3 == made[1][1] * 2, "once for each amount of tokens"

@@ -6,6 +6,7 @@ from a snapshot of the YAML tree, so that editing it changes no later cell; mist
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
@@ -65,15 +66,28 @@ def refuse_depth(argv: list[str]) -> None:
 def refuse_flags(argv: list[str]) -> list[Path]:
     """UserError for what Hydra's own parser does not take; by itself it would show all its flags first. Returns the
     folders of YAML that the user brings."""
-    from hydra._internal.utils import get_args_parser
+    given = hydra_flags().parse_args(argv)
+    return [Path(folder) for folder in (given.config_dir, given.config_path) if folder]
 
-    def error(message: str) -> NoReturn:
+
+class _Flags(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"train: {message} (gnmr train --hydra-help)")
 
-    parser = get_args_parser()
-    parser.error = error  # type: ignore[method-assign]
-    given = parser.parse_args(argv)
-    return [Path(folder) for folder in (given.config_dir, given.config_path) if folder]
+
+def hydra_flags() -> argparse.ArgumentParser:
+    """What Hydra takes besides overrides: its own parser is not public."""
+    parser = _Flags(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in ("--help -h", "--hydra-help", "--version", "--resolve", "--run -r", "--multirun -m"):
+        parser.add_argument(*names.split(), action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    shown = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=shown)
+    return parser
 
 
 def overrides_first(argv: list[str]) -> list[str]:
@@ -93,19 +107,20 @@ def _hydra(argv: list[str], conf: Path, program: str) -> None:
     from gnmr.sweep import Sweep
 
     register()
-    # Hydra takes plugins from its own namespaces only, so ours stands under the name of the one that it replaces.
-    Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"] = Sweep
+    # By the name that conf/hydra/sweeper/gnmr.yaml gives it: Hydra takes plugins of its own namespaces alone, and
+    # imports all that lies there into every application of the environment.
+    Plugins.instance().class_name_to_class["hydra_plugins.gnmr.Sweep"] = Sweep
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
-    failures: list[UserError | RunFailed] = []
+    failures: list[Exception] = []
 
-    def cell(composed: DictConfig) -> UserError | RunFailed | None:
+    def cell(composed: DictConfig) -> Exception | None:
         """`run_cell`; a failure is handed back, because Hydra would print all overrides with an exception."""
         try:
             run_cell(composed)
-        except (UserError, RunFailed) as error:
+        except Exception as error:
             failures.append(error)
             settings = HydraConfig.get()
-            if settings.mode == RunMode.MULTIRUN:
+            if settings.mode == RunMode.MULTIRUN and isinstance(error, UserError | RunFailed):
                 say(f"#{settings.job.num} failed: {error}")
             return error
         return None

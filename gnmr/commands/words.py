@@ -88,7 +88,7 @@ def optional(_name: str, value: str) -> str | None:
 
 def path(_name: str, value: str) -> Path:
     """A file or folder."""
-    return Path(value).expanduser()
+    return Path(value)
 
 
 def whole(least: int) -> Read:

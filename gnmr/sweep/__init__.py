@@ -20,18 +20,18 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.core.utils import configure_log
+from hydra.core.utils import configure_log, run_job, setup_globals
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -140,11 +140,11 @@ class Sweep(Sweeper):
         assert self.launcher is not None and self.config is not None
         if workers is None:
             returns = self.launcher.launch([cell.words for cell in cells], cells[0].number)
-            yield from zip(cells, (returned._return_value for returned in returns), strict=True)
+            yield from zip(cells, (returned.return_value for returned in returns), strict=True)
             return
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         for number, returned in workers.each([self._task(cell) for cell in cells]):
-            yield cells[number], getattr(returned, "_return_value", returned)
+            yield cells[number], returned
 
     def _task(self, cell: Cell) -> Callable[[], Any]:
         """What a worker is to do for this cell."""
@@ -169,12 +169,24 @@ class Sweep(Sweeper):
         return Cell([*words, f"training.threads={threads}"], config, number)
 
 
-def _job(number: int, words: list[str], *of_hydra: Any) -> Any:
-    """A cell in a worker, as Hydra's joblib launcher runs it. UserError for a folder that Hydra cannot make."""
-    from hydra_plugins.hydra_joblib_launcher._core import execute_job
-
+def _job(
+    number: int,
+    words: list[str],
+    context: HydraContext,
+    config: DictConfig,
+    task: TaskFunction,
+    state: dict[Any, Any],
+) -> Any:
+    """What `task` returns of a cell, in a worker. UserError for a folder that Hydra cannot make."""
+    setup_globals()
+    Singleton.set_state(state)
+    composed = context.config_loader.load_sweep_config(config, words)
+    with open_dict(composed):
+        composed.hydra.job.id, composed.hydra.job.num = f"{composed.hydra.job.name}_{number}", number
+    HydraConfig.instance().set_config(composed)
     try:
-        return execute_job(number, words, *of_hydra)
+        job = run_job(task, composed, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+        return job.return_value
     except Exception as error:
         line = mistake(error, words)
         if line is None:
@@ -207,16 +219,20 @@ def combinations_of(
 def _combinations(overrides: list[Override]) -> list[list[str]]:
     """The overrides of each cell. UserError for a value of which there is none, as of a glob, and for too many."""
     cells = 1
+    axes: dict[str, list[str]] = {}  # of a key that is given twice, the last
     for override in overrides:
-        if override.is_sweep_override():
-            values = sum(1 for _ in islice(override.sweep_string_iterator(), MOST_CELLS + 1))
-            cells *= values
+        if not override.is_sweep_override():
+            values = [override.get_value_element_as_str()]
+        else:
+            values = list(islice(override.sweep_string_iterator(), MOST_CELLS + 1))
+            cells *= len(values)
             if not values:
                 raise UserError(f"sweep: {override.input_line} matches nothing, so there is no cell")
             if cells > MOST_CELLS:
                 raise UserError(f"sweep: {override.input_line} makes more than {MOST_CELLS:,} cells")
-    combinations: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
-    return combinations
+        key = override.get_key_element()
+        axes[key] = [f"{key}={value}" for value in values]
+    return [list(cell) for cell in product(*axes.values())]
 
 
 def step_seconds(config: Config) -> float:

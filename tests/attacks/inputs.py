@@ -540,7 +540,7 @@ RUN calibrate=0.1 out=device | --nosuch
 EVALS = """
 nowhere | plain_file | empty_folder | pipe.txt | device | a/b | a/b/c | ../x | loop.txt | @300 | @deep | a\0b
 model-empty | model-list | model-unknown | model-bare | model-deep | adapter-only | RUN nosuch=1 | RUN tasks=[]
-RUN tasks=[nosuch] | RUN tasks=wikitext2 | RUN limit=0 | RUN limit=-1 | RUN limit=1e39 | RUN shots=-1
+RUN tasks=[nosuch] | RUN tasks=wikitext | RUN limit=0 | RUN limit=-1 | RUN limit=1e39 | RUN shots=-1
 RUN shots=@huge | RUN block=0 | RUN block=1 | RUN batch_size=0 | RUN batch_size=nan | RUN path=nosuch | RUN path=low
 RUN device=tpu | RUN adapter=nowhere | RUN data=nowhere | RUN data=plain_file | RUN tasks=[ | RUN out=empty_folder
 RUN out=/nowhere/x | RUN out=/proc/x | RUN out=plain_file/x | RUN out=@300 | RUN data=pipe.txt
