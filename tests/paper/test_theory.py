@@ -317,7 +317,7 @@ def test_the_command(gnmr, tiny_words, tmp_path):
     [
         (["paths.recovery=null"], "paths.recovery=null"),
         (["run=nowhere"], "nowhere: there is no such file or run folder"),
-        (["run="], "run=: give a run folder"),
+        (["run="], "'run=' has no value"),
     ],
 )
 def test_mistakes_are_one_line(gnmr, tiny_words, words, says):
