@@ -208,6 +208,7 @@ def schema() -> DictConfig:
     unlock(node)
     for free in (node.paths.recipes, node.controller.options, node.optim.options, node.optim.transform.options):
         OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
+    node.paths.name = node.controller.name = None  # of what is chosen, which need not be the defaults
     return node
 
 

@@ -106,7 +106,7 @@ def write(root: Path, run: FakeRun) -> Path:
     header = {
         "gnmr": "0.1.0",
         "commit": "0123456789abcdef0123",
-        "command": f"gnmr train paths={run.arm} training.seed={run.seed}",
+        "command": f"gnmr train paths.low={run.arm} training.seed={run.seed}",
         "machine": {"cpu": "Test CPU", "cores": 2, "device": "cpu"},
         "data": {"name": made.data.name, "fingerprint": "feedbeefcafe"},
         "units": units,
