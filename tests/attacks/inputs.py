@@ -600,4 +600,4 @@ def cases(draw: random.Random) -> list[Case]:
     return list(made.values())
 
 
-KINDS = [Kind("bad inputs", cases, sample=60)]
+KINDS = [Kind("bad inputs", cases, sample=30)]

@@ -587,7 +587,7 @@ def sweep_cases(draw: random.Random) -> Iterator[Case]:
 KINDS = [
     Kind("kills", kill_cases, 6),
     Kind("signals", signal_cases, 4),
-    Kind("kills in sweeps", sweep_cases, 2),
+    Kind("kills in sweeps", sweep_cases, 1),
     Kind("files gone in mid-run", tamper_cases, 6),
     Kind("full disks", disk_cases, 3),
     Kind("clock jumps", clock_cases, 1),

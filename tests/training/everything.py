@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,7 @@ def in_child(task: Callable[[], object]) -> int:
         code = 70
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
             task()
             code = 0
         except SystemExit as end:

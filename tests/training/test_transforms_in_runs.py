@@ -81,7 +81,6 @@ def test_three_steps(name, train, tmp_path, plain):
 
 
 def test_every_choice_of_conf_is_here():
-    assert {file.stem for file in (CONF / "transform").glob("*.yaml")} == {"none", *TRANSFORMS}
     assert {file.stem for file in CONF.glob("*.yaml")} == {"adamw", "scale"}
 
 
