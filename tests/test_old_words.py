@@ -10,7 +10,7 @@ import yaml
 
 from gnmr import config
 from gnmr.config.compose import compose
-from gnmr.config.old_words import is_old, new_words, translated
+from gnmr.config.old_words import _DEFAULTS, is_old, new_words, translated
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 
@@ -94,3 +94,9 @@ def test_a_run_of_an_earlier_version_is_read_and_not_continued(tmp_path: Path) -
     assert config.read(tmp_path / "config.yaml") == config.Config()
     with pytest.raises(UserError, match="earlier version"):
         check_folder(tmp_path, config.Config())
+
+
+@pytest.mark.parametrize("name", _DEFAULTS)
+def test_options_that_are_left_out_have_the_value_that_they_had(name):
+    """A default that changes would give old runs another meaning: it then leaves the table."""
+    assert _DEFAULTS[name].items() <= SIGNALS[name].options().items()
