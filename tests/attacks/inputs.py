@@ -420,7 +420,7 @@ unknown=1 | +unknown=1 | training.stps=3 | trainig.steps=3 | training.steps.more
 model=lama | scale=7b | experiment=nosuch | sweep=nosuch | paths.low=fp9 | preset=6/7
 recipe=fp8_hybrid | hierarchy=6/8 | variant=ranked_gap
 model=../gpt
-model=/etc/passwd | debug=../../conf/config | controller.signal=zscore | optim.transform.name=clip | training.seed=0,1
+model=/etc/passwd | debug=../../conf/config | controller.signal=z_scores | optim.transform.name=clip | training.seed=0,1
 training.steps=${nosuch} | training.steps=${training.steps} | arm=${arm} | training.steps=${oc.env:NOSUCH}
 arm=${oc.env:PATH} | training.steps=[1 | hydra/launcher=nosuch | hydra.mode=nosuch | hydra.run.dir=/proc/x
 hydra.run.dir=plain_file/x | hydra.output_subdir=/proc/x | data.path=??? | ~training.nosuch | training.steps='1
