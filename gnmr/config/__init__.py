@@ -134,7 +134,6 @@ class Config:
             ("scale_name", self.scale_name),
             ("arm", self.arm),
             ("paths.name", self.paths.name),
-            ("controller.signal", self.controller.signal.rpartition(":")[2]),
             ("controller.name", self.controller.name),
             ("optim.transform.name", self.optim.transform.name),
         ):

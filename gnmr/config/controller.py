@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gnmr.config.checks import one_of, positive, require, share
+from gnmr.config.checks import folder_name, one_of, positive, require, share, storable
 
 if TYPE_CHECKING:
     from gnmr.controller import ControlSpec, Threshold
@@ -83,7 +83,9 @@ class ControllerConfig:
     def _check_signal(self) -> None:
         module, colon, cls = self.signal.partition(":")
         sound = bool(self.signal) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
+        storable("controller.signal", self.signal)  # before the name of the controller is made of it
         require(sound, "controller.signal", self.signal, "give the name, or package.module:Class")
+        folder_name("controller.signal", cls or module)
         for key in ("alpha", "beta", "delta"):
             right = key not in self.options or colon != ""
             require(right, f"controller.options.{key}", self.options.get(key), f"is controller.{key}")
