@@ -38,6 +38,7 @@ Named recipes (`RECIPES`):
     deepseek_v3    E4M3 everywhere: tiles for input and grad_output, blocks for the weight, results kept (2412.19437)
     deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
+    mxfp4          the same in E2M1
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw

@@ -40,6 +40,7 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
         "wgrad": {"input": "e4m3/tile", "grad_output": "e4m3/tile"},
     }
     assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
+    assert {cast for gemm in words("mxfp4").values() for cast in gemm.values()} == {"e2m1/mx"}
     assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
     codes = {"input": "int8/row/codes", "weight": "int8/row/codes"}
     assert words("llm_int8") == {"fprop": codes, "dgrad": {}, "wgrad": {}}

@@ -187,6 +187,7 @@ BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
         ("e4m3/block", "e4m3/tile", None),
     ),
     "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
+    "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
     "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None, None, None)),
