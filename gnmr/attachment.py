@@ -331,7 +331,6 @@ def attach(
     """
     paths, control = specs_of(paths, control, named)
     whole(seed, "seed", 0)
-    whole(paths.probe_tokens, "probe_tokens")
     _check_request(model, paths, control)
     if unread := control.unread():
         warnings.warn(

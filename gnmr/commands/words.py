@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gnmr import checks
 from gnmr.errors import UserError, nearest
 
 Read = Callable[[str, str], Any]
-"""Name and text of an option -> its value; UserError where the text makes none."""
+"""Name and text of an option -> its value; ValueError where the text makes none."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,7 +54,8 @@ class Parser(argparse.ArgumentParser):
             if isinstance(text := getattr(given, name), str):
                 if not text:
                     self.error(f"'{name}=' has no value")
-                setattr(given, name, read(name, text))
+                with checks.keys_of():
+                    setattr(given, name, read(name, text))
         return given
 
     @property
@@ -97,10 +99,9 @@ def whole(least: int) -> Read:
     def read(name: str, value: str) -> int | None:
         if value == "null":
             return None
-        number = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else None
-        if number is None or number < least:
-            raise UserError(f"{name}={value}: must be a whole number of at least {least}")
-        return number
+        number: Any = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
+        checks.whole(least, **{name: number})
+        return int(number)
 
     return read
 
@@ -109,8 +110,7 @@ def one_of(*choices: str) -> Read:
     """One of the choices."""
 
     def read(name: str, value: str) -> str:
-        if value not in choices:
-            raise UserError(f"{name}={value}: must be {' or '.join(choices)}")
+        checks.one_of(choices, **{name: value})
         return value
 
     return read

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.config.checks import LONGEST_NAME, folder_name, place, require, storable
+from gnmr.checks import fields, keys_of, require
 from gnmr.config.controller import THRESHOLDS, ControllerConfig
 from gnmr.config.data import DataConfig
 from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
@@ -31,6 +31,7 @@ from gnmr.config.optim import OptimConfig
 from gnmr.config.paths import PathsConfig
 from gnmr.config.records import RecordsConfig, ScoresConfig
 from gnmr.config.stress import StressConfig
+from gnmr.config.texts import LONGEST_NAME, folder_name, place, storable
 from gnmr.config.training import TrainingConfig
 from gnmr.errors import UserError
 from gnmr.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
@@ -89,64 +90,38 @@ class Config:
     plan: bool = False
     """Print what memory the run will need, and train nothing."""
 
+    @keys_of()
     def __post_init__(self) -> None:
-        require(
-            not self.training.export_hf or self.model.name in ("llama", "pretrained"),
-            "training.export_hf",
-            True,
-            f"Hugging Face's layout is written for llama and pretrained, not for model.name={self.model.name}",
-        )
-        require(
-            not self.training.export_hf or self.model.adapter.rank == 0,
-            "training.export_hf",
-            True,
+        model, training, paths = self.model, self.training, self.paths
+        exports = training.export_hf
+        right = f"Hugging Face's layout is written for llama and pretrained, not for model.name={model.name}"
+        require(not exports or model.name in ("llama", "pretrained"), "training.export_hf", exports, right)
+        right = (
             "with adapters the run leaves adapter/, for peft to put on the checkpoint; use model.adapter.rank=0 for a "
-            "whole model",
+            "whole model"
         )
-        require(
-            self.model.checkpoint is None or self.data.tokenizer is None,
-            "data.tokenizer",
-            self.data.tokenizer,
-            "model=pretrained reads its checkpoint's own tokenizer; leave it null",
-        )
-        if (
-            self.training.activation_checkpointing
-            and self.paths.site == "forward"
-            and self.paths.rounding == "stochastic"
-        ):
+        require(not exports or model.adapter.rank == 0, "training.export_hf", exports, right)
+        right = "model=pretrained reads its checkpoint's own tokenizer; leave it null"
+        require(model.checkpoint is None or self.data.tokenizer is None, "data.tokenizer", self.data.tokenizer, right)
+        if training.activation_checkpointing and paths.site == "forward" and paths.rounding == "stochastic":
             raise UserError(
                 "training.activation_checkpointing=true: with paths.site=forward and paths.rounding=stochastic the "
                 "recomputed forward pass would differ from the first; use paths.rounding=nearest"
             )
         storable("", to_dict(self))
         self._check_places()
-        tokens = self.training.steps * self.training.tokens_per_step
-        require(tokens < 2**63, "training.steps", self.training.steps, "makes more tokens than 2^63 with this batch")
-        if self.controller.warmup_frac > 0 and self.paths.recovery is None:
-            raise UserError(
-                f"controller.warmup_frac={self.controller.warmup_frac}: a high-fidelity warm-up needs paths.recovery; "
-                "0 in a static run"
-            )
+        tokens = training.steps * training.tokens_per_step
+        require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
+        warmup = self.controller.warmup_frac
+        right = "a high-fidelity warm-up needs paths.recovery; 0 in a static run"
+        require(warmup == 0 or paths.recovery is not None, "controller.warmup_frac", warmup, right)
 
     def _check_places(self) -> None:
-        for key, value in (
-            ("experiment_name", self.experiment_name),
-            ("scale_name", self.scale_name),
-            ("arm", self.arm),
-            ("paths.name", self.paths.name),
-            ("controller.name", self.controller.name),
-            ("optim.transform.name", self.optim.transform.name),
-        ):
+        names = ("experiment_name", "scale_name", "arm", "paths.name", "controller.name", "optim.transform.name")
+        for key, value in fields(self, *names).items():
             folder_name(key, value)
-        for key, value in (
-            ("run_dir", self.run_dir),
-            ("runs_dir", self.runs_dir),
-            ("model.checkpoint", self.model.checkpoint),
-            ("data.path", self.data.path),
-            ("data.tokenizer", self.data.tokenizer),
-            ("data.cache_dir", self.data.cache_dir),
-            ("scores.data", self.scores.data),
-        ):
+        places = ("run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer", "data.cache_dir")
+        for key, value in fields(self, *places, "scores.data").items():
             place(key, value)
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
         length = len(self.arm_name.encode())
@@ -183,7 +158,7 @@ _OUTSIDE_THE_HASH = (
     "records.wandb_project",
     "records.wandb_every",
     "records.monitor",
-    *(f"scores.{key.name}" for key in fields(ScoresConfig)),
+    *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
 # Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
 _CAME_LATER = {"controller.warmup_path": "recovery"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gnmr.config.checks import folder_name, one_of, positive, require, share, storable
+from gnmr.checks import fields, keys_of, one_of, positive, require, within
+from gnmr.config.texts import folder_name, storable
 
 if TYPE_CHECKING:
     from gnmr.controller import ControlSpec, Threshold
@@ -57,38 +58,33 @@ class ControllerConfig:
     eps: float = 1e-8
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
+    @keys_of("controller")
     def __post_init__(self) -> None:
         self._check_signal()
         if self.name is None:
             signal = "gnmr" if self.signal == "gnmr_delta" else self.signal.rpartition(":")[2]
             object.__setattr__(self, "name", signal + ("-ranked" if self.routing == "ranked" else ""))
-        for key in ("alpha", "beta", "alpha_init", "beta_init"):
-            positive(f"controller.{key}", getattr(self, key), optional=True)
-        one_of("controller.observe", self.observe, ("parameters", "adapter", "input_grad"))
-        one_of("controller.routing", self.routing, ("thresholded", "ranked"))
-        one_of("controller.warmup_path", self.warmup_path, ("recovery", "16bit"))
-        for key in ("delta", "max_o", "t_lock", "hold", "eps", "trigger"):
-            positive(f"controller.{key}", getattr(self, key))
-            require(getattr(self, key) < 2**31, f"controller.{key}", getattr(self, key), "must be less than 2^31")
-        for key in ("alpha", "beta"):
-            require(
-                getattr(self, key) is not None or getattr(self, f"{key}_init") is None,
-                f"controller.{key}_init",
-                getattr(self, f"{key}_init"),
-                f"needs controller.{key} too",
-            )
-        share("controller.init_frac", self.init_frac)
-        share("controller.warmup_frac", self.warmup_frac)
+        positive(or_null=True, **fields(self, "alpha", "beta", "alpha_init", "beta_init"))
+        one_of(("parameters", "adapter", "input_grad"), observe=self.observe)
+        one_of(("thresholded", "ranked"), routing=self.routing)
+        one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
+        for key, value in fields(self, "delta", "max_o", "t_lock", "hold", "eps", "trigger").items():
+            positive(**{key: value})
+            require(value < 2**31, key, value, "must be less than 2^31")
+        for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
+            sound = init is None or getattr(self, main) is not None
+            require(sound, f"{main}_init", init, f"needs controller.{main} too")
+        within(0, 1, **fields(self, "init_frac", "warmup_frac"))
 
     def _check_signal(self) -> None:
         module, colon, cls = self.signal.partition(":")
         sound = bool(self.signal) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
-        storable("controller.signal", self.signal)  # before the name of the controller is made of it
-        require(sound, "controller.signal", self.signal, "give the name, or package.module:Class")
-        folder_name("controller.signal", cls or module)
+        storable("signal", self.signal)  # before the name of the controller is made of it
+        require(sound, "signal", self.signal, "give the name, or package.module:Class")
+        folder_name("signal", cls or module)
         for key in ("alpha", "beta", "delta"):
             right = key not in self.options or colon != ""
-            require(right, f"controller.options.{key}", self.options.get(key), f"is controller.{key}")
+            require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")
 
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up of a run of `steps` steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.config.checks import one_of, positive, require
+from gnmr.checks import keys_of, one_of, require, whole
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,17 @@ class DataConfig:
     cache_dir: str = "~/.cache/gnmr"
     """Where tokenizers and token files are kept."""
 
+    @keys_of("data")
     def __post_init__(self) -> None:
-        one_of("data.name", self.name, ("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"))
+        one_of(("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")
         require(
             self.path != "" and not (local and self.path is None),
-            "data.path",
+            "path",
             self.path,
             f"data={self.name} needs a file or folder{'' if local else ', or null'}",
         )
         fits = 257 <= self.vocab_size <= 2**24  # its trainer reserves room for each entry, and aborts without it
-        require(fits, "data.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
-        positive("data.tokenizer_bytes", self.tokenizer_bytes)
-        positive("data.max_tokens", self.max_tokens, optional=True)
+        require(fits, "vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
+        whole(tokenizer_bytes=self.tokenizer_bytes)
+        whole(or_null=True, max_tokens=self.max_tokens)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass, field
+from math import inf
 
-from gnmr.config.checks import one_of, positive, require, within
+from gnmr.checks import fields, fraction, keys_of, one_of, positive, require, whole, within
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,12 @@ class OutlierConfig:
     window: list[int] = field(default_factory=list)
     """First and last step of a window outside of which there are none; empty: from the start and for good."""
 
+    @keys_of("model.outlier_channels")
     def __post_init__(self) -> None:
-        require(
-            len(self.window) in (0, 2) and (not self.window or 1 <= self.window[0] <= self.window[1]),
-            "model.outlier_channels.window",
-            self.window,
-            "must be empty, or [first step, last step] from 1",
-        )
-        require(self.number >= 0, "model.outlier_channels.number", self.number, "must be 0 or more")
-        within("model.outlier_channels.gain", self.gain, 1e-6, 1e6)
+        sound = not self.window or (len(self.window) == 2 and 1 <= self.window[0] <= self.window[1])
+        require(sound, "window", self.window, "must be empty, or [first step, last step] from 1")
+        whole(0, number=self.number)
+        within(1e-6, 1e6, gain=self.gain)
 
 
 @dataclass(frozen=True)
@@ -46,21 +43,13 @@ class ExpertsConfig:
     routing_seed: int | None = None
     """Fixes the routing: a hash of the token, the layer and this seed chooses the experts; null: the gate does."""
 
+    @keys_of("model.experts")
     def __post_init__(self) -> None:
-        require(self.number >= 0, "model.experts.number", self.number, "must be 0 or more")
-        positive("model.experts.top_k", self.top_k)
-        require(
-            0 <= self.balance_coef < math.inf,
-            "model.experts.balance_coef",
-            self.balance_coef,
-            "must be a number, 0 or more",
-        )
-        require(
-            self.routing_seed is None or 0 <= self.routing_seed < 2**31,
-            "model.experts.routing_seed",
-            self.routing_seed,
-            "must lie between 0 and 2^31, or be null",
-        )
+        whole(0, number=self.number)
+        whole(top_k=self.top_k)
+        require(0 <= self.balance_coef < inf, "balance_coef", self.balance_coef, "must be a number, 0 or more")
+        sound = self.routing_seed is None or 0 <= self.routing_seed < 2**31
+        require(sound, "routing_seed", self.routing_seed, "must lie between 0 and 2^31, or be null")
 
 
 @dataclass(frozen=True)
@@ -76,12 +65,13 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the linears that get one, as paths.targets."""
 
+    @keys_of("model.adapter")
     def __post_init__(self) -> None:
-        require(self.rank >= 0, "model.adapter.rank", self.rank, "must be 0 or more")
-        positive("model.adapter.scaling", self.scaling)
-        require(0 <= self.dropout < 1, "model.adapter.dropout", self.dropout, "must lie in [0, 1)")
+        whole(0, rank=self.rank)
+        whole(scaling=self.scaling)
+        fraction(dropout=self.dropout)
         named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
-        require(bool(named) and all(named), "model.adapter.targets", self.targets, "needs patterns of linears' names")
+        require(named and all(named), "targets", self.targets, "needs patterns of linears' names")
 
 
 @dataclass(frozen=True)
@@ -110,62 +100,51 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
+    @keys_of("model")
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, ("llama", "gpt", "moe", "pretrained"))
+        one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
-        for key in ("hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            positive(f"model.{key}", getattr(self, key))
-        require(
-            self.hidden_size % self.num_heads == 0,
-            "model.hidden_size",
-            self.hidden_size,
-            f"model.num_heads={self.num_heads} does not divide it",
-        )
-        require(
-            self.name != "llama" or self.hidden_size // self.num_heads % 2 == 0,
-            "model.num_heads",
-            self.num_heads,
-            "the rotary embedding needs an even width per head",
-        )
-        if self.num_kv_heads is not None:
-            require(self.name == "llama", "model.num_kv_heads", self.num_kv_heads, "only llama has grouped queries")
-            require(
-                self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
-                "model.num_kv_heads",
-                self.num_kv_heads,
-                f"must divide model.num_heads={self.num_heads}",
-            )
-        within("model.norm_eps", self.norm_eps, 1e-30, 1)
-        positive("model.rope_theta", self.rope_theta)
-        within("model.init_std", self.init_std, 1e-30, 1e3)
-        require(self.name == "llama" or not self.tied_head, "model.tied_head", True, "only llama has the choice")
+        whole(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
+        heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"
+        width, rest = divmod(self.hidden_size, heads)
+        require(rest == 0, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")
+        sound = not llama or width % 2 == 0
+        require(sound, "num_heads", heads, "the rotary embedding needs an even width per head")
+        if kv_heads is not None:
+            require(llama, "num_kv_heads", kv_heads, "only llama has grouped queries")
+            sound = kv_heads > 0 and heads % kv_heads == 0
+            require(sound, "num_kv_heads", kv_heads, f"must divide model.num_heads={heads}")
+        within(1e-30, 1, norm_eps=self.norm_eps)
+        positive(rope_theta=self.rope_theta)
+        within(1e-30, 1e3, init_std=self.init_std)
+        require(llama or not self.tied_head, "tied_head", True, "only llama has the choice")
         self._check_experts()
 
     def _check_pretrained(self) -> None:
         if self.name == "pretrained":
             right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
-            require(bool(self.checkpoint), "model.checkpoint", self.checkpoint, right)
+            require(self.checkpoint, "checkpoint", self.checkpoint, right)
             number = self.outlier_channels.number
             right = (
                 "a checkpoint has its own outliers: choose scale=finetune_cpu or finetune_13b, or 0 (scale=cpu has 2)"
             )
-            require(number == 0, "model.outlier_channels.number", number, right)
+            require(number == 0, "outlier_channels.number", number, right)
             return
-        require(self.checkpoint is None, "model.checkpoint", self.checkpoint, "belongs to model=pretrained")
-        require(self.adapter.rank == 0, "model.adapter.rank", self.adapter.rank, "belongs to model=pretrained")
+        require(self.checkpoint is None, "checkpoint", self.checkpoint, "belongs to model=pretrained")
+        require(self.adapter.rank == 0, "adapter.rank", self.adapter.rank, "belongs to model=pretrained")
 
     def _check_experts(self) -> None:
         number, top_k = self.experts.number, self.experts.top_k
         if self.name != "moe":
             for key, value in asdict(self.experts).items():
                 default = getattr(ExpertsConfig, key)
-                require(value == default, f"model.experts.{key}", value, f"model.name={self.name} has no experts")
+                require(value == default, f"experts.{key}", value, f"model.name={self.name} has no experts")
             return
-        require(number >= 1, "model.experts.number", number, "moe needs at least one expert")
-        require(top_k <= number, "model.experts.top_k", top_k, f"there are only model.experts.number={number} experts")
+        require(number >= 1, "experts.number", number, "moe needs at least one expert")
+        require(top_k <= number, "experts.top_k", top_k, f"there are only model.experts.number={number} experts")
         require(
             top_k > 1 or number == 1 or not self.experts.normalized,
-            "model.experts.normalized",
+            "experts.normalized",
             True,
             "with model.experts.top_k=1 every gate weight would be 1 and the gate could not learn; use false",
         )

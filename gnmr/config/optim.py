@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.config.checks import one_of, require, share, within
-from gnmr.errors import UserError
+from gnmr.checks import fields, keys_of, one_of, require, within
 
 
 @dataclass(frozen=True)
@@ -40,26 +39,19 @@ class OptimConfig:
     clip_norm: float | None = None
     """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
 
+    @keys_of("optim")
     def __post_init__(self) -> None:
-        one_of("optim.name", self.name, ("adamw", "scale"))
-        if self.name != "adamw" and self.transform.name in ("spam", "stable_spam"):
-            raise UserError(
-                f"optim.transform.name={self.transform.name}: resets Adam's moments; it needs optim.name=adamw"
-            )
-        require(self.name != "adamw" or not self.options, "optim.options", self.options, "adamw has none")
+        one_of(("adamw", "scale"), name=self.name)
+        adam = self.name == "adamw"
+        sound = adam or self.transform.name not in ("spam", "stable_spam")
+        require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
+        require(not adam or not self.options, "options", self.options, "adamw has none")
         # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.
-        within("optim.lr", self.lr, 1e-30, 1e3)
-        require(
-            len(self.betas) == 2 and all(0 <= b <= 0.999999 for b in self.betas),
-            "optim.betas",
-            self.betas,
-            "two numbers from 0 to 0.999999",
-        )
-        within("optim.eps", self.eps, 1e-30, 1e3)
-        within("optim.weight_decay", self.weight_decay, 0, 1e3)
-        shrinks = self.lr * self.weight_decay
-        require(shrinks <= 1, "optim.weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
-        share("optim.warmup_frac", self.warmup_frac)
-        share("optim.min_lr_frac", self.min_lr_frac)
-        if self.clip_norm is not None:
-            within("optim.clip_norm", self.clip_norm, 1e-30, 1e30, "or null")
+        within(1e-30, 1e3, **fields(self, "lr", "eps"))
+        sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
+        require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")
+        within(0, 1e3, weight_decay=self.weight_decay)
+        sound = self.lr * self.weight_decay <= 1
+        require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
+        within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))
+        within(1e-30, 1e30, or_null=True, clip_norm=self.clip_norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.config.checks import one_of, positive, require
+from gnmr.checks import fields, keys_of, one_of, whole
 
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 
@@ -28,13 +28,14 @@ class ScoresConfig:
     batch_size: int = 8
     """Inputs a pass."""
 
+    @keys_of("scores")
     def __post_init__(self) -> None:
         for task in self.tasks:
-            one_of("scores.tasks", task, TASKS)
-        one_of("scores.path", self.path, ("16bit", "low"))
-        for key in ("every", "limit", "batch_size"):
-            positive(f"scores.{key}", getattr(self, key), optional=key != "batch_size")
-        require(self.shots is None or self.shots >= 0, "scores.shots", self.shots, "must be 0 or more, or null")
+            one_of(TASKS, tasks=task)
+        one_of(("16bit", "low"), path=self.path)
+        whole(or_null=True, **fields(self, "every", "limit"))
+        whole(0, or_null=True, shots=self.shots)
+        whole(batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class RecordsConfig:
     wandb_every: int = 10
     """Steps between the per-unit ratios sent to W&B (losses go every step)."""
 
+    @keys_of("records")
     def __post_init__(self) -> None:
-        for key in ("ratios_every", "plain_every", "wandb_every"):
-            positive(f"records.{key}", getattr(self, key))
-        one_of("records.live", self.live, ("auto", "plain", "off"))
-        one_of("records.wandb", self.wandb, ("auto", "online", "offline", "off"))
+        whole(**fields(self, "ratios_every", "plain_every", "wandb_every"))
+        one_of(("auto", "plain", "off"), live=self.live)
+        one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.config.checks import one_of, positive, require, share
+from gnmr.checks import fields, keys_of, one_of, positive, require, whole, within
 
 STRESSES = ("none", "scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 
@@ -32,26 +32,16 @@ class StressConfig:
     seed: int | None = None
     """Draws the windows and what is random in them; null: training.seed."""
 
+    @keys_of("stress")
     def __post_init__(self) -> None:
-        one_of("stress.kind", self.kind, STRESSES)
-        positive("stress.magnitude", self.magnitude)
-        share("stress.share", self.share)
-        positive("stress.share", self.share)
-        require(len(self.targets) > 0, "stress.targets", self.targets, "needs at least one pattern")
-        for window in self.windows:
-            require(
-                len(window) == 2 and min(window) >= 1,
-                "stress.windows",
-                self.windows,
-                "each must be [first step, number of steps], both 1 or more",
-            )
-        require(
-            self.kind == "none" or len(self.windows) > 0 or self.rate > 0,
-            "stress.rate",
-            self.rate,
-            "give windows, or a rate above 0",
-        )
-        require(0 <= self.rate <= 1000, "stress.rate", self.rate, "must lie between 0 and 1000")
-        positive("stress.duration", self.duration)
-        positive("stress.history", self.history)
-        require(self.seed is None or 0 <= self.seed < 2**62, "stress.seed", self.seed, "must lie between 0 and 2^62")
+        one_of(STRESSES, kind=self.kind)
+        positive(**fields(self, "magnitude", "share"))
+        within(0, 1, share=self.share)
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
+        require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")
+        within(0, 1000, rate=self.rate)
+        sound = self.kind == "none" or len(self.windows) > 0 or self.rate > 0
+        require(sound, "rate", self.rate, "give windows, or a rate above 0")
+        whole(**fields(self, "duration", "history"))
+        require(self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")

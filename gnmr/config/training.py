@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.config.checks import one_of, positive, require
+from gnmr.checks import fields, keys_of, one_of, require, whole
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,16 @@ class TrainingConfig:
     """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
     needs the extra finetune)."""
 
+    @keys_of("training")
     def __post_init__(self) -> None:
-        for key in (
-            "steps",
-            "seq_len",
-            "batch_size",
-            "accumulation",
-            "eval_every",
-            "eval_blocks",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "max_nonfinite_streak",
-        ):
-            positive(f"training.{key}", getattr(self, key))
-        positive("training.threads", self.threads, optional=True)
-        require(0 <= self.seed < 2**62, "training.seed", self.seed, "must lie between 0 and 2^62")
-        require(self.threads is None or self.threads <= 4096, "training.threads", self.threads, "must be 4096 or less")
-        one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
-        one_of("training.device", self.device, ("auto", "cpu", "cuda"))
-        one_of("training.resume", self.resume, ("auto", "never"))
+        whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
+        whole(**fields(self, "eval_every", "eval_blocks", "checkpoint_every", "keep_checkpoints"))
+        whole(or_null=True, threads=self.threads)
+        require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
+        require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
+        one_of(("bfloat16", "float32"), dtype=self.dtype)
+        one_of(("auto", "cpu", "cuda"), device=self.device)
+        one_of(("auto", "never"), resume=self.resume)
 
     @property
     def tokens_per_step(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from gnmr.checks import keys_of, whole
 from gnmr.errors import UserError
 from gnmr.evaluation import tasks as definitions
 from gnmr.evaluation.harness import Harness
@@ -82,14 +83,10 @@ def check(
 ) -> None:
     """UserError for an invalid value, and for one that does not fit `subject`."""
     definitions.check_names(tasks)
-    for key, value, least in (
-        ("limit", limit, 1),
-        ("shots", shots, 0),
-        ("block", block, 2),
-        ("batch_size", batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{key}={value}: must be at least {least}")
+    with keys_of():
+        whole(or_null=True, limit=limit, batch_size=batch_size)
+        whole(0, or_null=True, shots=shots)
+        whole(2, or_null=True, block=block)
     if shots is not None and not any(TASKS[name].shots for name in tasks):
         raise UserError(f"shots={shots}: has no effect on {', '.join(tasks)}, which have no examples")
     if shots is not None and shots > 5 and "mmlu" in tasks:

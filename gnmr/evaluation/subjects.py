@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr import models
+from gnmr.checks import keys_of, one_of
 from gnmr.config import Config, config_hash, read
 from gnmr.data import cache
 from gnmr.errors import UserError
@@ -122,10 +123,9 @@ def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None,
     UserError for whatever cannot be scored. Folders are not trusted (`gnmr.untrusted`): no link below one is followed,
     and of Hugging Face's checkpoints only safetensors and data are read.
     """
-    if in_force not in PATHS:
-        raise UserError(f"path={in_force}: must be one of {', '.join(PATHS)}")
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device}: must be auto, cpu or cuda")
+    with keys_of():
+        one_of(PATHS, path=in_force)
+        one_of(("auto", "cpu", "cuda"), device=device)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gnmr.checks import one_of, positive, require, whole
 from gnmr.names import listed
 from gnmr.vocabulary import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS
 
 if TYPE_CHECKING:
     from gnmr.paths.recipes import Recipe
-
-_SHOWN = 500
-"""Characters of a value that a message repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,31 +66,29 @@ class PathSpec:
     def __post_init__(self) -> None:
         for name in ("targets", "recovers"):
             object.__setattr__(self, name, listed(name, getattr(self, name)))
-        _require(_positive(self.probe_tokens), "probe_tokens", self.probe_tokens, "must be a positive number")
+        whole(probe_tokens=self.probe_tokens)
         self._check_recipes()
         recipes = (*RECIPES, *self.recipes)
         choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
-        _one_of("low", self.low, choices)
+        one_of(choices, low=self.low)
         if self.recovery is not None:
-            _one_of("recovery", self.recovery, choices)
+            one_of(choices, recovery=self.recovery)
             kind = "a format" if self.low in FORMATS else "a recipe"
             alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
-            _require(alike, "recovery", self.recovery, f"must be {kind}, as low={self.low} is")
-        some = bool(self.recovers) and set(self.recovers) <= set(GEMMS)
-        _require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
-        _require(bool(self.targets), "targets", self.targets, "needs at least one pattern")
-        _one_of("unit", self.unit, UNITS)
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("weights", self.weights, WEIGHTS)
-        threshold = self.outlier_threshold
-        sound = threshold is None or _positive(threshold)
-        _require(sound, "outlier_threshold", threshold, "must be a positive number or null")
+            require(alike, "recovery", self.recovery, f"must be {kind}, as low={self.low} is")
+        some = self.recovers and set(self.recovers) <= set(GEMMS)
+        require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        one_of(UNITS, unit=self.unit)
+        one_of(BACKENDS, backend=self.backend)
+        one_of(WEIGHTS, weights=self.weights)
+        positive(or_null=True, outlier_threshold=self.outlier_threshold)
         for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
             value = getattr(self, name)
-            _one_of(name, value, choices)
+            one_of(choices, **{name: value})
             formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
             right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
-            _require(formats or value == choices[0], name, value, right)
+            require(formats or value == choices[0], name, value, right)
 
     def _check_recipes(self) -> None:
         """Imports torch only where recipes are declared."""
@@ -109,19 +104,3 @@ class PathSpec:
                 words = {gemm: casts for gemm, casts in one.words().items() if casts}
                 if words != RECIPES.get(name):
                     raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
-
-
-def _require(condition: bool, name: str, value: object, right: str) -> None:
-    if not condition:
-        shown = str(value)
-        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
-        raise ValueError(f"{name}={shown}: {right}")
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    _require(value in choices, name, value, f"must be one of {', '.join(choices)}")
-
-
-def _positive(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf  # type: ignore[operator]

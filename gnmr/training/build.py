@@ -287,12 +287,9 @@ def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.de
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
     """The optimizer and the gradient transform of conf/optim. UserError for unknown options."""
-    try:
-        optimizer = build_optimizer(model, config.optim)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
-    except ValueError as error:
-        raise UserError(f"optim: {error}") from error
+    optimizer = build_optimizer(model, config.optim)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
 
 
 def _check_watched(config: Config, plan: Plan) -> None:

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from gnmr.checks import fraction, keys_of, positive, require
 from gnmr.config import OptimConfig
-from gnmr.training.transforms.base import check_options, fraction, positive, require
+from gnmr.training.transforms.base import check_options
 
 
 class SCALE(torch.optim.Optimizer):
@@ -131,14 +132,15 @@ class SCALE(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
+@keys_of("optim.options")
 def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
     """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
 
     options: `momentum` (0.9), of the head, and `head` (null), the name of the module that is the head; null: `lm_head`
-    where there is one, else the token embedding `embed_tokens`, to which it is tied then. ValueError, one line, for
+    where there is one, else the token embedding `embed_tokens`, to which it is tied then. UserError for
     an unknown option, a senseless value, or a model without such a module.
     """
-    check_options(_scale, "scale", options, "optim.options")
+    check_options(_scale, "scale", options)
     return _scale(model, config, **options)
 
 
@@ -152,7 +154,7 @@ def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head
     heads = next((found for c in candidates if (found := {id(p) for n, p in matrices if _below(n, c)})), None)
     if heads is None:
         wanted = " or ".join(candidates)
-        raise ValueError(f"optim.options.head={head}: no matrix of the model lies below a module {wanted}")
+        raise ValueError(f"head={head}: no matrix of the model lies below a module {wanted}")
     rest = [p for _, p in matrices if id(p) not in heads]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if id(p) not in embeddings]},

@@ -243,7 +243,7 @@ def test_runs_that_cannot_be_scored(runs, tmp_path, monkeypatch) -> None:
         ("meta-llama/Llama-2-13b-hf", {}, "meta-llama/Llama-2-13b-hf: cannot be read from the hub ("),
         ("", {"in_force": "low"}, "is no run and has no low path; use path=16bit"),
         ("", {"in_force": "8bit"}, "path=8bit: must be one of 16bit, low"),
-        ("", {"device": "tpu"}, "device=tpu: must be auto, cpu or cuda"),
+        ("", {"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
         ("", {"adapter": "nowhere"}, "adapter=nowhere: holds no adapter of peft's (adapter_config.json)"),
     ],
 )

@@ -297,7 +297,7 @@ def test_an_unknown_option_lists_the_right_ones():
     ],
 )
 def test_a_senseless_option_is_told_of_in_one_line(name, option, value):
-    with pytest.raises(ValueError, match=f"^option {option}={value}: must be [^\n]*$"):
+    with pytest.raises(ValueError, match=rf"^optim\.transform\.options\.{option}={value}: must be [^\n]*$"):
         build_transform(name, {option: value}, Run(name).named)
 
 

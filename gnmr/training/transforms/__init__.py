@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from gnmr.checks import keys_of
+from gnmr.errors import UserError
 from gnmr.training.transforms.adagc import AdaGC
 from gnmr.training.transforms.agc import AGC
 from gnmr.training.transforms.base import StepContext, Transform, check_options
@@ -41,18 +43,19 @@ def build_transform(
 ) -> Transform | None:
     """The transform `name` over the trainable parameters, None for None.
 
-    ValueError, one line, for an unknown name or option (listing the right ones) or a senseless value.
+    UserError for an unknown name or option (listing the right ones) or a senseless value.
     """
     if name is None:
         if options:
-            raise ValueError(
+            raise UserError(
                 f"optim.transform.options={dict(options)}: without effect while optim.transform.name is null"
             )
         return None
     if name not in TRANSFORMS:
-        raise ValueError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
-    check_options(TRANSFORMS[name], name, options, "optim.transform.options")
-    return TRANSFORMS[name](named_parameters, **options)
+        raise UserError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
+    with keys_of("optim.transform.options"):
+        check_options(TRANSFORMS[name], name, options)
+        return TRANSFORMS[name](named_parameters, **options)
 
 
 __all__ = [

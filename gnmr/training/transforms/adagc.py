@@ -18,15 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import (
-    StepContext,
-    Transform,
-    fraction,
-    positive,
-    scale_gradients,
-    tensor_norms,
-    whole,
-)
+from gnmr.checks import fraction, positive, whole
+from gnmr.training.transforms.base import StepContext, Transform, scale_gradients, tensor_norms
 
 
 class AdaGC(Transform):

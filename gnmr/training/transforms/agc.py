@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, require, scale_gradient
+from gnmr.checks import positive, true_or_false
+from gnmr.training.transforms.base import StepContext, Transform, scale_gradient
 
 
 class AGC(Transform):
@@ -33,7 +34,7 @@ class AGC(Transform):
         named = list(named_parameters)
         super().__init__(named)
         positive(clip=clip, floor=floor)
-        require(isinstance(clip_head, bool), "clip_head", clip_head, "must be true or false")
+        true_or_false(clip_head=clip_head)
         self.clip, self.floor = clip, floor
         self._free = {id(p) for name, p in named if "lm_head" in name.split(".") and not clip_head}
 

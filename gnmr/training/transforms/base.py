@@ -11,7 +11,6 @@ is not finite changes no state: new state is *selected* (`Transform.remember`), 
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gnmr.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class Transform(ABC):
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """ValueError where no parameter is trainable. A parameter under several names (tied) counts once."""
+        """UserError where no parameter is trainable. A parameter under several names (tied) counts once."""
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.parameters = _once(p for _, p in named)
         if not self.parameters:
-            raise ValueError("a gradient transform needs at least one trainable parameter")
+            raise UserError("a gradient transform needs at least one trainable parameter")
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -113,44 +114,10 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None
             scale_gradient(parameter.grad, factor)
 
 
-def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any], where: str) -> None:
+def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any]) -> None:
     """ValueError for an option that is no keyword-only argument of `make`, the constructor of what is called `name`."""
     parameters = inspect.signature(make).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            raise ValueError(f"{where}.{option}: {name} has no such option, it has {', '.join(known)}")
-
-
-def require(condition: bool, option: str, value: object, right: str) -> None:
-    """ValueError with one line unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"option {option}={value}: {right}")
-
-
-def positive(**options: object) -> None:
-    """Each must be a positive finite number."""
-    for option, value in options.items():
-        require(_is_number(value) and value > 0, option, value, "must be a positive number")  # type: ignore[operator]
-
-
-def fraction(**options: object) -> None:
-    """Each must be a number in [0, 1): a decay rate."""
-    for option, value in options.items():
-        require(
-            _is_number(value) and 0 <= value < 1,  # type: ignore[operator]
-            option,
-            value,
-            "must be a number, at least 0 and less than 1",
-        )
-
-
-def whole(**options: object) -> None:
-    """Each must be a whole number, 1 or more."""
-    for option, value in options.items():
-        right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(right, option, value, "must be a whole number, 1 or more")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            raise ValueError(f"{option}: {name} has no such option, it has {', '.join(known)}")

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, fraction, positive, scale_gradients, tensor_norms
+from gnmr.checks import fraction, positive
+from gnmr.training.transforms.base import StepContext, Transform, scale_gradients, tensor_norms
 
 
 class GradientStabilizer(Transform):

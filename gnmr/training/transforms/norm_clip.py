@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, scale_gradients
+from gnmr.checks import positive
+from gnmr.training.transforms.base import StepContext, Transform, scale_gradients
 
 
 class NormClip(Transform):

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, require, whole
+from gnmr.checks import positive, require, true_or_false, whole
+from gnmr.training.transforms.base import StepContext, Transform
 
 
 class SkipStep(Transform):
@@ -45,7 +46,7 @@ class SkipStep(Transform):
             min_values,
             f"must be at least 3 (a spread needs two earlier values) and at most window + 1 = {window + 1}",
         )
-        require(isinstance(remember_skipped, bool), "remember_skipped", remember_skipped, "must be true or false")
+        true_or_false(remember_skipped=remember_skipped)
         self.window, self.min_values, self.sigmas = window, min_values, sigmas
         self.remember_skipped = remember_skipped
         device = self.parameters[0].device

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, Transform, positive, require, whole
+from gnmr.checks import positive, require, whole
+from gnmr.training.transforms.base import StepContext, Transform
 
 
 class SPAM(Transform):

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms.base import StepContext, fraction, tensor_norms, whole
+from gnmr.checks import fraction, whole
+from gnmr.training.transforms.base import StepContext, tensor_norms
 from gnmr.training.transforms.gradient_stabilizer import GradientStabilizer
 from gnmr.training.transforms.spam import reset_moments
 

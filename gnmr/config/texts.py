@@ -1,56 +1,18 @@
-"""What a value must be; each raises UserError in one line that names the key."""
+"""What a text must be to name a file or a folder, or to be written down; ValueError in one line that names the key."""
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
-from gnmr.errors import UserError
+from gnmr.checks import require
 
 LONGEST_NAME = 255
 """Bytes of a file's name, on the file systems of today."""
-_SHOWN = 500
-"""Characters of a value that a message repeats."""
 _LONGEST_PATH = 3072
 """Bytes of a folder's path: Linux takes 4096, and our own files are to lie below it."""
-
-
-def require(condition: bool, key: str, value: object, right: str) -> None:
-    """`right` says what would be right."""
-    if not condition:
-        shown = str(value)
-        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
-        raise UserError(f"{key}={shown}: {right}")
-
-
-def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
-    """One of `choices`."""
-    require(value in choices, key, value, f"must be one of {', '.join(choices)}")
-
-
-def positive(key: str, value: float | None, optional: bool = False) -> None:
-    """Finite and above 0; `optional`: or None."""
-    if value is None and optional:
-        return
-    require(
-        value is not None and value > 0 and math.isfinite(value),
-        key,
-        value,
-        "must be a positive number" + (" or null" if optional else ""),
-    )
-
-
-def within(key: str, value: float, least: float, most: float, or_else: str = "") -> None:
-    """A number from `least` to `most`, both included; `or_else`: what is right too."""
-    require(least <= value <= most, key, value, f"must be a number from {least:g} to {most:g} {or_else}".rstrip())
-
-
-def share(key: str, value: float) -> None:
-    """From 0 to 1, both included."""
-    require(0.0 <= value <= 1.0, key, value, "must lie between 0 and 1")
 
 
 def folder_name(key: str, value: str | None) -> None:
@@ -76,7 +38,7 @@ def place(key: str, value: str | None) -> None:
     try:
         Path(value).expanduser()
     except RuntimeError as error:
-        raise UserError(f"{key}={value}: there is no such user") from error
+        raise ValueError(f"{key}={value}: there is no such user") from error
 
 
 def _plain(key: str, value: str) -> None:
