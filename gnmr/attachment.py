@@ -32,15 +32,23 @@ _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 
 
 def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "parameters") -> list[Unit]:
-    """The plan's units; monitored only where it has no recovery path.
+    """The plan's units; monitored only where it has no recovery path, or where pins leave nothing to recover: routed,
+    such a unit would take one of the max_o places for nothing, and what is measured of it says what its pin is worth.
 
-    What a unit costs its operators cost together: Eq. 5's bytes a token, with the bits of the input that wgrad reads.
-    1 where recovery adds none.
+    What a unit costs its operators cost together: Eq. 5's bytes a token above the low path with its pins, with the bits
+    of the input that wgrad reads. 1 where recovery adds none.
 
     Their parameters are the operators' own; with observe="adapter" (`gnmr.controller.observed`) the trainable ones
     below their names in `model`. ValueError for a unit without any.
     """
-    more_bits = 0 if plan.recovery is None else nominal_bits(plan.recovery) - nominal_bits(plan.low)
+
+    def cost(unit: PathUnit) -> float:
+        more = sum(
+            o.in_features * max(0, nominal_bits(o.recovery) - nominal_bits(o.low))
+            for o in unit.operators
+            if o.recovery is not None
+        )
+        return more / 8 if more > 0 else 1.0
 
     def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
         if observe == "adapter" and model is not None:
@@ -51,8 +59,8 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
         Unit(
             unit.name,
             parameters(unit),
-            unit.switch if plan.recovery else None,
-            cost=sum(o.in_features for o in unit.operators) * more_bits / 8 if more_bits > 0 else 1.0,
+            unit.switch if unit.routable else None,
+            cost=cost(unit),
         )
         for unit in plan.units
     ]

@@ -65,6 +65,10 @@ CASES = {
     "paths.recipes.mine.fprop.input=e4m3/tile paths.low=mine paths.recovery=null": "the recipe mine needs a",
     "paths.recipes.mine=3": "paths.recipes: recipe mine=3: must be {gemm: {operand: cast}}",
     "paths.low=mine": "paths.low=mine: must be one of int2",
+    "paths.low=sim_e2m1 paths.recovery=bf16 paths.pins.down_proj=[bprop]": "paths.pins.down_proj=['bprop']: must be "
+    "some of fprop, dgrad, wgrad",
+    "paths.pins.down_proj=[fprop]": "paths.pins.down_proj=['fprop']: low=int4 is a format, and pins the whole operator",
+    "paths.pins.nosuch=[fprop,dgrad,wgrad]": "paths: pins 'nosuch': no operator has such a name; there are down_proj, ",
     "paths.recovers=[bprop]": "paths.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
     "paths.low=deepseek_v3 paths.recovery=null": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepsee",
     "paths.low=mxfp8 paths.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",

@@ -21,6 +21,7 @@ VARIANTS = {
     "warm_up": ["controller.warmup_frac=0.3"],
     "warm_up_in_16_bits": ["controller.warmup_frac=0.3", "controller.warmup_path=16bit"],
     "two_stages": ["controller.alpha_init=1.4", "controller.beta_init=1.3", "controller.init_frac=0.5"],
+    "pins": ["paths.pins.o_proj=[fprop,dgrad,wgrad]", "paths.pins.gate_proj=[fprop,dgrad,wgrad]"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],
 }

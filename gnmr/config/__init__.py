@@ -180,7 +180,13 @@ def schema() -> DictConfig:
                 unlock(child)
 
     unlock(node)
-    for free in (node.paths.recipes, node.controller.options, node.optim.options, node.optim.transform.options):
+    for free in (
+        node.paths.recipes,
+        node.paths.pins,
+        node.controller.options,
+        node.optim.options,
+        node.optim.transform.options,
+    ):
         OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
     node.paths.name = node.controller.name = None  # of what is chosen, which need not be the defaults
     return node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,12 +18,13 @@ from gnmr.paths.kernels import te
 from gnmr.paths.kernels.int8 import MOST_INPUTS, PER_ROW
 from gnmr.paths.linear import PathLinear
 from gnmr.paths.memory import SHARDED, is_sharded
-from gnmr.paths.pair import resolve
+from gnmr.paths.pair import pinned, resolve
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import KEPT, ExecutionPath, Gemm, Recipe
 from gnmr.paths.shared import SharedState
 from gnmr.paths.spec import PathSpec
 from gnmr.paths.units import check_unit, grouped, operator_names
+from gnmr.vocabulary import GEMMS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -51,41 +52,47 @@ def convert(
         shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
 
     ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
-    16 bits, a linear whose widths the tiles of a recipe do not divide, a linear that is a subclass of `nn.Linear`
-    (converted already, or another library's), sharded by anything but FSDP2's `fully_shard`, quantized, of integers or
-    complex, linears on several devices, a kind of unit that the model does not have, a backend that cannot run the
-    recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense
-    (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and where
-    backend=auto falls back to simulation (`gnmr.paths.backends`).
+    16 bits, a pin that names no operator, a linear whose widths the tiles of a recipe do not divide, a linear that is a
+    subclass of `nn.Linear` (converted already, or another library's), sharded by anything but FSDP2's `fully_shard`,
+    quantized, of integers or complex, linears on several devices, a kind of unit that the model does not have, a
+    backend that cannot run the recipe here, and codes that would be kept of trainable weights. Warns of paths that make
+    little sense (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and
+    where backend=auto falls back to simulation (`gnmr.paths.backends`).
     """
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low)
+    names = operator_names(list(chosen))
+    pins = _pinned_gemms(names, spec)
+    of_pins = {gemms: pinned(spec, gemms) for gemms in dict.fromkeys(pins.values()) if gemms}
+    known = [path for paths in ((low, recovery), *of_pins.values()) for path in paths]
     for name, module in chosen.items():
         _check_linear(name, module, model)
-        for path in (low, recovery):
+        for path in known:
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
-    names = operator_names(list(chosen))
     check_unit(names, spec.unit)
-    integer = any(isinstance(path, Recipe) and path.integer for path in (low, recovery))
+    integer = any(isinstance(path, Recipe) and path.integer for path in known)
     if integer:
-        _check_weights(spec.weights, (low, recovery), chosen)
+        _check_weights(spec.weights, known, chosen)
     _warn_without_effect(spec, low, integer)
     here, *others = {module.weight.device: None for module in chosen.values()}
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
-    if isinstance(low, Recipe):
-        low = with_backend(_with_outliers(low, spec.outlier_threshold), spec.backend, chosen, device or here, shown)
-    if isinstance(recovery, Recipe):
-        recovery = _with_outliers(recovery, spec.outlier_threshold)
-        recovery = with_backend(recovery, spec.backend, chosen, device or here, shown)
-    shared = _shared_state(model, spec, (low, recovery), operators=len(chosen), seed=seed, here=here)
+    run = _as_run(known, spec, chosen, device or here, shown)
+    paths = {gemms: (run[ours], run[theirs]) for gemms, (ours, theirs) in of_pins.items()}
+    paths[()] = run[low], run[recovery]
+    shared = _shared_state(model, spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
     kind = Int8Linear if integer else PathLinear
     operators = [
-        _exchanged(module, kind, name=name, index=index, paths=(low, recovery), shared=shared)
+        _exchanged(module, kind, name=name, index=index, paths=paths[pins[name]], shared=shared)
         for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
     ]
-    plan = Plan(operators, grouped(operators, spec.unit), low, recovery, shared)
+    for operator in operators:
+        operator.pinned = pins[operator.operator_name]
+    low_here, recovery_here = paths[()]
+    assert low_here is not None
+    units = grouped(operators, spec.unit)
+    plan = Plan(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
     if store:
         plan.store(spec.weights)
     return plan
@@ -111,6 +118,36 @@ def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, n
     return {name: linears[name] for name in names}
 
 
+def _as_run(
+    paths: Iterable[ExecutionPath | None],
+    spec: PathSpec,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+    shown: bool,
+) -> dict[ExecutionPath | None, ExecutionPath | None]:
+    """Each path (low and recovery first, then those of pins) as it will run on `device`."""
+    run: dict[ExecutionPath | None, ExecutionPath | None] = {}
+    for i, path in enumerate(dict.fromkeys(paths)):
+        run[path] = path
+        if isinstance(path, Recipe):
+            told = shown or i > 1  # pins: of what they are parts of
+            run[path] = with_backend(_with_outliers(path, spec.outlier_threshold), spec.backend, chosen, device, told)
+    return run
+
+
+def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
+    """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for pattern, gemms in spec.pins.items():
+        chosen, empty = select(names, [pattern])
+        if empty:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
+        for name in chosen:
+            found[name].update(gemms)
+    return {name: tuple(gemm for gemm in GEMMS if gemm in own) for name, own in found.items()}
+
+
 def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
     """Of settings that these paths do not read."""
     ignored = []
@@ -129,15 +166,15 @@ def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> N
 def _shared_state(
     model: nn.Module,
     spec: PathSpec,
-    paths: tuple[ExecutionPath, ExecutionPath | None],
+    paths: Sequence[ExecutionPath | None],
     *,
     operators: int,
     seed: int,
     here: torch.device,
 ) -> SharedState:
-    """What the operators, so many on the device `here`, have in common."""
+    """What the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
-    engine, generator, amax = te.engine_for(*paths), None, None
+    engine, generator, amax = te.engine_for(paths), None, None
     if spec.rounding == "stochastic":
         generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
@@ -157,13 +194,15 @@ def _exchanged(
     *,
     name: str,
     index: int,
-    paths: tuple[ExecutionPath, ExecutionPath | None],
+    paths: tuple[ExecutionPath | None, ExecutionPath | None],
     shared: SharedState,
 ) -> PathLinear:
     """The same module, with two paths and on the low one."""
     module.__class__ = kind
     assert isinstance(module, PathLinear)
-    module.operator_name, module.index, (module.low, module.recovery) = name, index, paths
+    low, module.recovery = paths
+    assert low is not None
+    module.operator_name, module.index, module.low, module.pinned = name, index, low, ()
     module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
     module.in_graphs = module.tally = None
     if isinstance(module, Int8Linear):

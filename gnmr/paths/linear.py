@@ -98,6 +98,8 @@ class PathLinear(nn.Linear):
     """Place in the plan."""
     low: ExecutionPath
     recovery: ExecutionPath | None
+    pinned: tuple[str, ...]
+    """GEMMs that are on the recovery recipe on both paths."""
     recovering: bool
     shared: SharedState
     fault: FaultInjection | None
@@ -122,6 +124,11 @@ class PathLinear(nn.Linear):
         if not self.recovering or self.recovery is None:
             return self.low
         return self.recovery if self.shared.warmup is None else self.shared.warmup
+
+    @property
+    def routable(self) -> bool:
+        """Whether there is a recovery path, and pins leave it something to recover."""
+        return self.recovery is not None and not (self.pinned and self.low == self.recovery)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""

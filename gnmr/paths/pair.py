@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gnmr.paths.formats import FORMATS, Format
@@ -18,23 +19,16 @@ def resolve(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath | None]:
     significant ones, or the same format under a coarser scale (`gnmr.paths.recipes.SCALES`); and of `recovers` where it
     has no effect.
     """
-    names = [name for name in (spec.low, spec.recovery) if name is not None]
     some = set(spec.recovers) != set(GEMMS)
-    paths: list[ExecutionPath]
-    if all(name in FORMATS for name in names):
-        paths = [FORMATS[name] for name in names]
-        if some and spec.recovery is not None:
-            _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
-    else:
-        own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
-        # What runs a recipe is for `backend` to say.
-        recipes = [replace((RECIPES | own)[name], backend="simulated") for name in names]
-        paths = [recipes[0], *(recipes[0].with_recovered(recipe, spec.recovers) for recipe in recipes[1:])]
+    low, recovery = _named(spec)
     if spec.recovery is None:
         if some:
             _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
-        return paths[0], None
-    low, recovery = paths
+        return low, None
+    if isinstance(low, Recipe) and isinstance(recovery, Recipe):
+        recovery = low.with_recovered(recovery, spec.recovers)
+    elif some:
+        _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
     if spec.low == spec.recovery:
         _warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
     elif isinstance(recovery, Recipe) and replace(recovery, name=spec.low) == low:
@@ -43,6 +37,28 @@ def resolve(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath | None]:
     elif coarser := _coarser(low, recovery):
         _warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
     return low, recovery
+
+
+def pinned(spec: PathSpec, gemms: Sequence[str]) -> tuple[ExecutionPath, ExecutionPath | None]:
+    """The low and the recovery path of an operator whose `gemms` are pinned; bf16 where the spec has no recovery."""
+    low, recovery = _named(spec)
+    static = spec.recovery is None
+    if isinstance(low, Recipe) and isinstance(recovery, Recipe):
+        more = [gemm for gemm in GEMMS if gemm in (*gemms, *spec.recovers)]
+        return low.with_recovered(recovery, gemms), None if static else low.with_recovered(recovery, more)
+    return recovery, None if static else recovery
+
+
+def _named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
+    """The paths that the spec names, whole; bf16 for a recovery of null."""
+    names = spec.low, spec.recovery or "bf16"
+    if all(name in FORMATS for name in names):
+        low, recovery = (FORMATS[name] for name in names)
+        return low, recovery
+    own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
+    # What runs a recipe is for `backend` to say.
+    ours, theirs = (replace((RECIPES | own)[name], backend="simulated") for name in names)
+    return ours, theirs
 
 
 def _warn(text: str) -> None:

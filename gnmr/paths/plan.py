@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -24,7 +25,7 @@ from gnmr.paths.recipes import RECIPES, ExecutionPath, Recipe
 from gnmr.paths.scaling import row_bytes, scale_dtype
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
-from gnmr.vocabulary import OPERANDS
+from gnmr.vocabulary import GEMMS, OPERANDS
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class Plan:
     low: ExecutionPath
     recovery: ExecutionPath | None
     shared: SharedState
+    recovers: tuple[str, ...] = GEMMS
+    """GEMMs that recovery takes over."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     _predicted: tuple[object, int] | None = None
@@ -84,6 +87,8 @@ class Plan:
         together = {unit_of(operator.operator_name, "block") for operator in self.operators}
         if self.recovery is not None and len(together) != len(self.units):
             why = "units are smaller than blocks, and each combination of their paths would be a graph"
+        if any(operator.pinned for operator in self.operators):
+            why = "pinned operators have paths of their own, and each block would be graphs by itself"
         if why is None:
             graphs = tuple(graph_linear(path) for path in (self.low, self.recovery) if isinstance(path, Recipe))
             inside = {module for block in blocks for module in block.modules()}
@@ -255,7 +260,8 @@ class Plan:
         return self._predicted[1]
 
     def extra_bytes(self) -> float:
-        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself.
+        """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself; pins count
+        where they keep more of the input.
 
         p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path, the input is kept in its
         own width.
@@ -263,9 +269,33 @@ class Plan:
         return sum(self._extra(operator, operator.path) for operator in self.operators)
 
     def extra_bytes_bound(self, max_o: int) -> float:
-        """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b); `extra_bytes` exceeds it in a warm-up alone."""
-        extra = (sum(self._extra(o, self.recovery) for o in unit.operators) for unit in self.units)
-        return sum(sorted(extra, reverse=True)[:max_o])
+        """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep; `extra_bytes` exceeds it in
+        a warm-up alone."""
+        pinned = [sum(self._extra(o, o.low) for o in unit.operators) for unit in self.units]
+        whole = [sum(self._extra(o, o.recovery or o.low) for o in unit.operators) for unit in self.units]
+        more = (a - b for a, b in zip(whole, pinned, strict=True))
+        return sum(sorted(more, reverse=True)[:max_o]) + sum(pinned)
+
+    def spent(self) -> tuple[float, float]:
+        """(share of the GEMMs' arithmetic that is on the recovery path now, `extra_bytes`).
+
+        A GEMM counts in_features * out_features a token, and all operators as many tokens. Pinned GEMMs are always on
+        that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all); under
+        formats an operator counts as a whole. Does not wait for the device.
+        """
+        return self._share(self._recovered), self.extra_bytes()
+
+    def _share(self, gemms: Callable[[PathLinear], Collection[str]]) -> float:
+        """The share of all arithmetic of these GEMMs of each operator."""
+        area = [o.in_features * o.out_features for o in self.operators]
+        return sum(len(gemms(o)) * a for o, a in zip(self.operators, area, strict=True)) / (len(GEMMS) * sum(area))
+
+    def _recovered(self, operator: PathLinear) -> Collection[str]:
+        """The GEMMs of the operator that are on the recovery path now."""
+        if not operator.recovering:
+            return operator.pinned
+        everything = self.shared.warmup is not None or isinstance(operator.low, Format)
+        return GEMMS if everything else {*operator.pinned, *self.recovers}
 
     def _extra(self, operator: PathLinear, path: ExecutionPath | None) -> float:
         if path is None or operator.read is None:
@@ -284,19 +314,33 @@ class Plan:
         return sum(own.values()), sum(o.code_bytes for o in self.operators if isinstance(o, Int8Linear))
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Rows (unit, operator, low path, recovery path); layers that differ by their number alone stand together."""
-        groups: dict[tuple[str, str], list[str]] = {}
+        """Rows (unit, operator, low path, recovery path); layers that differ by their number alone stand together.
+
+        Pinned ones stand under their numbers.
+        """
+        groups: dict[tuple[str, ...], list[PathLinear]] = {}
         for operator in self.operators:
             shape = f"Linear {operator.in_features} -> {operator.out_features}"
-            groups.setdefault((re.sub(r"\b\d+\b", "*", operator.operator_name), shape), []).append(
-                operator.operator_name
-            )
-        low, recovery = described(self.low), "none (static)" if self.recovery is None else described(self.recovery)
+            row = re.sub(r"\b\d+\b", "*", operator.operator_name), shape, *self._paths_of(operator)
+            groups.setdefault(row, []).append(operator)
         kind = "units" if len(self.units) == len(self.operators) else "operators"
-        return [
-            (names[0] if len(names) == 1 else f"{pattern}  ({len(names)} {kind})", shape, low, recovery)
-            for (pattern, shape), names in groups.items()
-        ]
+        rows = []
+        for (pattern, shape, low, recovery), own in groups.items():
+            names = [operator.operator_name for operator in own]
+            several = f"{_numbered(pattern, names) if own[0].pinned else pattern}  ({len(names)} {kind})"
+            rows.append((names[0] if len(names) == 1 else several, shape, low, recovery))
+        return rows
+
+    def _paths_of(self, operator: PathLinear) -> tuple[str, str]:
+        """Its low and its recovery path as the table shows them."""
+        low, recovery = described(self.low), operator.recovery
+        if operator.pinned == GEMMS:
+            low = f"{described(operator.low)} (pinned)"
+        elif operator.pinned:
+            low += f"; {operator.low.name} (pinned)"
+        if recovery is None:
+            return low, "none (static)"
+        return low, "none (pinned)" if operator.pinned and not operator.routable else described(recovery)
 
     def __str__(self) -> str:
         rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
@@ -305,6 +349,9 @@ class Plan:
         if len(self.units) < len(self.operators):
             first, last = self.units[0].name, self.units[-1].name
             lines.append(f"{len(self.units)} units of {len(self.operators)} operators: {first} ... {last}")
+        if pinned := sum(len(operator.pinned) for operator in self.operators):
+            share = self._share(lambda operator: operator.pinned)
+            lines.append(f"pinned: {pinned} of {3 * len(self.operators)} GEMMs, {share:.1%} of their arithmetic")
         if self.shared.engine is not None:
             lines.append("Transformer Engine casts: saturation, the paths' errors and saved bytes are not measured")
         if isinstance(self.operators[0], Int8Linear):
@@ -358,7 +405,9 @@ class Plan:
             if isinstance(path, Recipe) and path.name.partition(" ")[0] not in RECIPES
         )
         site = ", site=forward" if self.shared.quantize_forward else ""
-        return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}"
+        by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
+        pins = f", pins: {by_name}" if by_name else ""
+        return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}{pins}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, before anything is loaded: see `check_state`."""
@@ -378,6 +427,16 @@ class Plan:
             self.shared.generator.set_state(state["generator"].cpu())
         if self.shared.amax is not None and self.shared.amax.history is not None:
             self.shared.amax.history.copy_(state["largest"])
+
+
+def _numbered(pattern: str, names: Sequence[str]) -> str:
+    """The pattern with numbers for its stars, layers.{0,3}.mlp.down_proj; as it is where that would name others too."""
+    numbers = [list(dict.fromkeys(at)) for at in zip(*(re.findall(r"\b\d+\b", name) for name in names), strict=True)]
+    if math.prod(map(len, numbers)) != len(names):
+        return pattern
+    for own in numbers:
+        pattern = pattern.replace("*", own[0] if len(own) == 1 else f"{{{','.join(own)}}}", 1)
+    return pattern
 
 
 def _same_wgrad(low: ExecutionPath, recovery: ExecutionPath | None) -> bool:

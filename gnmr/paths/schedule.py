@@ -17,6 +17,7 @@ from gnmr.paths.faults import Fault, Injector
 from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import Recipe
+from gnmr.vocabulary import GEMMS
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class FaultSchedule:
         self._injectors: list[Injector] = []
         for k, i in enumerate(self._unit):
             self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
-            plan.operators[i].fault = self._injectors[-1]
+            if plan.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
+                plan.operators[i].fault = self._injectors[-1]
 
     def at(self, step: int) -> np.ndarray:
         """(num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""

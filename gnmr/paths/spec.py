@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ class PathSpec:
     """nearest (ties to even) or, of formats, stochastic."""
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
+    pins: dict[str, list[str]] = field(default_factory=dict)
+    """GEMMs that are always on the recovery recipe, {pattern of operators: [fprop, dgrad, wgrad]}; on bf16 where
+    recovery is null. Of formats a pin is the whole operator: all three GEMMs."""
     backend: str = "auto"
     """What runs a recipe (gnmr/paths/backends.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto:
     a real one where device, recipe and widths allow it, else simulated."""
@@ -78,6 +82,7 @@ class PathSpec:
             require(alike, "recovery", self.recovery, f"must be {kind}, as low={self.low} is")
         some = self.recovers and set(self.recovers) <= set(GEMMS)
         require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        self._check_pins()
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         one_of(UNITS, unit=self.unit)
         one_of(BACKENDS, backend=self.backend)
@@ -89,6 +94,23 @@ class PathSpec:
             formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
             right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
             require(formats or value == choices[0], name, value, right)
+
+    def _check_pins(self) -> None:
+        """GEMMs are put in their order, each once."""
+        right = "must be {pattern of operators: [GEMMs]}, as {down_proj: [fprop]}"
+        require(isinstance(self.pins, Mapping), "pins", self.pins, right)
+        pins = {}
+        for pattern, given in self.pins.items():
+            require(isinstance(pattern, str) and pattern, "pins", self.pins, right)
+            gemms = listed(f"pins.{pattern}", given)
+            some = gemms and set(gemms) <= set(GEMMS)
+            require(some, f"pins.{pattern}", given, f"must be some of {', '.join(GEMMS)}")
+            formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+            whole = not formats or set(gemms) == set(GEMMS)
+            right_whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
+            require(whole, f"pins.{pattern}", given, right_whole)
+            pins[pattern] = [gemm for gemm in GEMMS if gemm in gemms]
+        object.__setattr__(self, "pins", pins)
 
     def _check_recipes(self) -> None:
         """Imports torch only where recipes are declared."""

@@ -44,6 +44,11 @@ class PathUnit:
     name: str
     operators: tuple[PathLinear, ...]
 
+    @property
+    def routable(self) -> bool:
+        """Whether one of its operators is."""
+        return any(operator.routable for operator in self.operators)
+
     def switch(self, recovering: bool) -> None:
         """Puts all of them on the recovery (True) or low-cost path."""
         for operator in self.operators:

@@ -24,7 +24,10 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 
     costs = norms.cost or (1.0,) * len(norms.units)
     nothing = (nn.Parameter(torch.empty(0)),)
-    units = [Unit(name, nothing, ignore, cost) for name, cost in zip(norms.units, costs, strict=True)]
+    units = [
+        Unit(name, nothing, None if name in norms.pinned else ignore, cost)
+        for name, cost in zip(norms.units, costs, strict=True)
+    ]
     controller = build(settings, units, norms)
     columns = {"norm": norms.norm, "observed": norms.observed} | {
         name: values for name, values in norms.more.items() if name in controller.needs

@@ -43,6 +43,8 @@ class Norms:
     """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.controller.evidence."""
     cost: tuple[float, ...] | None = None
     """What each unit's recovery costs; None: unknown, all the same."""
+    pinned: frozenset[str] = frozenset()
+    """Units that pins left nothing to recover: never routed."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
     """The run's own, for a file the defaults."""
     steps: int = 0
@@ -61,10 +63,11 @@ def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
     cost: tuple[float, ...] | None = None
+    pinned: frozenset[str] = frozenset()
     config = read_config(path / "config.yaml") if exists(path / "config.yaml") else None
     if path.is_dir():
         check_records(path)
-        order, cost = _units_and_cost(path / "header.json")
+        order, cost, pinned = _units_and_cost(path / "header.json")
         table = read_ratios(path)
         if table.num_rows == 0:
             why = "left out of the pack" if "ratios.parquet" in left_out(path) else "missing or empty"
@@ -74,7 +77,7 @@ def read_norms(path: Path) -> Norms:
     else:
         table = _read_file(path)
     with reading(path):
-        norms = _dense(path, table, order, cost)
+        norms = replace(_dense(path, table, order, cost), pinned=pinned)
     if config is None:
         return norms
     training, every = config.training, config.records.ratios_every
@@ -87,16 +90,17 @@ def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
         raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
 
 
-def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None]:
-    """What header.json says of the units, where it says it."""
+def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None, frozenset[str]]:
+    """What header.json says of the units, where it says it: all, their costs, those that are pinned."""
     header = read_json(path) or {}
     units, cost = header.get("units"), header.get("cost")
     with reading(path):
         order = None if units is None else check_units(units)
         costs = tuple(float(one) for one in cost or ())
+        pinned = frozenset(check_units(header["pinned"]) if header.get("pinned") else ())
     if costs and (len(costs) != len(order or ()) or not all(math.isfinite(one) and one > 0 for one in costs)):
         raise Damaged(f"{path}: cost must hold a positive number for each of the units")
-    return order, costs or None
+    return order, costs or None, pinned
 
 
 def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[float, ...] | None) -> Norms:

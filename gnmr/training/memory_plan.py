@@ -124,7 +124,10 @@ def _rows(
     tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
     known = [*model.parameters(), *model.buffers(), *codes]
     saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
-    recovery, note = round(plan.extra_bytes_bound(max_o)), f"Eq. 67: at most {max_o} units, above their low path"
+    recovery, note = (
+        round(plan.extra_bytes_bound(max_o) - plan.extra_bytes()),
+        f"Eq. 67: at most {max_o} units, above their low path",
+    )
     if warmup:
         for group in plan.units:
             group.switch(True)

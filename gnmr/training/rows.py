@@ -120,6 +120,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "units": parts.controller.names,
         "cost": [unit.cost for unit in parts.controller.units],
         "recoverable": parts.plan.recovery is not None,
+        "pinned": [unit.name for unit in parts.plan.units if not unit.routable and parts.plan.recovery is not None],
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
         "checkpoint": parts.checkpoint,
         "parameters": sum(p.numel() for p in parts.model.parameters()),

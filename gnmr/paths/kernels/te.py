@@ -107,13 +107,13 @@ def _autocast(recipe: Any) -> AbstractContextManager[Any]:
     return made
 
 
-def engine_for(low: ExecutionPath, recovery: ExecutionPath | None) -> Engine | None:
+def engine_for(paths: Iterable[ExecutionPath | None]) -> Engine | None:
     """What a plan of these paths has of Transformer Engine; None: no operator runs on it.
 
     ValueError for delayed scales beside another recipe.
     """
-    run = [path for path in (low, recovery) if isinstance(path, Recipe) and path.backend == "te" and path.casts]
-    if any(path.history for path in run) and run[1:] not in ([], run[:1]):
+    run = [path for path in dict.fromkeys(paths) if isinstance(path, Recipe) and path.backend == "te" and path.casts]
+    if any(path.history for path in run) and run[1:]:
         raise ValueError(
             f"backend='te': {run[0].name} and {run[1].name}: beside delayed scales Transformer Engine runs no other "
             "recipe; use bf16 for one of the paths, or backend='scaled_mm'"
