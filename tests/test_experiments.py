@@ -268,6 +268,7 @@ RECIPE_CPU = ["recipe_cpu_small", "recipe_cpu", "recipe_cpu_large"]
 
 def test_no_scale_is_left_out():
     ours = {"cpu", "cpu_2bit", "cpu_transient", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", *RECIPE_CPU}
+    ours |= {"fork", "fork_small"}
     theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b", "finetune_13b"}
     assert set(choices("scale")) == ours | theirs
 

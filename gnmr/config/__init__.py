@@ -161,7 +161,7 @@ _OUTSIDE_THE_HASH = (
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
 # Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
-_CAME_LATER = {"controller.warmup_path": "recovery"}
+_CAME_LATER = {"controller.warmup_path": "recovery", "optim.schedule_steps": None}
 
 
 def schema() -> DictConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.checks import fields, keys_of, one_of, require, within
+from gnmr.checks import fields, keys_of, one_of, require, whole, within
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,12 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_frac: float = 0.1
-    """Linear warm-up, share of training.steps."""
+    """Linear warm-up, share of the schedule."""
     min_lr_frac: float = 0.1
     """Rate at the end of the cosine, share of the peak."""
+    schedule_steps: int | None = None
+    """Length of the schedule, steps; null: training.steps. A longer one leaves the run in the middle of the cosine, to
+    be forked from; behind its end the rate stays where it ended."""
     clip_norm: float | None = None
     """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
 
@@ -54,4 +57,5 @@ class OptimConfig:
         sound = self.lr * self.weight_decay <= 1
         require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
         within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))
+        whole(or_null=True, schedule_steps=self.schedule_steps)
         within(1e-30, 1e30, or_null=True, clip_norm=self.clip_norm)

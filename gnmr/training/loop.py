@@ -86,7 +86,7 @@ class Loop:
         parts, training, counters = self.parts, self.parts.config.training, self.counters
         began = time.perf_counter()
         step = counters.step + 1
-        lr = learning_rate(step, training.steps, parts.config.optim)
+        lr = learning_rate(step, parts.config.optim.schedule_steps or training.steps, parts.config.optim)
         for stress in parts.stress:
             stress.begin_step(step)
         micro_batches = [self.blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]

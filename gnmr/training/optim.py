@@ -13,11 +13,12 @@ from gnmr.training.scale_optimizer import build_scale
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Rate of step `step` (from 1): linear from 0 to the peak over the warm-up, then cosine to min_lr_frac of it."""
+    """Rate of step `step` (from 1): linear from 0 to the peak over the warm-up, then cosine to min_lr_frac of it at
+    step `steps`, where it stays."""
     warmup = round(config.warmup_frac * steps)
     if step <= warmup:
         return config.lr * step / warmup
-    progress = (step - warmup) / max(steps - warmup, 1)
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * cosine)
 

@@ -108,6 +108,14 @@ def test_rates(assembled, blocks_of, step_of, train, tmp_path):
     assert [row["tokens"] for row in rows] == [32 * t for t in range(1, 9)]
 
 
+def test_a_schedule_that_is_longer_than_the_run(tmp_path, tiny, train):
+    """The run is the beginning of the longer one; behind a schedule's end the rate stays."""
+    rows = read_jsonl(train(tmp_path / "run", "optim.schedule_steps=20", "training.steps=3") / "steps.jsonl")
+    optim = tiny().optim
+    assert [row["lr"] for row in rows] == [learning_rate(t, 20, optim) for t in (1, 2, 3)]
+    assert learning_rate(25, 20, optim) == learning_rate(20, 20, optim) == pytest.approx(0.1 * optim.lr)
+
+
 @pytest.mark.parametrize(
     "words",
     [
