@@ -6,23 +6,11 @@
 The names below are the public surface. They are loaded on first use, so that the command line answers without torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gnmr.lazy import loader
 
 __version__ = "0.1.0"
-
-_WHERE = {
-    "attach": "gnmr.attachment",
-    "AttachedController": "gnmr.attachment",
-    "Context": "gnmr.controller",
-    "ControlSpec": "gnmr.controller",
-    "Controller": "gnmr.controller",
-    "Decision": "gnmr.controller",
-    "GnmrSignal": "gnmr.controller",
-    "TwoStage": "gnmr.controller",
-    "Unit": "gnmr.controller",
-    "PathSpec": "gnmr.paths",
-    "convert": "gnmr.paths",
-}
 
 __all__ = [
     "AttachedController",
@@ -45,9 +33,11 @@ if TYPE_CHECKING:
     from gnmr.paths import PathSpec, convert
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'gnmr' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_WHERE[name]), name)
+__getattr__ = loader(
+    __name__,
+    {
+        "attachment": ("AttachedController", "attach"),
+        "controller": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
+        "paths": ("PathSpec", "convert"),
+    },
+)

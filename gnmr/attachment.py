@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +21,7 @@ from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, 
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
+from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.plan import nominal_bits
 from gnmr.paths.probe import Probe
@@ -293,8 +293,8 @@ def specs_of(
     of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
     for name in named:
         if name not in of_paths | of_control:
-            near = get_close_matches(name, sorted(of_paths | of_control | {"paths", "control", "steps", "record"}), 1)
-            raise TypeError(f"attach has no option {name!r}{f': did you mean {near[0]}?' if near else ''}")
+            near = nearest(name, sorted(of_paths | of_control | {"paths", "control", "steps", "record"}))
+            raise TypeError(f"attach has no option {name!r}{near}")
         for given, own, word in ((paths, of_paths, "paths"), (control, of_control, "control")):
             if given is not None and name in own:
                 raise ValueError(f"{name}: is a field of {word}, which is given too; set it there")

@@ -1,33 +1,18 @@
 """What the values of options must be: numbers, and words of which there are some.
 
-A check takes options as keyword arguments and raises ValueError, one line `name=value: what would be right`; `keys_of`
-makes the name a key of the config.
+A check takes options as keyword arguments and raises ValueError, one line `name=value: what would be right`;
+`gnmr.errors.told_as` makes the name a key of the config.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-from gnmr.errors import UserError
-
 _SHOWN = 500
 """Characters of a value that a message repeats."""
-
-
-@contextmanager
-def keys_of(group: str = "") -> Iterator[None]:
-    """For a block, or a function that it decorates: a ValueError that begins with the name of one of `group`'s keys
-    becomes a UserError that begins with the whole key."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{group}.{error}" if group else error) from error
 
 
 def fields(of: object, *names: str) -> dict[str, Any]:

@@ -24,13 +24,15 @@ def no_link(path: str, flags: int) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
     """A new file, which is synced and then replaces `path`: readers see the old or the new one, never a part.
 
-    A link at `path` is replaced, not followed. After an error the new file is removed.
+    A link at `path` is replaced, not followed. After an error the new file is removed. `beside`: what it is called
+    until then, by default what a process that was killed meanwhile has left.
     """
-    beside = path.with_name(path.name + ".tmp")
-    beside.unlink(missing_ok=True)
+    if beside is None:
+        beside = path.with_name(path.name + ".tmp")
+        beside.unlink(missing_ok=True)
     try:
         with beside.open("xb") as file:
             yield file
@@ -51,8 +53,11 @@ def truncate(path: Path, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Writes a folder's entries to the disk, where it may be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -41,6 +41,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 @contextmanager
+def told_as(start: str = "") -> Iterator[None]:
+    """For a block, or a function that it decorates: a ValueError becomes a UserError whose line begins with `start`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{start}{error}") from error
+
+
+@contextmanager
 def writing(what: object) -> Iterator[None]:
     """UserError where `what`, which the user named, cannot be written."""
     try:

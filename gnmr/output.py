@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
+from gnmr import disk
 from gnmr.errors import UserError, writing
 from gnmr.records.files import encode
 
@@ -36,17 +37,10 @@ def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[
                 yield file
             return
         beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.writing")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(beside, flags, 0o666)
-        try:
-            with open(descriptor, "wb") as file:
-                with suppress(OSError):  # who may read it stays as it was
-                    os.fchmod(descriptor, stat.S_IMODE(os.lstat(path).st_mode))
-                yield file
-            os.replace(beside, path)
-        finally:
-            with suppress(OSError):
-                beside.unlink()
+        with disk.replacing(path, beside) as file:
+            with suppress(OSError):  # who may read it stays as it was
+                os.fchmod(file.fileno(), stat.S_IMODE(os.lstat(path).st_mode))
+            yield file
 
 
 def check(path: Path, what: object = None, follow: bool = True) -> None:

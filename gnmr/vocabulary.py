@@ -17,6 +17,8 @@ SITES = ("saved", "forward")
 ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
 """What runs a recipe (gnmr/paths/backends.py)."""
+TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
+"""What a model is scored on (gnmr/evaluation/tasks.py)."""
 WEIGHTS = ("online", "beside", "instead")
 """Where the INT8 codes of weights are (gnmr/paths/kernels/int8.py)."""
 

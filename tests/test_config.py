@@ -11,13 +11,13 @@ import yaml
 from gnmr.config import (
     Config,
     OptimConfig,
-    OutlierConfig,
     config_hash,
     flatten,
     identity,
     load,
     to_dict,
 )
+from gnmr.config.model import OutlierConfig
 from gnmr.errors import UserError
 
 CONF = Path(__file__).parent.parent / "conf"

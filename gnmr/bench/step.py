@@ -19,7 +19,8 @@ from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
 from gnmr.bench.steps import compare
 from gnmr.bench.timing import Stopwatch, alternate, clock_of
-from gnmr.config import Config, ExpertsConfig, to_dict
+from gnmr.config import Config, to_dict
+from gnmr.config.model import ExpertsConfig
 from gnmr.controller import Controller
 from gnmr.controller.norms import UnitNorms
 from gnmr.errors import UserError

@@ -17,11 +17,11 @@ from gnmr.commands.words import Parser, names_of, optional, settings_and_places,
 from gnmr.errors import UserError, nearest, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
+from gnmr.vocabulary import TASKS
 
 if TYPE_CHECKING:
     from gnmr.evaluation.progress import Progress
 
-_TASKS = ["gsm8k", "mmlu", "hellaswag", "wikitext2"]
 _TEXT = """\
 CHECKPOINT_OR_RUN is a run folder (its newest checkpoint), a folder with a Hugging Face checkpoint of a LLaMA-like model
 (config.json, *.safetensors, tokenizer), or such a checkpoint's name on the hub.
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"unknown option {words[0]!r}{nearest(words[0], parser.names)}")
     if len(places) != 1:
         parser.error("name one checkpoint or run folder")
-    asked.tasks = _TASKS if asked.tasks is None else asked.tasks
+    asked.tasks = [*TASKS] if asked.tasks is None else asked.tasks
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
         raise UserError(f"eval: {', '.join(missing)} not installed: {install('finetune')}")
     is_run = exists(Path(places[0]).expanduser() / "config.yaml")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gnmr import checks
-from gnmr.errors import UserError, nearest
+from gnmr.errors import UserError, nearest, told_as
 
 Read = Callable[[str, str], Any]
 """Name and text of an option -> its value; ValueError where the text makes none."""
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(text := getattr(given, name), str):
                 if not text:
                     self.error(f"'{name}=' has no value")
-                with checks.keys_of():
+                with told_as():
                     setattr(given, name, read(name, text))
         return given
 

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +21,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.checks import fields, keys_of, require
-from gnmr.config.controller import THRESHOLDS, ControllerConfig
+from gnmr.checks import fields, require
+from gnmr.config.controller import ControllerConfig
 from gnmr.config.data import DataConfig
-from gnmr.config.model import AdapterConfig, ExpertsConfig, ModelConfig, OutlierConfig
-from gnmr.config.old_words import is_old, translated
+from gnmr.config.model import ModelConfig
+from gnmr.config.old_words import translated
 from gnmr.config.optim import OptimConfig
 from gnmr.config.paths import PathsConfig
 from gnmr.config.records import RecordsConfig, ScoresConfig
 from gnmr.config.stress import StressConfig
 from gnmr.config.texts import LONGEST_NAME, folder_name, place, storable
 from gnmr.config.training import TrainingConfig
-from gnmr.errors import UserError
+from gnmr.errors import UserError, nearest, told_as
 from gnmr.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
-
-__all__ = [
-    "THRESHOLDS",
-    "AdapterConfig",
-    "Config",
-    "ControllerConfig",
-    "DataConfig",
-    "ExpertsConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "OutlierConfig",
-    "PathsConfig",
-    "RecordsConfig",
-    "ScoresConfig",
-    "StressConfig",
-    "TrainingConfig",
-    "config_hash",
-    "flatten",
-    "from_words",
-    "identity",
-    "is_old",
-    "load",
-    "one_line",
-    "read",
-    "read_tree",
-    "schema",
-    "to_dict",
-]
 
 
 @dataclass(frozen=True)
@@ -90,7 +61,7 @@ class Config:
     plan: bool = False
     """Print what memory the run will need, and train nothing."""
 
-    @keys_of()
+    @told_as()
     def __post_init__(self) -> None:
         model, training, paths = self.model, self.training, self.paths
         exports = training.export_hf
@@ -277,10 +248,7 @@ def one_line(error: Exception) -> str:
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent:
         return told
     known = [str(one) for one in parent if one != "hydra"]
-    if not known:
-        return told
-    close = get_close_matches(key, known, 1)
-    return f"{told}: did you mean {close[0]}?" if close else f"{told}: use one of {', '.join(known)}"
+    return f"{told}{nearest(key, known)}" if known else told
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gnmr.checks import fields, keys_of, one_of, positive, require, within
+from gnmr.checks import fields, one_of, positive, require, within
 from gnmr.config.texts import folder_name, storable
+from gnmr.errors import told_as
 
 if TYPE_CHECKING:
     from gnmr.controller import ControlSpec, Threshold
@@ -58,7 +59,7 @@ class ControllerConfig:
     eps: float = 1e-8
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
-    @keys_of("controller")
+    @told_as("controller.")
     def __post_init__(self) -> None:
         self._check_signal()
         if self.name is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.checks import keys_of, one_of, require, whole
+from gnmr.checks import one_of, require, whole
+from gnmr.errors import told_as
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DataConfig:
     cache_dir: str = "~/.cache/gnmr"
     """Where tokenizers and token files are kept."""
 
-    @keys_of("data")
+    @told_as("data.")
     def __post_init__(self) -> None:
         one_of(("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.checks import fields, keys_of, one_of, require, whole, within
+from gnmr.checks import fields, one_of, require, whole, within
+from gnmr.errors import told_as
+
+NEED_ADAM = ("spam", "stable_spam")
+"""Transforms that reset Adam's moments."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class OptimConfig:
     clip_norm: float | None = None
     """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
 
-    @keys_of("optim")
+    @told_as("optim.")
     def __post_init__(self) -> None:
         one_of(("adamw", "scale"), name=self.name)
         adam = self.name == "adamw"
-        sound = adam or self.transform.name not in ("spam", "stable_spam")
+        sound = adam or self.transform.name not in NEED_ADAM
         require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
         require(not adam or not self.options, "options", self.options, "adamw has none")
         # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.

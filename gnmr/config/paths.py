@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.checks import keys_of
+from gnmr.errors import told_as
 from gnmr.paths.spec import PathSpec
 
 
@@ -15,7 +15,7 @@ class PathsConfig(PathSpec):
     name: str | None = None
     """Part of the arm's name; null: <low>_<recovery>."""
 
-    @keys_of("paths")
+    @told_as("paths.")
     def __post_init__(self) -> None:
         if self.name is None:
             object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else ""))

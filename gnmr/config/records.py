@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.checks import fields, keys_of, one_of, whole
-
-TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
+from gnmr.checks import fields, one_of, whole
+from gnmr.errors import told_as
+from gnmr.vocabulary import TASKS
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ScoresConfig:
     batch_size: int = 8
     """Inputs a pass."""
 
-    @keys_of("scores")
+    @told_as("scores.")
     def __post_init__(self) -> None:
         for task in self.tasks:
             one_of(TASKS, tasks=task)
@@ -60,7 +60,7 @@ class RecordsConfig:
     wandb_every: int = 10
     """Steps between the per-unit ratios sent to W&B (losses go every step)."""
 
-    @keys_of("records")
+    @told_as("records.")
     def __post_init__(self) -> None:
         whole(**fields(self, "ratios_every", "plain_every", "wandb_every"))
         one_of(("auto", "plain", "off"), live=self.live)

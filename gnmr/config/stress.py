@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.checks import fields, keys_of, one_of, positive, require, whole, within
+from gnmr.checks import fields, one_of, positive, require, whole, within
+from gnmr.errors import told_as
 
 STRESSES = ("none", "scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 
@@ -32,7 +33,7 @@ class StressConfig:
     seed: int | None = None
     """Draws the windows and what is random in them; null: training.seed."""
 
-    @keys_of("stress")
+    @told_as("stress.")
     def __post_init__(self) -> None:
         one_of(STRESSES, kind=self.kind)
         positive(**fields(self, "magnitude", "share"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.checks import fields, keys_of, one_of, require, whole
+from gnmr.checks import fields, one_of, require, whole
+from gnmr.errors import told_as
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TrainingConfig:
     """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
     needs the extra finetune)."""
 
-    @keys_of("training")
+    @told_as("training.")
     def __post_init__(self) -> None:
         whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
         whole(**fields(self, "eval_every", "eval_blocks", "checkpoint_every", "keep_checkpoints"))

@@ -1,7 +1,8 @@
 """Corpora -> tokens -> blocks. Names load on first use: importing this package costs neither torch nor datasets."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gnmr.lazy import loader
 
 if TYPE_CHECKING:
     from gnmr.data.batch import Batch, model_inputs
@@ -23,21 +24,13 @@ __all__ = [
     "validation_blocks",
 ]
 
-_HOME = {
-    "Batch": "batch",
-    "PackedBlocks": "packing",
-    "PackedCorpus": "packing",
-    "TokenCorpus": "cache",
-    "TrainBlocks": "blocks",
-    "model_inputs": "batch",
-    "packed_validation": "packing",
-    "prepare": "tokens",
-    "prepare_packed": "packing",
-    "validation_blocks": "blocks",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = loader(
+    __name__,
+    {
+        "batch": ("Batch", "model_inputs"),
+        "blocks": ("TrainBlocks", "validation_blocks"),
+        "cache": ("TokenCorpus",),
+        "packing": ("PackedBlocks", "PackedCorpus", "packed_validation", "prepare_packed"),
+        "tokens": ("prepare",),
+    },
+)

@@ -6,8 +6,9 @@ scores = score(subject, ["hellaswag"], limit=100, data=Path("my_tasks"))
 Needs the extra finetune, whose packages are imported when first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gnmr.lazy import loader
 
 if TYPE_CHECKING:
     from gnmr.evaluation.in_training import RunScorer
@@ -16,16 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunScorer", "Subject", "load_subject", "of_run", "score"]
 
-_HOME = {
-    "RunScorer": "in_training",
-    "Subject": "subjects",
-    "load_subject": "subjects",
-    "of_run": "subjects",
-    "score": "scoring",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = loader(
+    __name__,
+    {"in_training": ("RunScorer",), "scoring": ("score",), "subjects": ("Subject", "load_subject", "of_run")},
+)

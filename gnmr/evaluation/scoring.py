@@ -20,8 +20,8 @@ import torch
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from gnmr.checks import keys_of, whole
-from gnmr.errors import UserError
+from gnmr.checks import whole
+from gnmr.errors import UserError, told_as
 from gnmr.evaluation import tasks as definitions
 from gnmr.evaluation.harness import Harness
 from gnmr.evaluation.progress import Progress
@@ -83,7 +83,7 @@ def check(
 ) -> None:
     """UserError for an invalid value, and for one that does not fit `subject`."""
     definitions.check_names(tasks)
-    with keys_of():
+    with told_as():
         whole(or_null=True, limit=limit, batch_size=batch_size)
         whole(0, or_null=True, shots=shots)
         whole(2, or_null=True, block=block)

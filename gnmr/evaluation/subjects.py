@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gnmr import models
-from gnmr.checks import keys_of, one_of
+from gnmr.checks import one_of
 from gnmr.config import Config, config_hash, read
 from gnmr.data import cache
-from gnmr.errors import UserError
+from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.formats import KeepFormat
@@ -123,7 +123,7 @@ def load_subject(path: str, in_force: str = "16bit", adapter: str | None = None,
     UserError for whatever cannot be scored. Folders are not trusted (`gnmr.untrusted`): no link below one is followed,
     and of Hugging Face's checkpoints only safetensors and data are read.
     """
-    with keys_of():
+    with told_as():
         one_of(PATHS, path=in_force)
         one_of(("auto", "cpu", "cuda"), device=device)
     if device == "cuda" and not torch.cuda.is_available():

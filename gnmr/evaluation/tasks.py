@@ -27,7 +27,7 @@ import yaml
 
 from gnmr.data.rows import read_rows
 from gnmr.data.tokenizer import regular_content
-from gnmr.errors import UserError
+from gnmr.errors import UserError, told_as
 
 Row = dict[str, Any]
 
@@ -186,10 +186,8 @@ def _checked(files: list[Path], check: Callable[[Row], Row]) -> list[Row]:
     """The rows of these files in the hub's schema."""
     rows = []
     for where, row in _rows(files):
-        try:
+        with told_as(f"{where}: "):
             rows.append(check(row))
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
     return rows
 
 
@@ -264,10 +262,8 @@ def _pages(files: list[Path]) -> list[Row]:
     found = []
     for where, row in _rows(files):
         kind = "page" if "page" in row else "text"
-        try:
+        with told_as(f"{where}: "):
             found.append((kind, _text(row, kind, blank=True)))
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
     if all(kind == "page" for kind, _ in found):
         return [{"page": text} for _, text in found if text.strip()]
     return [{"page": page} for page in pages("\n".join(text.removesuffix("\n") for _, text in found))]

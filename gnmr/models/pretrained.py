@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.config import AdapterConfig
+from gnmr.config.model import AdapterConfig
 from gnmr.errors import UserError
 from gnmr.extras import install
 from gnmr.models.llama import Llama

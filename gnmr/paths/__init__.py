@@ -3,22 +3,9 @@
 The names below are loaded on first use: the config reads `gnmr.paths.spec`, which does without torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_WHERE = {
-    "FORMATS": "formats",
-    "RECIPES": "recipes",
-    "STATISTICS": "probe",
-    "Fault": "faults",
-    "FaultSchedule": "schedule",
-    "PathLinear": "linear",
-    "PathSpec": "spec",
-    "Plan": "plan",
-    "Probe": "probe",
-    "Recipe": "recipes",
-    "Window": "schedule",
-    "convert": "conversion",
-}
+from gnmr.lazy import loader
 
 __all__ = [
     "FORMATS",
@@ -47,9 +34,17 @@ if TYPE_CHECKING:
     from gnmr.paths.spec import PathSpec
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'gnmr.paths' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"gnmr.paths.{_WHERE[name]}"), name)
+__getattr__ = loader(
+    __name__,
+    {
+        "conversion": ("convert",),
+        "faults": ("Fault",),
+        "formats": ("FORMATS",),
+        "linear": ("PathLinear",),
+        "plan": ("Plan",),
+        "probe": ("STATISTICS", "Probe"),
+        "recipes": ("RECIPES", "Recipe"),
+        "schedule": ("FaultSchedule", "Window"),
+        "spec": ("PathSpec",),
+    },
+)

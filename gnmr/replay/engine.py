@@ -12,7 +12,7 @@ from torch import nn
 from gnmr.config import ControllerConfig
 from gnmr.controller import Controller, Decision, Unit
 from gnmr.controller.evidence import missing
-from gnmr.errors import UserError
+from gnmr.errors import UserError, told_as
 from gnmr.replay.trace import Norms
 
 
@@ -40,10 +40,8 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 
 def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
     """The controller, UserError where the signal needs what was not recorded."""
-    try:
+    with told_as("replay: "):
         controller = Controller(units, settings.spec(norms.steps), steps=norms.steps, seed=norms.seed)
-    except ValueError as error:
-        raise UserError(f"replay: {error}") from error
     if lacking := missing(controller.needs, tuple(norms.evidence)):
         raise UserError(
             f"replay: signal {settings.signal} needs {', '.join(lacking)}, which was not recorded: train with "

@@ -46,8 +46,6 @@ from gnmr.training.folder import run_folder
 
 MOST_CELLS = 100_000
 
-__all__ = ["Sweep", "step_seconds"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -30,7 +30,7 @@ from gnmr.data import (
 from gnmr.data.batch import Batch
 from gnmr.data.packing import Documents
 from gnmr.data.token_file import TokenFile
-from gnmr.errors import UserError
+from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan, convert
 from gnmr.paths.kernels.te import UNREADABLE
@@ -164,21 +164,17 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
             "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
             "delayed scales; use a recipe without, or paths.backend=scaled_mm"
         )
-    try:
+    with told_as("controller: "):
         units = units_of(plan, model, observe)
         norms = norms_of(model, units, observe)
         spec = config.controller.spec(training.steps)
         controller = AttachedController(
             units, spec, steps=training.steps, seed=training.seed, record=record, norms=norms
         )
-    except ValueError as error:
-        raise UserError(f"controller: {error}") from error
     _check_evidence(config, controller.needs, plan, model)
     controller.attach_plan(plan, model, config.paths.probe_tokens)
-    try:
+    with told_as("records.monitor: "):
         monitored(model, controller, config.records.monitor)
-    except ValueError as error:
-        raise UserError(f"records.monitor: {error}") from error
     return controller
 
 
@@ -279,10 +275,8 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
 
 def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
     """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
-    try:
+    with told_as("paths: "):
         return convert(model, paths, seed=seed, device=device)
-    except ValueError as error:
-        raise UserError(f"paths: {error}") from error
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
@@ -331,7 +325,7 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
     stress, training = config.stress, config.training
     if stress.kind == "none":
         return None
-    try:
+    with told_as("stress: "):
         return FaultSchedule(
             plan,
             Fault(stress.kind, stress.magnitude, stress.share, stress.history),
@@ -342,8 +336,6 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
             duration=stress.duration,
             seed=training.seed if stress.seed is None else stress.seed,
         )
-    except ValueError as error:
-        raise UserError(f"stress: {error}") from error
 
 
 def train_step(parts: Parts) -> TrainStep:

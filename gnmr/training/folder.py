@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from gnmr.config import Config, config_hash, identity, is_old, read, read_tree
+from gnmr.config import Config, config_hash, identity, read, read_tree
+from gnmr.config.old_words import is_old
 from gnmr.disk import check_tree
 from gnmr.errors import UserError, writing
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from gnmr.checks import fraction, keys_of, positive, require
+from gnmr.checks import fraction, positive, require
 from gnmr.config import OptimConfig
+from gnmr.errors import told_as
 from gnmr.training.transforms.base import check_options
 
 
@@ -132,7 +133,7 @@ class SCALE(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
-@keys_of("optim.options")
+@told_as("optim.options.")
 def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
     """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
 

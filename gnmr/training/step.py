@@ -27,7 +27,7 @@ from gnmr.models import Decoder
 from gnmr.names import select
 from gnmr.paths import Plan
 from gnmr.training.optim import clip_gradients, skip_where
-from gnmr.training.transforms import StepContext, Transform
+from gnmr.training.transforms.base import StepContext, Transform
 
 
 @dataclass(frozen=True)

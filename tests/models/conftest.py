@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gnmr import models
-from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.config.model import ExpertsConfig, ModelConfig
 
 VOCAB, SEQ_LEN = 61, 24
 Build = Callable[..., models.Decoder]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnmr import models
-from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.config.model import ExpertsConfig, ModelConfig
 
 every = pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
 

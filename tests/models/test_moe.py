@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gnmr.config import ExpertsConfig, ModelConfig
+from gnmr.config.model import ExpertsConfig, ModelConfig
 from gnmr.controller.norms import UnitNorms
 from gnmr.models.moe import MoEMLP, hashed_scores
 from gnmr.paths import PathSpec, convert

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 
-from gnmr.config import AdapterConfig, ModelConfig
+from gnmr.config.model import AdapterConfig, ModelConfig
 from gnmr.errors import UserError
 from gnmr.models import Llama, pretrained
 from gnmr.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save

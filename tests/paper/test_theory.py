@@ -17,8 +17,8 @@ from torch import nn
 from gnmr import models
 from gnmr.bench.figures import Figure
 from gnmr.bench.setting import Setting
-from gnmr.config import ExpertsConfig, ModelConfig
 from gnmr.config.compose import compose
+from gnmr.config.model import ExpertsConfig, ModelConfig
 from gnmr.errors import UserError
 from gnmr.paper import false_triggers, recovery_gaps, theory
 from gnmr.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal

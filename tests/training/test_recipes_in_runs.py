@@ -11,7 +11,8 @@ import torch
 from everything import differences, everything
 
 from gnmr import models
-from gnmr.config import ExpertsConfig, ModelConfig, config_hash, read
+from gnmr.config import config_hash, read
+from gnmr.config.model import ExpertsConfig, ModelConfig
 from gnmr.paths import RECIPES, PathLinear, PathSpec, convert
 from gnmr.paths.formats import FloatFormat, IntFormat
 from gnmr.paths.kernels import simulated

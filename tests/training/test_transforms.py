@@ -14,8 +14,10 @@ from everything import same_bits
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gnmr.config.optim import NEED_ADAM
 from gnmr.training.optim import skip_where
-from gnmr.training.transforms import NEED_ADAM, TRANSFORMS, StepContext, build_transform
+from gnmr.training.transforms import TRANSFORMS, build_transform
+from gnmr.training.transforms.base import StepContext
 
 # So short that eight steps meet every branch: warm-up, clipping, reset, a full window.
 BUSY: dict[str, dict[str, object]] = {

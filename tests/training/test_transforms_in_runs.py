@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from test_kill_and_resume import in_step
 
 from gnmr.config.compose import conf_dir
+from gnmr.config.optim import NEED_ADAM
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep
-from gnmr.training.transforms import NEED_ADAM, TRANSFORMS
+from gnmr.training.transforms import TRANSFORMS
 
 pytestmark = pytest.mark.slow
 

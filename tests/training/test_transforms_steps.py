@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.training.transforms import StepContext, Transform, build_transform
+from gnmr.training.transforms import build_transform
+from gnmr.training.transforms.base import StepContext, Transform
 
 
 class Bench:

@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from gnmr.checks import keys_of
-from gnmr.errors import UserError
+from gnmr.errors import UserError, told_as
 from gnmr.training.transforms.adagc import AdaGC
 from gnmr.training.transforms.agc import AGC
-from gnmr.training.transforms.base import StepContext, Transform, check_options
+from gnmr.training.transforms.base import Transform, check_options
 from gnmr.training.transforms.gradient_stabilizer import GradientStabilizer
 from gnmr.training.transforms.norm_clip import NormClip
 from gnmr.training.transforms.skip_step import SkipStep
@@ -34,9 +33,6 @@ TRANSFORMS: dict[str, type[Transform]] = {
     "skip_step": SkipStep,
 }
 
-NEED_ADAM = ("spam", "stable_spam")
-"""They reset Adam's moments, and so need AdamW."""
-
 
 def build_transform(
     name: str | None, options: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
@@ -53,23 +49,6 @@ def build_transform(
         return None
     if name not in TRANSFORMS:
         raise UserError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
-    with keys_of("optim.transform.options"):
+    with told_as("optim.transform.options."):
         check_options(TRANSFORMS[name], name, options)
         return TRANSFORMS[name](named_parameters, **options)
-
-
-__all__ = [
-    "AGC",
-    "NEED_ADAM",
-    "SPAM",
-    "TRANSFORMS",
-    "AdaGC",
-    "GradientStabilizer",
-    "NormClip",
-    "SkipStep",
-    "StableSPAM",
-    "StepContext",
-    "Transform",
-    "ZClip",
-    "build_transform",
-]
