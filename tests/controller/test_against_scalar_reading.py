@@ -38,21 +38,26 @@ def histories(draw: st.DrawFn) -> tuple[dict, list[list[float | None]]]:
     return kwargs, rows
 
 
-def make(num_units: int, alpha, beta, delta, max_o, t_lock, log: list[list[bool]] | None = None) -> Controller:
-    switched = [[] for _ in range(num_units)] if log is None else log
-    units = [Unit(f"u{i}", (nn.Parameter(torch.zeros(1)),), switched[i].append) for i in range(num_units)]
-    return Controller(
-        units,
-        ControlSpec(
-            signal=GnmrSignal(context(num_units), alpha=alpha, beta=beta, delta=delta), max_o=max_o, t_lock=t_lock
-        ),
-    )
+class Fed:
+    """A controller that is given norms, and the paths that its units are on."""
 
+    def __init__(self, num_units: int, alpha, beta, delta, max_o, t_lock) -> None:
+        self.on = [False] * num_units
+        units = [
+            Unit(f"u{i}", (nn.Parameter(torch.zeros(1)),), lambda on, i=i: self.on.__setitem__(i, on))
+            for i in range(num_units)
+        ]
+        signal = GnmrSignal(context(num_units), alpha=alpha, beta=beta, delta=delta)
+        self.controller = Controller(units, ControlSpec(signal=signal, max_o=max_o, t_lock=t_lock))
+        self.max_o = max_o
 
-def feed(controller: Controller, row: list[float | None]):
-    norm = torch.tensor([0.0 if n is None else n for n in row], dtype=torch.float64)
-    observed = torch.tensor([n is not None for n in row])
-    return controller.apply(controller.observe({"norm": norm, "observed": observed}).to_host())
+    def step(self, row: list[float | None]) -> Decision:
+        """Asserts that never more than max_o units recover, and those of the decision."""
+        norm = torch.tensor([0.0 if n is None else n for n in row], dtype=torch.float64)
+        observed = torch.tensor([n is not None for n in row])
+        decision = self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}).to_host())
+        assert sum(self.on) <= self.max_o and self.on == decision.active.tolist()
+        return decision
 
 
 def decided_by_rounding(risks: list[float | None]) -> bool:
@@ -81,50 +86,36 @@ def equals(slow: ScalarController, decision: Decision, row: list[float | None]) 
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories())
-def test_equals_the_scalar_reading(history) -> None:
+def test_equals_the_scalar_reading_and_the_cap_holds(history) -> None:
     kwargs, rows = history
     num_units = len(rows[0])
-    slow, fast = ScalarController(num_units, **kwargs), make(num_units, **kwargs)
+    slow, fast, compared = ScalarController(num_units, **kwargs), Fed(num_units, **kwargs), True
     for row in rows:
-        if not blames_nobody(row, kwargs["max_o"]) and not equals(slow, feed(fast, row), row):
-            return
+        if compared and blames_nobody(row, kwargs["max_o"]):
+            continue
+        decision = fast.step(row)
+        compared = compared and equals(slow, decision, row)
 
 
-BROKEN = st.lists(st.sampled_from([math.nan, math.inf]), min_size=6, max_size=6)
-
-
-@settings(max_examples=200, deadline=None)
-@given(histories(), st.lists(BROKEN, min_size=25, max_size=25))
-def test_a_step_that_blames_nobody_changes_nothing(history, broken) -> None:
+@settings(max_examples=60, deadline=None)
+@given(histories(), st.randoms(use_true_random=False))
+def test_a_step_that_blames_nobody_changes_nothing(history, draw) -> None:
     """Our own rule: with such steps in between, all others are as the paper has them without."""
     kwargs, rows = history
     num_units = len(rows[0])
     kwargs["max_o"] = min(kwargs["max_o"], max(1, num_units - 1))
-    slow, fast = ScalarController(num_units, **kwargs), make(num_units, **kwargs)
+    slow, fast = ScalarController(num_units, **kwargs), Fed(num_units, **kwargs)
     before, lock = [False] * num_units, [0] * num_units
-    for row, all_broken in zip(rows, broken, strict=False):
+    for row in rows:
         if num_units > kwargs["max_o"]:
-            decision = feed(fast, all_broken[:num_units])
+            decision = fast.step([draw.choice([math.nan, math.inf]) for _ in range(num_units)])
             assert decision.active.tolist() == before and decision.lock.tolist() == lock and not decision.events
             assert decision.candidate.all() and np.isinf(decision.risk).all()
         if blames_nobody(row, kwargs["max_o"]):
             continue
-        decision = feed(fast, row)
+        decision = fast.step(row)
         if not equals(slow, decision, row):
             return
         before, lock = decision.active.tolist(), decision.lock.tolist()
-
-
-@settings(max_examples=200, deadline=None)
-@given(histories())
-def test_the_cap_holds_always(history) -> None:
-    kwargs, rows = history
-    switched: list[list[bool]] = [[] for _ in rows[0]]
-    controller = make(len(rows[0]), **kwargs, log=switched)
-    for row in rows:
-        decision = feed(controller, row)
-        on_now = [log[-1] for log in switched]
-        assert sum(on_now) <= kwargs["max_o"]
-        assert on_now == decision.active.tolist()

@@ -163,7 +163,7 @@ def test_mx_is_that_of_torchao(name: str, dtype: torch.dtype) -> None:
 
 # ---- a linear ----
 
-TOKENS, INPUTS, OUTPUTS = 136, 256, 256  # two tiles of 128 along each, the second one cut where it may be
+TOKENS, INPUTS, OUTPUTS = 136, 256, 128  # two tiles of 128 along the first two, the second one cut where it may be
 # (fprop: input, weight, result), (dgrad: grad_output, weight, result), (wgrad: grad_output, input, result)
 BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
     "fp8_hybrid": (
@@ -204,12 +204,16 @@ def by_us(x: Tensor, linear: nn.Linear, dy: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, linear.weight.grad, linear.bias.grad]
 
 
-def single(dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, Tensor, Tensor]:
+def single(
+    dtype: torch.dtype = torch.float32, shape: tuple[int, int, int] = (TOKENS, INPUTS, OUTPUTS)
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A linear, its input and its grad_output."""
+    tokens, inputs, outputs = shape
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(INPUTS, OUTPUTS)).to(dtype)
+    net = nn.Sequential(nn.Linear(inputs, outputs)).to(dtype)
     with torch.no_grad():
-        net[0].weight.copy_(normal(OUTPUTS, INPUTS, seed=3))
-    return net, normal(TOKENS, INPUTS, seed=1, dtype=dtype), normal(TOKENS, OUTPUTS, seed=2, dtype=dtype)
+        net[0].weight.copy_(normal(outputs, inputs, seed=3))
+    return net, normal(tokens, inputs, seed=1, dtype=dtype), normal(tokens, outputs, seed=2, dtype=dtype)
 
 
 @cache
@@ -263,7 +267,6 @@ def test_each_gemm_is_the_one_written_out_by_hand_low_or_recovered(low: str, dty
             for recovers in itertools.combinations(GEMMS, number):
                 net, x, dy = single(dtype)
                 convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers))
-                assert same(by_us(x, net[0], dy), low_expected)
                 net[0].switch(True)
                 taken = tuple(recovery if gemm in recovers else low for gemm in GEMMS)
                 assert same(by_us(x, net[0], dy), by_hand(taken, dtype)), (recovery, recovers)
@@ -633,7 +636,8 @@ def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
     low: int, recovery: int, dtype: torch.dtype
 ) -> None:
     """All 8 combinations of GEMMs; scales come from the steps before, of whichever path, and from no micro-batch."""
-    first, x, dy = single(dtype)
+    small = 24, 32, 48
+    first, x, dy = single(dtype, small)
     micro_batches = [
         [(size * a * x, b * first[0].weight.detach(), c / size * dy) for size in (1, 0.4)] for a, b, c in FACTORS
     ]
@@ -652,7 +656,7 @@ def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
 
     for number in range(4):
         for recovers in itertools.combinations(GEMMS, number):
-            net, _, _ = single(dtype)
+            net, _, _ = single(dtype, small)
             other = delayed(recovery) if recovery else "bf16"
             plan = convert(net, PathSpec.of(delayed(low), other, targets=["0"], recovers=recovers or GEMMS))
             for step, batches in enumerate(micro_batches):
