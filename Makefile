@@ -8,7 +8,8 @@ DIST ?= dist
 JOBS ?= 2
 
 BIN := .venv/bin
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+# Byte code is kept whatever the shell says: without it each worker and child compiles modules and asserts anew.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help

@@ -58,9 +58,11 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(text_file: Path, cache: Path) -> Callable[..., config.Config]:
     """The config of a tiny run with some keys changed: tiny("paths.low=int2", "training.steps=3")."""
 
+    whole = OmegaConf.create(TINY)
+
     def make(*words: str) -> config.Config:
         own = [f"data.path={text_file}", f"data.cache_dir={cache}"]
-        return config.load(OmegaConf.merge(OmegaConf.create(TINY), OmegaConf.from_dotlist([*own, *words])))
+        return config.load(OmegaConf.merge(whole, OmegaConf.from_dotlist([*own, *words])))
 
     return make
 

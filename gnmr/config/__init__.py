@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,9 @@ _OUTSIDE_THE_HASH = (
 _CAME_LATER = {"controller.warmup_path": "recovery", "optim.schedule_steps": None}
 
 
+@cache  # making it takes as long as all the rest of `load`
 def schema() -> DictConfig:
-    """The empty schema for Hydra: typed (so an unknown key is refused) and writable.
+    """The empty schema for Hydra: typed (so an unknown key is refused) and writable. Not to be changed by its readers.
 
     OmegaConf makes frozen dataclasses read-only, which would forbid every override; the objects that `load` returns
     are frozen all the same.
