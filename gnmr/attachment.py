@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +22,10 @@ from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, 
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
+from gnmr.doctor.plan import PATHS, PinPlan, read_plan
 from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
+from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.plan import nominal_bits
 from gnmr.paths.probe import Probe
 from gnmr.paths.units import PathUnit
@@ -316,6 +319,7 @@ def attach(
     paths: PathSpec | None = None,
     control: ControlSpec | None = None,
     *,
+    plan: PinPlan | str | PathLike[str] | None = None,
     steps: int | None = None,
     seed: int = 0,
     record: Sequence[str] = (),
@@ -329,6 +333,7 @@ def attach(
             save for the backward pass and leave the forward pass as it is; two recipes ("fp8_hybrid", "llm_int8",
             "bf16") compute in low precision.
         control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
+        plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins.
         steps, seed, record: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
         named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
@@ -337,6 +342,9 @@ def attach(
     was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
+    pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
+    if pins is not None:
+        named |= _of_plan(pins, paths, named)
     paths, control = specs_of(paths, control, named)
     whole(seed, "seed", 0)
     _check_request(model, paths, control)
@@ -344,23 +352,33 @@ def attach(
         warnings.warn(
             f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it", stacklevel=2
         )
-    plan = convert(model, paths, seed=seed, store=False, shown=False)
+    if pins is not None:
+        pins.refuse_other(where, operator_shapes(model, paths))
+    converted = convert(model, paths, seed=seed, store=False, shown=False)
     norms = None
     try:
-        units = units_of(plan, model, control.observe)
-        _check_trained(plan, units, control)
+        units = units_of(converted, model, control.observe)
+        _check_trained(converted, units, control)
         norms = norms_of(model, units, control.observe)
         controller = AttachedController(units, control, steps=steps, seed=seed, record=record, norms=norms)
-        plan.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
-        controller.attach_plan(plan, model, paths.probe_tokens)
-        plan.store(paths.weights)  # late: it cannot be undone to the bit
+        converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
+        controller.attach_plan(converted, model, paths.probe_tokens)
+        converted.store(paths.weights)  # late: it cannot be undone to the bit
         controller._follow()  # or the units would hold the 16-bit weights
     except BaseException:
-        plan.restore()
+        converted.restore()
         if norms is not None:
             norms.close()
         raise
     return controller
+
+
+def _of_plan(plan: PinPlan, paths: PathSpec | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `PathSpec` that a plan says. ValueError where they were given too."""
+    given = ["paths"] * (paths is not None) + [name for name in named if name in PATHS]
+    if given:
+        raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
+    return plan.paths()
 
 
 def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:

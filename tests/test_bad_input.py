@@ -316,7 +316,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
 )
 @pytest.mark.slow
 def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
-    assert CASES[words] in gnmr("train", *tiny_words, *words.split(" "), "plan=true").mistake
+    assert CASES[words] in gnmr("train", *tiny_words, *words.split(" "), "memory_plan=true").mistake
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ OLD: dict[str, dict] = json.loads((Path(__file__).parent / "old_words.json").rea
         ("paths=bf16,int4_int8", "paths.low=bf16 paths.recovery=null or paths.low=int4 paths.recovery=int8"),
         ("paths=default", None),
         ("preset=6/8", None),
+        ("plan=true", "memory_plan=true"),
+        ("plan=plan.json", None),
         ("sweep=table11", "sweep=paper/table11"),
         ("sweep=tables", "sweep=paper/tables"),
         ("sweep=figure4", "sweep=paper/figure4"),

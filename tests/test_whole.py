@@ -9,7 +9,7 @@ def test_a_run_is_planned_trained_reported_and_replayed(gnmr, tiny_words, tmp_pa
     words = [*tiny_words, "experiment=act_quant_stress", "training.steps=8", "training.eval_every=4"]
     run, page, sets = tmp_path / "run", tmp_path / "page.html", tmp_path / "sets.jsonl"
 
-    planned = gnmr("train", *words, "plan=true")
+    planned = gnmr("train", *words, "memory_plan=true")
     assert (planned.code, planned.err) == (0, "") and "trained weights" in planned.out, planned.out
     assert not run.exists()
 

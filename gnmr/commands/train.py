@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config, ControllerConfig, load
-from gnmr.config.compose import conf_dir, register
+from gnmr.config.compose import conf_dir, register, with_plan
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
@@ -143,6 +143,7 @@ def run_cell(composed: DictConfig) -> None:
     with open_dict(composed):
         if settings.mode == RunMode.MULTIRUN and _by_joblib(settings) and composed.records.live == "auto":
             composed.records.live = "plain"  # several pictures would paint over each other
+    with_plan(composed, settings.overrides.task)
     config = load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
@@ -150,7 +151,11 @@ def run_cell(composed: DictConfig) -> None:
     refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)
 
-    if config.plan:
+    if config.plan is not None:
+        from gnmr.training.build import check_plan
+
+        check_plan(config)
+    if config.memory_plan:
         from gnmr.training.memory_plan import plan_run
 
         say(str(plan_run(config)))

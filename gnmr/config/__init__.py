@@ -59,7 +59,9 @@ class Config:
     run_dir: str | None = None
     """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
     runs_dir: str = "runs"
-    plan: bool = False
+    plan: str | None = None
+    """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says paths.low, recovery, recipes, targets and pins."""
+    memory_plan: bool = False
     """Print what memory the run will need, and train nothing."""
 
     @told_as()
@@ -92,7 +94,7 @@ class Config:
         names = ("experiment_name", "scale_name", "arm", "paths.name", "controller.name", "optim.transform.name")
         for key, value in fields(self, *names).items():
             folder_name(key, value)
-        places = ("run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer", "data.cache_dir")
+        places = ("plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer", "data.cache_dir")
         for key, value in fields(self, *places, "scores.data").items():
             place(key, value)
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
@@ -115,7 +117,8 @@ class Config:
 # stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
 # hash in the folder's name.
 _OUTSIDE_THE_HASH = (
-    "plan",
+    "plan",  # what it says stands in paths
+    "memory_plan",
     "run_dir",
     "runs_dir",
     "data.cache_dir",

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.config import Config, load, one_line, schema
 from gnmr.config.old_words import refuse_old
+from gnmr.doctor.plan import PATHS, read_plan
+from gnmr.errors import UserError
 
 
 def conf_dir() -> Path:
@@ -47,11 +49,29 @@ def load_composed(composed: DictConfig) -> Config:
 
     current = HydraConfig.instance()
     before = current.cfg
+    with_plan(composed, composed.hydra.overrides.task)
     try:
         current.set_config(composed)
         return load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     finally:
         current.cfg = before
+
+
+def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
+    """Puts the paths of `plan=plan.json` into what Hydra composed of these words of the command line.
+
+    UserError for a plan that cannot be read, and for words that say what a plan says.
+    """
+    if (path := composed.get("plan")) is None:
+        return
+    found = read_plan(str(path))
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key == "preset" or (key.startswith("paths.") and key.split(".")[1] in PATHS):
+            raise UserError(f"{word}: plan={path} says which paths; leave one of them out")
+    with open_dict(composed.paths):
+        for key, value in found.paths().items():
+            composed.paths[key] = value
 
 
 def mistake(error: Exception, words: Sequence[str]) -> str | None:

@@ -72,6 +72,8 @@ def new_words(word: str) -> str | None:
     for old, new in _KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return bare.replace(old, new, 1)
+    if key == "plan" and value.lower() in ("true", "false"):
+        return f"memory_{bare}"
     if key == "sweep" and _PAPER.fullmatch(value):
         return f"sweep=paper/{value}"
     if key == "paths" and value == "default":
@@ -145,6 +147,8 @@ def is_old(tree: Any) -> bool:
 def translated(tree: Any) -> Any:
     """A saved config under the keys of today; any other tree as it is. What it says does not change: options that
     only repeat their signal's defaults are left out, so that a run reads alike whoever saved it."""
+    if isinstance(tree, dict) and isinstance(tree.get("plan"), bool):  # what memory_plan was called
+        tree = {key: value for key, value in tree.items() if key != "plan"} | {"memory_plan": tree["plan"]}
     if not is_old(tree):
         return tree
     signal = tree["controller"]["signal"]

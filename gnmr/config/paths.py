@@ -13,10 +13,11 @@ class PathsConfig(PathSpec):
     """The two execution paths of a unit (gnmr/paths)."""
 
     name: str | None = None
-    """Part of the arm's name; null: <low>_<recovery>."""
+    """Part of the arm's name; null: <low>_<recovery>, and _pins where there are any."""
 
     @told_as("paths.")
     def __post_init__(self) -> None:
         if self.name is None:
-            object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else ""))
+            pins = "_pins" if self.pins else ""
+            object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else "") + pins)
         super().__post_init__()

@@ -18,7 +18,7 @@ from gnmr.paths.kernels import te
 from gnmr.paths.kernels.int8 import MOST_INPUTS, PER_ROW
 from gnmr.paths.linear import PathLinear
 from gnmr.paths.memory import SHARDED, is_sharded
-from gnmr.paths.pair import pinned, resolve
+from gnmr.paths.pair import named, pinned, resolve
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import KEPT, ExecutionPath, Gemm, Recipe
 from gnmr.paths.shared import SharedState
@@ -96,6 +96,14 @@ def convert(
     if store:
         plan.store(spec.weights)
     return plan
+
+
+def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear that `convert` would give two paths, by its operator's name. ValueError for
+    patterns that name none."""
+    chosen = _chosen(model, spec, named(spec)[0])
+    shapes = [(module.in_features, module.out_features) for module in chosen.values()]
+    return dict(zip(operator_names(list(chosen)), shapes, strict=True))
 
 
 def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, nn.Linear]:

@@ -20,7 +20,7 @@ def resolve(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath | None]:
     has no effect.
     """
     some = set(spec.recovers) != set(GEMMS)
-    low, recovery = _named(spec)
+    low, recovery = named(spec)
     if spec.recovery is None:
         if some:
             _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
@@ -41,7 +41,7 @@ def resolve(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath | None]:
 
 def pinned(spec: PathSpec, gemms: Sequence[str]) -> tuple[ExecutionPath, ExecutionPath | None]:
     """The low and the recovery path of an operator whose `gemms` are pinned; bf16 where the spec has no recovery."""
-    low, recovery = _named(spec)
+    low, recovery = named(spec)
     static = spec.recovery is None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
         more = [gemm for gemm in GEMMS if gemm in (*gemms, *spec.recovers)]
@@ -49,7 +49,7 @@ def pinned(spec: PathSpec, gemms: Sequence[str]) -> tuple[ExecutionPath, Executi
     return recovery, None if static else recovery
 
 
-def _named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
+def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
     """The paths that the spec names, whole; bf16 for a recovery of null."""
     names = spec.low, spec.recovery or "bf16"
     if all(name in FORMATS for name in names):

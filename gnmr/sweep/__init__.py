@@ -105,8 +105,8 @@ class Sweep(Sweeper):
         cells: list[Cell] = []
         for words in combinations:
             cell = self._cell(words, len(cells), threads)
-            if cell.config is not None and cell.config.plan:
-                raise UserError("plan=true: plans one run; leave out -m")
+            if cell.config is not None and cell.config.memory_plan:
+                raise UserError("memory_plan=true: plans one run; leave out -m")
             twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
             if twin is None:
                 cells.append(cell)

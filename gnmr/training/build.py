@@ -30,9 +30,11 @@ from gnmr.data import (
 from gnmr.data.batch import Batch
 from gnmr.data.packing import Documents
 from gnmr.data.token_file import TokenFile
+from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan, convert
+from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.memory_bound import refuse_run
@@ -129,6 +131,15 @@ def empty_model(config: Config) -> tuple[nn.Module, int]:
     vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     check_sizes(config, model, vocab_size)
     return model, vocab_size
+
+
+def check_plan(config: Config) -> None:
+    """UserError where the run's model is not the one that `config.plan` is of. Reads no weights."""
+    assert config.plan is not None
+    refuse_run(config, device_of(config.training.device))
+    with told_as("paths: "):
+        shapes = operator_shapes(empty_model(config)[0], config.paths)
+    read_plan(config.plan).refuse_other(f"plan={config.plan}", shapes)
 
 
 def _check_shapes(config: Config, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from gnmr.errors import UserError
 
 GB = 10**9
 LARGEST = 100_000 * GB
-"""No machine has more; `gnmr train plan=true` plans for others than this one."""
+"""No machine has more; `gnmr train memory_plan=true` plans for others than this one."""
 MOST_LINEARS = 100_000
 """Of a model that is built here: 61 layers of 256 experts have 47,000, and each is made by itself."""
 _LINEAR = 3000

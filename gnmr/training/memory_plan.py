@@ -1,4 +1,4 @@
-"""The device memory that a run will need, before anything is loaded (plan=true).
+"""The device memory that a run will need, before anything is loaded (memory_plan=true).
 
 The model is built on the meta device (shapes without contents), given its adapters and paths, and run forward once on
 one micro-batch: autograd then saves what it would save on the device, whatever the architecture. Attention is

@@ -94,6 +94,7 @@ def told_config(config: Config) -> dict[str, Any]:
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
+    tree["plan"] = None  # what it says stands in paths
     cache = tree["data"]["cache_dir"]
     tree["data"]["cache_dir"] = _CACHE if cache == os.environ.get("GNMR_CACHE") else place(cache)
     if tree["scores"]["data"] is not None:

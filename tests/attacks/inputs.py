@@ -388,7 +388,7 @@ def _systematic(draw: random.Random) -> Iterator[Input]:
     for key, kind in _keys():
         for value, expect in _of_key(key, kind, draw):
             more = (("stress=noise",) if key.startswith("stress.") else ()) + (
-                ("plan=true",) if expect == EITHER else ()
+                ("memory_plan=true",) if expect == EITHER else ()
             )
             yield Input((*TRAIN, *more, f"{key}={value}"), expect, (key.rpartition(".")[2],))
 
@@ -486,7 +486,7 @@ model=pretrained model.checkpoint=model-deep scale=finetune_cpu
 """Behind `gnmr train`: keys and grammar; contradictions; sizes; places; data; checkpoints; the user's own YAML."""
 
 LEGAL = """
-plan=true | arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
+memory_plan=true | arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
 controller.max_o=2147483647 | optim.betas=[0,0] | optim.clip_norm=1e-30 | controller.alpha=null controller.beta=null
 controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | paths.low=bf16
 optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | paths.backend=simulated paths.low=bf16
@@ -494,19 +494,20 @@ optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | paths.backend=
 """
 
 DOUBTFUL = """
-training.steps=1000000000000000 plan=true | training.accumulation=99999999999999 plan=true
+training.steps=1000000000000000 memory_plan=true | training.accumulation=99999999999999 memory_plan=true
 runs_dir='' | run_dir=' ' | data.cache_dir=cache | data.path=surrogate.jsonl | data.path=unbroken.txt
 data.path=zeros.txt | data.path=utf16.txt
-model.num_layers=1000000000 plan=true | model.hidden_size=100000000 plan=true
-training.batch_size=9999999999999 plan=true | model=moe model.experts.number=100000 plan=true
-training.seq_len=1000000000000 plan=true | arm='\u202eabc' | data.vocab_size=2147483648 plan=true | run_dir='a\nb'
+model.num_layers=1000000000 memory_plan=true | model.hidden_size=100000000 memory_plan=true
+training.batch_size=9999999999999 memory_plan=true | model=moe model.experts.number=100000 memory_plan=true
+training.seq_len=1000000000000 memory_plan=true | arm='\u202eabc' | data.vocab_size=2147483648 memory_plan=true
+run_dir='a\nb'
 run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra
 hydra.job.chdir=true | hydra.run.dir=elsewhere | controller.trigger=1e-300 | +training.steps=1
 stress=noise stress.magnitude=1e39 | stress=noise stress.duration=2147483648 | controller.eps=1e-300
 """
 
 SWEEPS = """
-plan=true | training.stps=1,2 | nosuch=1,2 | sweep=nosuch | training.steps=-1 | training.steps=-1,-2 | --nosuch
+memory_plan=true | training.stps=1,2 | nosuch=1,2 | sweep=nosuch | training.steps=-1 | training.steps=-1,-2 | --nosuch
 training.seed=0,1 data.path=nowhere | experiment_name=a/b training.seed=0,1 | run_dir='' training.seed=0,1
 hydra/launcher=nosuch training.seed=0,1 | hydra.sweep.dir=/proc/x training.seed=0,1 | hydra.sweep.dir=plain_file
 training.seed=range(0,10,0) | training.seed=range(0,1000000000) | training.seed=choice() | training.seed=,

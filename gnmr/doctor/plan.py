@@ -1,0 +1,237 @@
+"""plan.json: which GEMMs of which operators stay on the recovery recipe, and what that costs and saves.
+
+    {
+      "gnmr_plan": 1,
+      "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
+                                                               numbers of inputs and outputs
+      "targets": ["*_proj"],                                   what chose them
+      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as paths.low, paths.recovery and paths.recipes
+      "pins": {"layers.0.mlp.down_proj": ["fprop"]},           by operator
+      "budget": 0.1,                                           share of the GEMM time that was allowed, or null
+      "share": 0.071,                                          the share that the pins take, or null
+      "expected": {"before": 0.101, "after": 0.02},            nats a token without and with the pins, or null
+      "triggers": {"price": 0.001},                            thresholds for the controller, in nats, or null
+      "provenance": {"checkpoint": "..."}                      where it comes from, texts
+    }
+
+A file is anybody's: its size is bounded, unknown keys are refused, and nothing in it is run. Operators are called as in
+the model that was looked at; one of the same operators in another layout (`model.layers.0` for `layers.0`) is the same
+model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from gnmr.checks import require, within
+from gnmr.errors import UserError, nearest
+from gnmr.names import select
+from gnmr.paths.spec import PathSpec
+from gnmr.untrusted import MAX_NAME, bounded, content, first_line
+
+VERSION = 1
+MAX_PLAN = 1 << 24
+"""Bytes: 10,000 operators take less than two."""
+_MOST_OPERATORS = 100_000
+_PLAIN = ("targets", "low", "recovery", "recipes", "pins", "budget", "share")
+_KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
+_NEEDED = ("operators", "low", "recovery", "pins")
+PATHS = ("low", "recovery", "recipes", "targets", "pins")
+"""Fields of `PathSpec` that a plan says."""
+
+Shapes = Mapping[str, tuple[int, int]]
+"""(inputs, outputs) of each operator, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinPlan:
+    """What plan.json holds. ValueError, naming the key, for what makes no sense."""
+
+    operators: dict[str, tuple[int, int]]
+    """(inputs, outputs) of every operator that the plan is about, by its name."""
+    low: str
+    recovery: str | None
+    pins: dict[str, list[str]] = field(default_factory=dict)
+    """GEMMs on the recovery recipe, by operator; others have none."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    recipes: dict[str, Any] = field(default_factory=dict)
+    budget: float | None = None
+    """Share of the GEMM time that the pins were allowed."""
+    share: float | None = None
+    """Share of the GEMM time that they take."""
+    expected: tuple[float, float] | None = None
+    """Nats a token that low precision costs without and with the pins."""
+    triggers: dict[str, float | None] = field(default_factory=dict)
+    """Thresholds for the controller: `price`, nats."""
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        some = isinstance(self.operators, dict) and 0 < len(self.operators) <= _MOST_OPERATORS
+        require(some, "operators", "..." if self.operators else self.operators, "must be {operator: [inputs, outputs]}")
+        for name, shape in self.operators.items():
+            _name("operators", name)
+            whole = isinstance(shape, list | tuple) and len(shape) == 2 and all(map(_width, shape))
+            require(whole, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
+        object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
+        object.__setattr__(self, "pins", dict(self._spec().pins))
+        if strange := [name for name in self.pins if name not in self.operators]:
+            raise ValueError(f"pins.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}")
+        budget_share(self.budget)
+        within(0, 1, or_null=True, share=self.share)
+        if self.expected is not None:
+            both = isinstance(self.expected, list | tuple) and len(self.expected) == 2
+            require(both, "expected", self.expected, "must be {before: nats, after: nats}, or null")
+            for key, nats in zip(("before", "after"), self.expected, strict=True):
+                within(0, 1e9, **{f"expected.{key}": nats})  # type: ignore[arg-type]
+        _known("triggers", self.triggers, ("price",))
+        for key, threshold in self.triggers.items():
+            within(0, 1e9, or_null=True, **{f"triggers.{key}": threshold})
+        texts = isinstance(self.provenance, dict) and all(isinstance(one, str) for one in self.provenance.values())
+        require(texts, "provenance", self.provenance, "must be {name: text}")
+
+    def _spec(self) -> PathSpec:
+        return PathSpec(**{name: getattr(self, name) for name in PATHS})
+
+    def paths(self) -> dict[str, Any]:
+        """The fields of `PathSpec` that it says. Pins are by the end of the names, so that they fit both layouts."""
+        return {name: getattr(self, name) for name in PATHS} | {
+            "pins": {name.removeprefix("model."): gemms for name, gemms in self.pins.items()}
+        }
+
+    def text(self) -> str:
+        """The file's."""
+        before, after = self.expected or (None, None)
+        tree = {
+            "gnmr_plan": VERSION,
+            "operators": {name: list(shape) for name, shape in self.operators.items()},
+            **{name: getattr(self, name) for name in _PLAIN},
+            "expected": None if self.expected is None else {"before": before, "after": after},
+            "triggers": self.triggers or None,
+            "provenance": self.provenance,
+        }
+        # An operator a line.
+        lines = [
+            f"  {json.dumps(key)}: " + (_lines(value) if key in ("operators", "pins") else json.dumps(value))
+            for key, value in tree.items()
+        ]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def refuse_other(self, where: object, operators: Shapes) -> None:
+        """UserError where a model of these operators is not the one that the plan is of. `where` names the plan."""
+        ours, theirs = _bare(self.operators), _bare(operators)
+        for name in (*ours, *theirs):
+            if ours.get(name) == theirs.get(name):
+                continue
+            how = f"has no {name}" if name in ours else f"has {name} too"
+            if name in ours and name in theirs:
+                how = f"has a {name} of {_arrow(theirs[name])}, the plan's is of {_arrow(ours[name])}"
+            raise UserError(
+                f"{where}: is the plan of another model: of {len(ours)} operators; this one, of {len(theirs)}, {how}"
+            )
+        for name in _bare(self.pins):
+            if len(found := select(operators, [name])[0]) > 1:
+                raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
+
+
+def budget_share(value: object) -> None:
+    """ValueError for a budget that is no share of the GEMM time, above 0 and at most 1; None is one without bounds."""
+    sound = value is None or (_number(value) and 0 < value <= 1)  # type: ignore[operator]
+    require(sound, "budget", value, "must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)")
+
+
+def read_plan(path: str | PathLike[str]) -> PinPlan:
+    """The plan that a file holds. UserError, one line that names file and key, for anything that is none."""
+    file = Path(path).expanduser()
+    try:
+        raw = content(file.resolve(), MAX_PLAN)
+    except FileNotFoundError as error:
+        raise UserError(f"plan={path}: there is no such file") from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"plan={path}: cannot be read ({first_line(error)})") from error
+    try:
+        return _parsed(json.loads(raw, object_pairs_hook=_once, parse_constant=_no_constant))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no plan of gnmr's ({first_line(error).removeprefix('ValueError: ')})") from error
+
+
+def _parsed(tree: Any) -> PinPlan:
+    if not isinstance(tree, dict) or "gnmr_plan" not in tree:
+        raise ValueError("a JSON object with gnmr_plan was expected")
+    bounded(tree)
+    version = tree.pop("gnmr_plan")
+    if version != VERSION:
+        raise UserError(f"gnmr_plan={version}: this version reads {VERSION}")
+    _known("", tree, _KEYS)
+    if lacking := [key for key in _NEEDED if key not in tree]:
+        raise UserError(f"{lacking[0]}: is missing")
+    expected = tree.pop("expected", None)
+    if expected is not None:
+        _known("expected", expected, ("before", "after"))
+        expected = expected.get("before"), expected.get("after")
+    given = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "share")}
+    for key in ("low", "recovery"):
+        require(
+            isinstance(given[key], str) or (key == "recovery" and given[key] is None), key, given[key], "must be text"
+        )
+    try:
+        return PinPlan(expected=expected, **given)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(first_line(error)) from error
+
+
+def _known(what: str, tree: object, keys: Iterable[str]) -> None:
+    """UserError for another mapping than of these keys."""
+    keys = list(keys)
+    require(isinstance(tree, dict), what, tree, f"must be {{{', '.join(keys)}}}")
+    assert isinstance(tree, dict)
+    if unknown := [key for key in tree if key not in keys]:
+        raise UserError(f"{what + '.' if what else ''}{unknown[0]}: is no key of a plan{nearest(unknown[0], keys)}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number")
+
+
+def _name(key: str, name: object) -> None:
+    sound = isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() and not set(name) & set("*?[]")
+    require(
+        sound, key, repr(name)[:80], f"an operator's name is printable, of at most {MAX_NAME} characters, no pattern"
+    )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _width(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _bare(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """By names as in our own models."""
+    return {name.removeprefix("model."): value for name, value in by_name.items()}
+
+
+def _arrow(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} -> {shape[1]}"
+
+
+def _lines(tree: dict[str, Any]) -> str:
+    if not tree:
+        return "{}"
+    return "{\n" + ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in tree.items()) + "\n  }"

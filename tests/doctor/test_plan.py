@@ -1,0 +1,227 @@
+"""plan.json: what it says, who reads it, and what is refused of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gnmr
+from gnmr import config
+from gnmr.config.compose import compose
+from gnmr.doctor.plan import PinPlan, read_plan
+from gnmr.errors import UserError
+from gnmr.paths import PathLinear
+
+Z = {"operators": {"layers.0.up_proj": [8, 16], "layers.1.up_proj": [8, 16], "layers.1.down_proj": [16, 8]}}
+PLAN: dict[str, Any] = {
+    "gnmr_plan": 1,
+    **Z,
+    "low": "sim_e2m1",
+    "recovery": "bf16",
+    "pins": {"layers.1.down_proj": ["fprop"], "layers.0.up_proj": ["dgrad", "wgrad"]},
+    "budget": 0.4,
+    "share": 1 / 3,
+    "expected": {"before": 0.1, "after": 0.02},
+    "triggers": {"price": 0.001},
+    "provenance": {"command": "gnmr diagnose run"},
+}
+
+
+def written(folder: Path, tree: object) -> Path:
+    file = folder / "plan.json"
+    file.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return file
+
+
+def network(prefix: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.ModuleDict({"up_proj": nn.Linear(8, 16), "down_proj": nn.Linear(16, 8)}) for _ in "ab")
+    del layers[0]["down_proj"]
+    return nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})} if prefix else {"layers": layers})
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    plan = read_plan(written(tmp_path, PLAN))
+    assert plan.operators["layers.1.down_proj"] == (16, 8) and plan.expected == (0.1, 0.02)
+    assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (["*_proj"], {}, 0.4, {"price": 0.001})
+    assert read_plan(written(tmp_path, plan.text())) == plan
+    least = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None)
+    assert read_plan(written(tmp_path, least.text())) == least
+    assert json.loads(least.text()) == {
+        "gnmr_plan": 1,
+        "operators": {"a_proj": [2, 3]},
+        "targets": ["*_proj"],
+        "low": "int4",
+        "pins": {},
+        "recipes": {},
+        "provenance": {},
+        **dict.fromkeys(("recovery", "budget", "share", "expected", "triggers")),
+    }
+    (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
+    assert read_plan(str(tmp_path / "link.json")) == least, "a path that the user names may be a link"
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"gnmr_plan": 2}, "gnmr_plan=2: this version reads 1"),
+    ({"bugdet": 0.1}, "bugdet: is no key of a plan: did you mean budget?"),
+    ({"budget": 0}, "budget=0: must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)"),
+    ({"budget": 2.0}, "budget=2.0: must be a share of the GEMM time"),
+    ({"budget": "10%"}, "budget=10%: must be a share of the GEMM time"),
+    ({"share": 1.5}, "share=1.5: must be a number from 0 to 1 or null"),
+    ({"low": "nvfp5"}, "low=nvfp5: must be one of int2"),
+    ({"low": 3}, "low=3: must be text"),
+    ({"low": "int4"}, "pins.layers.1.down_proj=['fprop']: low=int4 is a format, and pins the whole operator"),
+    ({"recovery": "int8"}, "recovery=int8: must be a recipe, as low=sim_e2m1 is"),
+    ({"recovery": []}, "recovery=[]: must be text"),
+    (
+        {"recipes": {"mine": {"fprop": {"input": "e4m3/tiles"}}}},
+        "recipes: recipe mine: fprop: scale 'tiles' is not known",
+    ),
+    ({"pins": {"layers.1.down_proj": ["bprop"]}}, "pins.layers.1.down_proj=['bprop']: must be some of fprop"),
+    ({"pins": {"layers.2.down_proj": ["fprop"]}}, "pins.layers.2.down_proj: is no operator of this plan: did you mean"),
+    ({"pins": []}, "pins=[]: must be {pattern of operators: [GEMMs]}"),
+    ({"operators": {}}, "operators={}: must be {operator: [inputs, outputs]}"),
+    ({"operators": {"a": [3]}}, "operators.a=[3]: must be [inputs, outputs]"),
+    ({"operators": {"a": [3, True]}}, "operators.a=[3, True]: must be [inputs, outputs]"),
+    ({"operators": {"a*": [3, 3]}}, "operators='a*': an operator's name is printable"),
+    ({"targets": [3]}, "targets=[3]: must be a list of names"),
+    ({"expected": {"before": 1}}, "expected.after=None: must be a number from 0"),
+    ({"expected": 3}, "expected=3: must be {before, after}"),
+    ({"expected": {"before": 1, "then": 2}}, "expected.then: is no key of a plan"),
+    ({"triggers": {"prices": 1}}, "triggers.prices: is no key of a plan: did you mean price?"),
+    ({"triggers": {"price": -1}}, "triggers.price=-1: must be a number from 0"),
+    ({"provenance": {"a": 1}}, "provenance={'a': 1}: must be {name: text}"),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), CHANGES, ids=[line[:40] for _, line in CHANGES])
+def test_a_mistake_is_one_line(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    file = written(tmp_path, PLAN | change)
+    with pytest.raises(UserError) as told:
+        read_plan(file)
+    assert f"{file}: " in str(told.value) and line in str(told.value) and "\n" not in str(told.value)
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    for text, line in (
+        ("", "is no plan of gnmr's"),
+        ("[1]", "a JSON object with gnmr_plan was expected"),
+        ("{}", "a JSON object with gnmr_plan was expected"),
+        ('{"gnmr_plan": 1}', "operators: is missing"),
+        ('{"gnmr_plan": 1, "low": "a", "low": "b"}', "'low' stands twice"),
+        ('{"gnmr_plan": 1, "budget": NaN}', "NaN is no number"),
+        ("[" * 100_000, "is no plan of gnmr's"),
+        ('{"gnmr_plan": 1, "provenance": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
+        ("\xff", "is no plan of gnmr's"),
+    ):
+        with pytest.raises(UserError, match=line):
+            read_plan(written(tmp_path, text))
+    with pytest.raises(UserError, match="there is no such file"):
+        read_plan(tmp_path / "nowhere.json")
+    with pytest.raises(UserError, match=r"cannot be read"):
+        read_plan(tmp_path)
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 25)
+    with pytest.raises(UserError, match=r"16,777,216 are the most"):
+        read_plan(tmp_path / "large")
+
+
+@pytest.mark.parametrize("layout", ["", "model."])
+def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
+    """Of a model in either layout."""
+    model = network(layout)
+    controller = gnmr.attach(model, plan=written(tmp_path, PLAN), max_o=1, alpha=1.5)
+    own = {operator.operator_name.removeprefix(layout): operator.pinned for operator in controller.plan.operators}
+    assert own == {
+        "layers.0.up_proj": ("dgrad", "wgrad"),
+        "layers.1.up_proj": (),
+        "layers.1.down_proj": ("fprop",),
+    }
+    assert (controller.plan.low.name, controller.plan.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
+    controller.detach()
+    again = gnmr.attach(model, plan=read_plan(tmp_path / "plan.json"), unit="block", max_o=1)
+    assert len(again.plan.units) == 2, "what it does not say is given as ever"
+
+
+def test_attach_refuses_another_model_and_paths_beside_it(tmp_path: Path) -> None:
+    file = written(tmp_path, PLAN)
+    with pytest.raises(ValueError, match=r"^low: the plan says which paths; leave one of them out$"):
+        gnmr.attach(network(), plan=file, low="sim_e2m1")
+    with pytest.raises(ValueError, match=r"^paths: the plan says which paths"):
+        gnmr.attach(network(), gnmr.PathSpec(), plan=file)
+    other = network()
+    other["layers"][1]["up_proj"] = nn.Linear(8, 12)
+    more = network()
+    more["layers"][0]["down_proj"] = nn.Linear(16, 8)
+    less = network()
+    del less["layers"][1]["down_proj"]
+    twice = nn.ModuleDict({"layers": network()["layers"], "other": network()})
+    for model, line in (
+        (other, r"of 3 operators; this one, of 3, has a layers.1.up_proj of 8 -> 12, the plan's is of 8 -> 16"),
+        (more, r"this one, of 4, has layers.0.down_proj too"),
+        (less, r"this one, of 2, has no layers.1.down_proj"),
+        (twice, r"this one, of 6, has other.layers.0.up_proj too"),
+    ):
+        with pytest.raises(UserError, match=f"^plan={file}: is the plan of another model: .*{line}"):
+            gnmr.attach(model, plan=file)
+        assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def test_a_name_that_ends_as_another_is_refused() -> None:
+    plan = PinPlan(
+        operators={"a.up_proj": (4, 4), "b.a.up_proj": (4, 4)},
+        low="sim_e2m1",
+        recovery=None,
+        pins={"a.up_proj": ["fprop"]},
+    )
+    model = nn.ModuleDict({"a": nn.ModuleDict({"up_proj": nn.Linear(4, 4)})})
+    model["b"] = nn.ModuleDict({"a": nn.ModuleDict({"up_proj": nn.Linear(4, 4)})})
+    with pytest.raises(UserError, match=r"^plan: pins.a.up_proj: this model has several of this name \(a.up_proj, b.a"):
+        gnmr.attach(model, plan=plan)
+
+
+@pytest.fixture
+def of_tiny(tiny: Callable[..., config.Config]) -> PinPlan:
+    """A plan of conftest's tiny model."""
+    sizes = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"), (32, 32))
+    sizes |= {"mlp.gate_proj": (32, 48), "mlp.up_proj": (32, 48), "mlp.down_proj": (48, 32)}
+    pins = {"layers.0.mlp.down_proj": ["fprop"], "layers.0.self_attn.o_proj": ["fprop", "dgrad", "wgrad"]}
+    operators = {f"layers.0.{name}": shape for name, shape in sizes.items()}
+    return PinPlan(operators=operators, low="sim_e2m1", recovery="bf16", pins=pins)
+
+
+def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr: Any, tiny_words: list[str]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(of_tiny.text())
+    found = compose([*tiny_words, f"plan={file}"])
+    assert (found.paths.low, found.paths.recovery, found.paths.pins) == ("sim_e2m1", "bf16", of_tiny.pins)
+    assert found.paths.name == "sim_e2m1_bf16_pins"
+    by_hand = "paths.pins={layers.0.mlp.down_proj: [fprop], layers.0.self_attn.o_proj: [fprop, dgrad, wgrad]}"
+    same = compose([*tiny_words, "paths.low=sim_e2m1", "paths.recovery=bf16", by_hand])
+    assert config.config_hash(same) == config.config_hash(found), "the file's own name is no part of a run"
+    outcome = gnmr("train", *tiny_words, f"plan={file}")
+    assert outcome.code == 0 and "pinned: 4 of 21 GEMMs, 17.6% of their arithmetic" in outcome.out
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    assert (config.read(saved).paths, config.read(saved).plan) == (found.paths, None), "it needs no plan.json"
+
+
+def test_train_refuses_another_model_and_paths_beside_it(
+    of_tiny: PinPlan, tmp_path: Path, gnmr: Any, tiny_words: list[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(of_tiny.text())
+    for word in ("paths.low=sim_e2m1", "paths.pins.down_proj=[fprop]", "preset=6/8"):
+        line = f"{word}: plan={file} says which paths; leave one of them out"
+        assert gnmr("train", *tiny_words, f"plan={file}", word).mistake == line
+    words = [*tiny_words, f"plan={file}", "model.num_layers=2"]
+    line = f"plan={file}: is the plan of another model: of 7 operators; this one, of 14, has layers.1.self_attn.q_proj"
+    assert gnmr("train", *words).mistake.startswith(line)
+    assert gnmr("train", *words, "memory_plan=true").mistake.startswith(line)
+    assert gnmr("train", *tiny_words, "plan=nowhere.json").mistake == "plan=nowhere.json: there is no such file"
+    assert not (tmp_path / "runs").exists()
