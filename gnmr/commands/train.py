@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         refuse_old(argv)
         for folder in refuse_flags(argv):
             check_yaml(folder)
-    with _snapshot(argv) if sweeping else _plain(argv) as (conf, words):
+    with _snapshot(argv) if sweeping else nullcontext((conf_dir(), argv)) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
     return 0
 
@@ -92,10 +92,7 @@ def hydra_flags() -> argparse.ArgumentParser:
 
 def overrides_first(argv: list[str]) -> list[str]:
     """Hydra's parser takes the overrides in one piece only; flags and what belongs to them go behind, in order."""
-    is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in argv]
-    return [w for w, yes in zip(argv, is_override, strict=True) if yes] + [
-        w for w, yes in zip(argv, is_override, strict=True) if not yes
-    ]
+    return sorted(argv, key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
 
 
 def _hydra(argv: list[str], conf: Path, program: str) -> None:
@@ -202,11 +199,6 @@ def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
 
 def _by_joblib(settings: HydraConf) -> bool:
     return "Joblib" in settings.launcher._target_
-
-
-@contextmanager
-def _plain(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
-    yield conf_dir(), argv
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import gnmr
-from gnmr.config import Config, to_dict
+from gnmr.config import Config, DataConfig, to_dict
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """A path from the root, where a word or a value in it begins."""
@@ -81,10 +81,6 @@ def told_command(command: str) -> str:
     return shlex.join(_ABSOLUTE.sub(shorter, word) for word in words)
 
 
-_CACHE = "~/.cache/gnmr"
-"""Where it is unless GNMR_CACHE says otherwise."""
-
-
 def told_config(config: Config) -> dict[str, Any]:
     """The config as a tree for config.yaml, without where this run was kept.
 
@@ -96,7 +92,7 @@ def told_config(config: Config) -> dict[str, Any]:
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
     tree["plan"] = None  # what it says stands in paths
     cache = tree["data"]["cache_dir"]
-    tree["data"]["cache_dir"] = _CACHE if cache == os.environ.get("GNMR_CACHE") else place(cache)
+    tree["data"]["cache_dir"] = DataConfig.cache_dir if cache == os.environ.get("GNMR_CACHE") else place(cache)
     if tree["scores"]["data"] is not None:
         tree["scores"]["data"] = Path(place(tree["scores"]["data"])).name
     return tree
