@@ -49,6 +49,7 @@ RECIPES: dict[str, Words] = {
     "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
     "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
     "mxfp4": _alike("e2m1/mx", "e2m1/mx"),
+    "nvfp4": _alike("e2m1/nv", "e2m1/nv", weight="e2m1/nv2d"),
     **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
     "llm_int8_dgrad": {

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import CastStats
-from gnmr.paths.formats import Format
+from gnmr.paths.formats import FORMATS, Format
 from gnmr.paths.recipes import Cast
 from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
 
@@ -28,6 +28,8 @@ _AT_ONCE = 2**17
 _MOST = 2**26
 """Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
 
+_E4M3 = FORMATS["e4m3"]
+_LARGEST = torch.finfo(torch.float32).max
 BEYOND = 1 + 2.0**-20
 """Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
 own scale, may come out a rounding error above the format's."""
@@ -36,8 +38,8 @@ own scale, may come out a rounding error above the format's."""
 def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference = None) -> tuple[Tensor, CastStats]:
     """(`x` (N, D) in the nearest values of `cast`, same dtype; what the cast found).
 
-    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile` and `mx`. Without a `reference` a delayed
-    scale is that of the tensor.
+    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
+    delayed scale is that of the tensor.
     """
     rows, columns = x.shape
     group = cast.group(contraction_dim)
@@ -54,33 +56,35 @@ def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference =
     at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
-    limit = cast.format.max * BEYOND
-    may_saturate = cast.scale in ("mx", "delayed")
+    may_saturate = _may_saturate(cast)
     each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
+    known: list[Tensor] | None = None  # the scales of the pieces, where they need to be seen all together
     if one_scale:
         each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
         scale = scale_under(cast, each[0] if reference is None else reference(each[0]))
         if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
-            may_saturate = bool(each[0] > scale * limit)
+            may_saturate = bool(each[0] > _limit(scale, cast))
             saturated.append(torch.zeros(1, dtype=torch.int64))
-    for piece, out in zip(groups.split(at_once), values.split(at_once), strict=True):
+    elif cast.two_levels:
+        each.append(largest_magnitude(groups, (1, 3)).float())
+        known = list(scale_under(cast, each[0]).split(at_once))
+    for number, (piece, out) in enumerate(zip(groups.split(at_once), values.split(at_once), strict=True)):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
         worked = wide[: len(piece)].copy_(piece)
         room = scratch[: len(piece)]
         magnitudes = room.view(torch.float32)
-        if may_saturate or not one_scale:
+        if may_saturate or not (one_scale or known):
             torch.abs(worked, out=magnitudes)
-        if not one_scale:
+        if known is not None:
+            scale = known[number]
+        elif not one_scale:
             each.append(largest_of(magnitudes, (1, 3)))
             scale = scale_under(cast, each[-1])
         if may_saturate:
             # 1.0 or 0.0: on CPUs much faster than bool.
-            beyond = torch.gt(magnitudes, scale * limit, out=magnitudes)
+            beyond = torch.gt(magnitudes, _limit(scale, cast), out=magnitudes)
             saturated.append(beyond.flatten(1).sum(dim=1))
-        if cast.scale == "mx":  # by a power of two: the same number, and much faster for so small groups
-            worked.mul_(scale.reciprocal())
-        else:
-            worked.div_(scale)
+        over_scale(worked, scale, cast, out=worked)
         if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
         out.copy_(cast.format.round(worked, room).mul_(scale))
@@ -103,16 +107,39 @@ def scaled(
     largest = largest_magnitude(groups, (1, 3))
     scale = scale_under(cast, largest if reference is None else reference(largest))
     saturated = None
-    if cast.scale in ("delayed", "mx"):
-        saturated = as_matrix(groups.abs() > scale * (cast.format.max * BEYOND), x).sum()
-    return (groups / scale).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
+    if _may_saturate(cast):
+        saturated = as_matrix(groups.abs() > _limit(scale, cast), x).sum()
+    return over_scale(groups, scale, cast).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
 
 
 def scale_under(cast: Cast, largest: Tensor) -> Tensor:
-    """The float32 scale of groups with these largest magnitudes; NaN for NaN and Inf."""
+    """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf."""
     if cast.scale == "mx":
         return _power_of_two_scale(largest, cast.format)
+    if cast.two_levels:
+        return _two_level_scale(largest, cast.format)
     return scale_of(largest, cast.format, torch.float32)
+
+
+def over_scale(x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None) -> Tensor:
+    """The float32 `x` divided by its scales as the cast does it; `out`: see torch.div."""
+    if cast.scale == "mx" or cast.two_levels:
+        # By a power of two: the same number, and much faster for so small groups. For two levels it is the published
+        # rule, and a group whose scale is 0 is to become 0, not NaN.
+        return torch.mul(x, scale.reciprocal().clamp_(max=_LARGEST), out=out)
+    return torch.div(x, scale, out=out)
+
+
+def _may_saturate(cast: Cast) -> bool:
+    """Whether elements may lie beyond the format's largest value."""
+    return cast.scale in ("mx", "delayed") or cast.two_levels
+
+
+def _limit(scale: Tensor, cast: Cast) -> Tensor:
+    """The magnitudes beyond which elements of groups with these scales saturate."""
+    limit = scale * (cast.format.max * BEYOND)
+    # Below the smallest scale they become 0: that is no saturation.
+    return torch.where(scale == 0, torch.inf, limit) if cast.two_levels else limit
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
@@ -145,3 +172,12 @@ def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
     scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp_(min=TINY)
     return scale.add_(nan_unless_finite(largest))
+
+
+def _two_level_scale(largest: Tensor, fmt: Format) -> Tensor:
+    """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite."""
+    bad = nan_unless_finite(largest)
+    of_tensor = torch.where(bad == 0, largest, 0).amax()
+    encode = torch.full_like(of_tensor, _E4M3.max * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
+    numbers = _E4M3.round((largest / fmt.max).mul_(encode).clamp_(max=_E4M3.max))
+    return numbers.mul_(encode.reciprocal()).add_(bad)

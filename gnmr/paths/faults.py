@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from gnmr.paths.cast_stats import CastStats
-from gnmr.paths.casting import BEYOND, Reference, scale_of_each, scale_under
+from gnmr.paths.casting import BEYOND, Reference, over_scale, scale_of_each, scale_under
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
@@ -113,7 +113,8 @@ class Fault:
         lost = scale.isnan()  # they share a scale with an Inf or NaN, fault or no fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
 
-        scaled = x.float() / scale
+        wide = x.float()
+        scaled = torch.where(scale == 0, 0, over_scale(wide, scale, cast)) if cast.two_levels else wide / scale
         self._add_noise(scaled, hit, fmt, generator)
         saturated = (scaled.abs() > fmt.max * BEYOND).sum()
         scaled.clamp_(-fmt.max, fmt.max)
@@ -138,14 +139,16 @@ class Fault:
 
     def _scale(self, sound: Tensor, stale: Tensor | None) -> Tensor:
         """What becomes of the float32 scales of the hit rows; `stale`: the scale (scalar) of the steps before."""
+        broken = sound
         if self.kind == "scale_up":
-            sound = sound * self.magnitude
+            broken = sound * self.magnitude
         elif self.kind == "scale_down":
-            sound = sound / self.magnitude
+            broken = sound / self.magnitude
         elif self.kind == "stale_scale":
             assert stale is not None
-            sound = torch.where(sound.isnan(), sound, stale / self.magnitude)
-        return sound.clamp(min=TINY)
+            broken = torch.where(sound.isnan(), sound, stale / self.magnitude)
+        # A group below the smallest scale of two levels is zeros, broken or not.
+        return torch.where(sound == 0, sound, broken.clamp(min=TINY))
 
     def _add_noise(self, scaled: Tensor, hit: Tensor, fmt: Format, generator: torch.Generator) -> None:
         if self.kind == "noise":

@@ -253,7 +253,8 @@ class Probe:
         if (
             self.tokens > 1
             and cast is not None
-            and cast.group(contraction_dim)[0] == 1  # each token has its own scales
+            and cast.group(contraction_dim)[0] == 1
+            and not cast.two_levels  # each token has its own scales
             and dry_run.fault is None  # which hits a share of all rows
             and dry_run.key(cast, contraction_dim) not in made
         ):

@@ -19,12 +19,18 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
                    tokens of one channel) than in fprop (128 channels of one token)
     block          128 x 128
     mx             32 elements along the contracted dimension, with a power of two as their scale (OCP Microscaling)
+    nv             16 elements along the contracted dimension, with an E4M3 number as their scale, times one float32
+                   number of the tensor (NVFP4, 2509.25149)
+    nv2d           16 x 16, the same: a weight has the same values in fprop and dgrad
     delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor (as
                    Transformer Engine's delayed scaling): saturates what has grown since
 
 A scale is max|group| / format.max in float32. That of `mx` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the
 rule of the OCP specification, under which the largest elements of a group may saturate. A group that the tensor's edge
-cuts is smaller; along the widths of a linear `gnmr.paths.convert` refuses that.
+cuts is smaller; along the widths of a linear `gnmr.paths.convert` refuses that. Those of `nv` are two, as in appendix C
+of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest group to
+E4M3's largest number, a group's E4M3 number is max|group| / format.max * encode, rounded to nearest, and its scale that
+number / encode. The largest elements saturate where it was rounded down.
 
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
@@ -39,6 +45,7 @@ Named recipes (`RECIPES`):
     deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
     mxfp4          the same in E2M1
+    nvfp4          E2M1 everywhere: nv for input and grad_output, nv2d for the weight, results kept (2509.25149)
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
@@ -72,9 +79,13 @@ from gnmr import vocabulary
 from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
 from gnmr.vocabulary import GEMMS
 
-SCALES = ("delayed", "tensor", "block", "row", "tile", "mx")
+SCALES = ("delayed", "tensor", "block", "row", "nv2d", "tile", "mx", "nv")
 """The coarsest first."""
-TILE, MX = 128, 32
+TILE, MX, NV = 128, 32, 16
+_LENGTHS = {"tile": TILE, "mx": MX, "nv": NV}
+"""Of groups along the contracted dimension."""
+_SQUARES = {"block": TILE, "nv2d": NV}
+"""Of groups that are as long in both."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +128,18 @@ class Cast:
     @property
     def directed(self) -> bool:
         """Whether the result depends on the dimension that the GEMM contracts."""
-        return self.scale in ("tile", "mx")
+        return self.scale in _LENGTHS
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether groups have E4M3 scales under one of the tensor."""
+        return self.scale in ("nv", "nv2d")
 
     def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
         """(rows, columns) of the elements with one scale; None: all of them."""
-        if self.scale == "block":
-            return TILE, TILE
-        if self.directed:
-            length = TILE if self.scale == "tile" else MX
+        if (side := _SQUARES.get(self.scale)) is not None:
+            return side, side
+        if (length := _LENGTHS.get(self.scale)) is not None:
             return (length, 1) if contraction_dim == 0 else (1, length)
         return (1, None) if self.scale == "row" else (None, None)
 
@@ -262,7 +277,7 @@ class Recipe:
                 group = cast.group(dims[operand].index(contracted[gemm]))
                 for dim, length in zip(dims[operand], group, strict=True):
                     if dim is not None and length is not None:
-                        needed[dim] = max(needed[dim], length)  # 1, 32 or 128: the largest is a multiple of the others
+                        needed[dim] = max(needed[dim], length)  # 1, 16, 32 or 128: multiples of each other
         return needed[0], needed[1]
 
 

@@ -34,16 +34,34 @@ def nearest(scaled: np.ndarray, name: str) -> np.ndarray:
 def groups(shape: tuple[int, int], scale: str, dim: int) -> list[tuple[slice, slice]]:
     """The elements with one scale, group by group."""
     rows, columns = shape
-    length = {"tile": 128, "mx": 32}.get(scale, 0)
+    length = {"tile": 128, "mx": 32, "nv": 16}.get(scale, 0)
     height, width = {
         "tensor": (rows, columns),
         "delayed": (rows, columns),
         "row": (1, columns),
         "block": (128, 128),
+        "nv2d": (16, 16),
     }.get(scale) or ((length, 1) if dim == 0 else (1, length))
     return [
         (slice(i, i + height), slice(j, j + width)) for i in range(0, rows, height) for j in range(0, columns, width)
     ]
+
+
+def scale_of_two_levels(own: float, tensor: float, name: str) -> np.float32:
+    """Of a block with the largest magnitude `own` in a tensor with `tensor`: equations (2) to (4) of 2509.25149's
+    appendix C, in float32."""
+    if own == 0:
+        return np.float32(0)
+    encode = np.float32(448 * MAX[name]) / np.float32(tensor)
+    number = nearest(np.array([np.float32(own) / np.float32(MAX[name]) * encode]), "e4m3").astype(np.float32)[0]
+    return number * (np.float32(1) / encode)
+
+
+def under_two_levels(group: np.ndarray, scale: np.float32, name: str) -> np.ndarray:
+    """Equation (5): multiplied by the scale's reciprocal, rounded, and back."""
+    if scale == 0:
+        return np.zeros_like(group)
+    return nearest(group * (np.float32(1) / scale), name).astype(np.float32) * scale
 
 
 def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = None) -> Tensor:
@@ -53,6 +71,8 @@ def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = Non
     name, scale_kind = word.split("/")
     source = x.detach().float().numpy()
     result = np.empty_like(source)
+    sound = [np.abs(source[place]).max() for place in groups(source.shape, scale_kind, dim)]
+    tensor = max([each for each in sound if np.isfinite(each)], default=0)
     for place in groups(source.shape, scale_kind, dim):
         group = source[place]
         own = np.abs(group).max() if largest is None else np.float32(largest)
@@ -61,6 +81,9 @@ def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = Non
             continue
         if scale_kind == "mx":
             scale = np.float32(2.0 ** (np.floor(np.log2(own)) - EXPONENT_OF_MAX[name])) if own > 0 else np.float32(1)
+        elif scale_kind in ("nv", "nv2d"):
+            result[place] = under_two_levels(group, scale_of_two_levels(own, tensor, name), name)
+            continue
         else:
             scale = np.float32(own) / np.float32(MAX[name]) if own > 0 else np.float32(1)
         result[place] = nearest(group / scale, name).astype(np.float32) * scale

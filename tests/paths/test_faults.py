@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast
+from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
 from test_scaled_mm import DY, W, X
 from test_simulated import BY_HAND
 from torch import Tensor, nn
@@ -432,7 +432,7 @@ def test_the_presets_hit_some_units_a_few_times(file: Path) -> None:
 # ---- recipes ----
 
 KINDS = ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"]
-ALL_SCALES = ["tensor", "row", "tile", "block", "mx", "delayed"]
+ALL_SCALES = ["tensor", "row", "tile", "block", "mx", "nv", "nv2d", "delayed"]
 
 
 def spread(*shape: int, seed: int = 0) -> Tensor:
@@ -452,10 +452,12 @@ def broken_cast(fault: Fault, x: Tensor, word: str, dim: int, largest: float | N
 def by_hand(x: Tensor, word: str, dim: int, hit: list[int], factor: float) -> tuple[Tensor, int]:
     """The cast written out, with the scales of the rows `hit` times `factor`; and how many elements saturate."""
     name, kind = word.split("/")
-    result, saturated = x.clone(), 0
+    result, saturated, whole = x.clone(), 0, x.abs().max().item()
     for rows, columns in groups(tuple(x.shape), kind, dim):
         largest = x[rows, columns].abs().max().item()
         scale = 2.0 ** (math.floor(math.log2(largest)) - EXPONENT_OF_MAX[name]) if kind == "mx" else largest / MAX[name]
+        if kind in ("nv", "nv2d"):
+            scale = scale_of_two_levels(largest, whole, name)
         own = np.array([scale * factor if row in hit else scale for row in range(*rows.indices(len(x)))], np.float32)
         scaled = x[rows, columns].numpy() / own[:, None]
         saturated += int((np.abs(scaled) > MAX[name] * (1 + 1e-6)).sum())
@@ -479,7 +481,7 @@ def test_a_fault_that_breaks_nothing_is_the_sound_cast_to_the_last_bit(scale: st
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("scale_up", 8.0), ("scale_down", 1 / 8)])
-@pytest.mark.parametrize("scale", ["tensor", "row", "tile", "block", "mx"])
+@pytest.mark.parametrize("scale", ["tensor", "row", "tile", "block", "mx", "nv"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_broken_scales_are_those_of_the_share_of_the_rows(kind: str, factor: float, scale: str, dim: int) -> None:
     x = spread(150, 140)
@@ -490,7 +492,7 @@ def test_broken_scales_are_those_of_the_share_of_the_rows(kind: str, factor: flo
     expected, saturated = by_hand(x, f"e2m1/{scale}", dim, hit, factor)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
     assert met.saturated == saturated and met.nonfinite == 0
-    assert (saturated > 5) == (kind == "scale_down" or scale == "mx")
+    assert (saturated > 5) == (kind == "scale_down" or scale in ("mx", "nv"))
 
 
 @pytest.mark.parametrize("scale", ALL_SCALES)
@@ -521,7 +523,7 @@ def test_a_bit_flip_is_one_bit_of_one_code_of_a_cast(name: str, scale: str) -> N
     fmt = FORMATS[name]
     codes = torch.randint(2**fmt.bits, (200, 128), generator=seeded()).to(torch.uint8)
     x = fmt.decode(codes, torch.float32).clamp(-fmt.max, fmt.max) + 0.0  # no negative zeros, which casts do not keep
-    x[:, ::32], x[::32] = fmt.max, fmt.max  # scales are 1
+    x[:, ::16], x[::16] = fmt.max, fmt.max  # scales are 1
     values, _ = broken_cast(Fault("bit_flip", share=0.25), x, f"{name}/{scale}", 0)
     flipped = fmt.encode(values) ^ fmt.encode(x)
     bits = flipped[flipped != 0].tolist()
@@ -551,7 +553,7 @@ def test_zeros_do_not_turn_bad_in_a_cast_and_bad_numbers_stay(scale: str, kind: 
         assert broken_cast(Fault(kind, 8.0), torch.zeros(3, 64), f"e4m3/{scale}", 1, largest=0.0)[0].isfinite().all()
 
 
-WIDE = ["sim_e2m1", "fp8_hybrid", "fp8_delayed", "deepseek_v3", "mxfp8"]
+WIDE = ["sim_e2m1", "fp8_hybrid", "fp8_delayed", "deepseek_v3", "mxfp8", "nvfp4"]
 
 
 def readers(low: str, recovery: str | None = "bf16", **how) -> tuple[nn.ModuleDict, Plan]:
@@ -619,12 +621,12 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
     weight = net["a"].weight.detach()
     assert torch.equal(y, slow_cast(nn.functional.linear(forward, slow_cast(weight, w_fprop, 1)), y_result, 1))
     assert torch.equal(grad, slow_cast(slow_cast(dy, dy_wgrad, 0).t() @ backward, w_result, 1))
-    total = over + over_too if low in ("deepseek_v3", "mxfp8") else over
+    total = over + over_too if low in ("deepseek_v3", "mxfp8", "nvfp4") else over
     assert total > 100
     shared = [0, 0] if low != "fp8_delayed" else of_b
     counted = plan.saturation()["input"].tolist()
     assert counted[0] == [total, 0]
-    if low == "mxfp8":  # of itself some; a shared them before, now they are b's
+    if low in ("mxfp8", "nvfp4"):  # of itself some; a shared them before, now they are b's
         assert counted[1][0] == by_hand(x, x_fprop, 1, [], 1)[1] + by_hand(x, x_wgrad, 0, [], 1)[1] > 0
     else:
         assert counted[1] == shared == [0, 0]

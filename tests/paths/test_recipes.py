@@ -41,6 +41,11 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
     }
     assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
     assert {cast for gemm in words("mxfp4").values() for cast in gemm.values()} == {"e2m1/mx"}
+    assert words("nvfp4") == {
+        "fprop": {"input": "e2m1/nv", "weight": "e2m1/nv2d"},
+        "dgrad": {"weight": "e2m1/nv2d", "grad_output": "e2m1/nv"},
+        "wgrad": {"input": "e2m1/nv", "grad_output": "e2m1/nv"},
+    }
     assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
     codes = {"input": "int8/row/codes", "weight": "int8/row/codes"}
     assert words("llm_int8") == {"fprop": codes, "dgrad": {}, "wgrad": {}}
@@ -165,6 +170,7 @@ def test_the_state_of_another_recipe_of_the_same_name_is_refused() -> None:
         ("sim_e3m2", (1, 1)),
         ("fp8_hybrid", (1, 1)),
         ("mxfp8", (32, 32)),
+        ("nvfp4", (16, 16)),
         ("deepseek_v3", (128, 128)),
         ("deepseek_v3_blocks", (128, 128)),
     ],

@@ -27,7 +27,7 @@ from gnmr.paths.kernels import simulated
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.vocabulary import GEMMS
 
-SCALES = ("tensor", "row", "tile", "block", "mx")
+SCALES = ("tensor", "row", "tile", "block", "mx", "nv", "nv2d")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -188,6 +188,11 @@ BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
     ),
     "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
     "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
+    "nvfp4": (
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv", "e2m1/nv", None),
+    ),
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
     "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None, None, None)),
@@ -420,6 +425,7 @@ def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) 
         "fp8_hybrid": 4 + 7 * 2,
         "deepseek_v3": 2 * 4 + 7 * 3,  # input and grad_output once for each of two directions
         "mxfp8": 2 * 4 + 7 * 4,
+        "nvfp4": 2 * 4 + 7 * 3,
         "fp8_delayed": 7 * 3,
     }
     for low, number in expected.items():
