@@ -35,8 +35,8 @@ SIZES = [
     "records.live=off",
     "records.wandb=off",
 ]
-TEXT = ["data=text", "data.vocab_size=300", "data.path=babble.txt"]
-ROWS = ["data=instructions", "data.path=rows.jsonl"]
+TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
+ROWS = ["data.name=instructions", "data.path=rows.jsonl"]
 DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
 SIGNALS = [
     "always_high",
@@ -75,7 +75,16 @@ RECIPES = [
     "sim_int4",
     "sim_int8",
 ]
-STRESSES = ["bit_flip", "noise", "saturation", "scale_inf", "scale_nan", "stale_scale", "underflow"]
+STRESSES = {
+    "bit_flip": "bit_flip",
+    "noise": "noise",
+    "saturation": "scale_down",
+    "scale_inf": "inf",
+    "scale_nan": "nan",
+    "stale_scale": "stale_scale",
+    "underflow": "scale_up",
+}
+"""Part of a run's name: its kind of fault."""
 TRANSFORMS = ["adagc", "agc", "gradient_stabilizer", "norm_clip", "skip_step", "spam", "stable_spam", "zclip"]
 STEP_KEYS = (
     "loss",
@@ -94,9 +103,11 @@ def runs() -> dict[str, list[str]]:
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
     found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
     found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
-    found |= {f"stress_{name}": [*act, f"stress={name}", "stress.windows=[[3,2]]"] for name in STRESSES}
+    found |= {
+        f"stress_{name}": [*act, f"stress.kind={kind}", "stress.windows=[[3,2]]"] for name, kind in STRESSES.items()
+    }
     found |= {f"transform_{name}": [*act, f"optim.transform.name={name}"] for name in TRANSFORMS}
-    found |= {"scale": [*act, "optim=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
+    found |= {"scale": [*act, "optim.name=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
     found |= {"hierarchy_6_8": [*recipe, "preset=6/8"], "hierarchy_8_16": [*recipe, "preset=8/16"]}
     found |= {"scaled_mm": [*recipe, "preset=8/16", "paths.backend=scaled_mm"]}
     wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]

@@ -85,7 +85,7 @@ def tiny_words(text_file: Path, tmp_path: Path) -> list[str]:
     """Words behind `gnmr train` for a run of two tiny steps below `tmp_path / "runs"`."""
     sizes = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "training.seq_len=16"]
     quiet = ["records.live=off", "records.wandb=off", "training.threads=1"]
-    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300"]
+    data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300"]
     return ["debug=smoke", *data, *sizes, *quiet, f"runs_dir={tmp_path / 'runs'}"]
 
 

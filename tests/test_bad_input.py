@@ -40,7 +40,7 @@ CASES = {
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
     "trainig.steps=3": "Key 'trainig' not in 'Config': did you mean training?",
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; one list is training.seed=[0,1]",
-    "optim.transform=clip": "Error merging override optim.transform=clip",
+    "optim.transform=clip": "optim.transform=clip: has keys of its own: optim.transform.KEY=VALUE",
     "+unknown=1": "Key 'unknown' not in 'Config'",
     "+training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps)",
     "++controller.alfa=3": "Key 'alfa' not in 'ControllerConfig' (key controller.alfa)",
@@ -51,7 +51,7 @@ CASES = {
     "experiment=act_quant_stres": "Could not find 'experiment/act_quant_stres': use one of act_quant_stress",
     "sweep=nothing": "Could not find 'sweep/nothing'",
     "debug=smok": "Could not find 'debug/smok'",
-    "training=3": "training=3: use one of default",
+    "training=3": "training=3: has keys of its own: training.KEY=VALUE",
     "controller.alpha=-1.5": f"controller.alpha=-1.5: {POSITIVE}",
     "controller.alpha=much": "Value 'much' of type 'str' could not be converted to Float (key controller.alpha)",
     "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
@@ -74,7 +74,7 @@ CASES = {
     "paths.low=mxfp8 paths.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",
     "paths.low=sim_int4 paths.recovery=null paths.site=forward": "paths.site=forward: belongs to formats; with th",
     "paths.low=sim_int4 paths.recovery=null controller.signal=gap": "signal=gap: gap_recovery needs both paths, and",
-    "paths.low=bf16 paths.recovery=null stress=noise": "stress: the low path is bf16: there is no quantizer to break",
+    "paths.low=bf16 paths.recovery=null stress.kind=noise": "stress: the low path is bf16: there is no quantizer",
     "recipe=fp9": "recipe=fp9: is now paths.low=... paths.recovery=...",
     "paths.low=fp9": "paths.low=fp9: must be one of int2, int3",
     "preset=6/7": "Could not find 'preset/6/7': use one of 4/16, 4/8, 6/8, 8/16, 8/16_moe, int8/16",
@@ -93,7 +93,7 @@ CASES = {
     "preset=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
     "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_pr",
     "data.path=???": "Missing mandatory value: path (key data.path)",
-    "data.path=": "data.path=: data=text needs a file or folder",
+    "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
     "data.path=empty.txt": "data.path=empty.txt: holds no train",
@@ -122,7 +122,7 @@ CASES = {
     "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold': it has threshold",
     "controller.signal=zscore controller.options.warmup=0": "warmup=0: must be a whole number of at least",
     "controller.signal=gap paths.low=int4 paths.recovery=null": "signal=gap: gap_recovery needs both paths, and path",
-    "controller.signal=spike_share optim=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
+    "controller.signal=spike_share optim.name=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
     "controller.signal=static_k controller.options.calibration_steps=50": "the run has only 2 steps",
     "controller.signal=": "controller.signal=: give the name, or package.module:Class",
     "controller.signal=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
@@ -138,12 +138,12 @@ CASES = {
     "records.monitor=[down_proj]": "records.monitor: ['down_proj']: no module outside of the units has such a name",
     "records.evidence=mse": "must be a list, [a,b] (key records.evidence)",
     # faults and outlier channels
-    "stress=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name; the units are la",
-    "stress=noise stress.windows=[[2,2]]": "stress: window [2, 2]: must lie within the run's steps 1 to 2",
-    "stress=noise stress.windows=[[1,2],[2,1]]": "stress: window [2, 1]: begins before the one from step 1 has ended",
-    "stress=noise stress.rate=100": "stress: rate=100.0, duration=20: their product must be above 0 and at most 1000",
-    "stress=noise paths.low=bf16 paths.recovery=null": "stress: the low path is bf16: there is no quantizer to break",
-    "stress=quake": "Could not find 'stress/quake': use one of bit_flip, noise, none, saturation",
+    "stress.kind=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name",
+    "stress.kind=noise stress.windows=[[2,2]]": "stress: window [2, 2]: must lie within the run's steps 1 to 2",
+    "stress.kind=noise stress.windows=[[1,2],[2,1]]": "stress: window [2, 1]: begins before the one from step 1",
+    "stress.kind=noise stress.rate=100": "stress: rate=100.0, duration=20: their product must be above 0",
+    "stress.kind=noise paths.low=bf16 paths.recovery=null": "stress: the low path is bf16: there is no quantizer",
+    "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up, scale_down, stale_scale, noise",
     "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16": "the narr",
     "model.outlier_channels.number=2 model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",
@@ -162,7 +162,7 @@ CASES = {
     "sweep=table1": "sweep=table1: is now sweep=paper/table1",
     "variant=always_low": "variant=always_low: is now controller.signal=always_low",
     "preset.low=bf16": "Could not override 'preset.low'",
-    "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
+    "optim.name=scale +optim.options.heads=2": "optim.options.heads: scale has no such option, it has momentum, head",
 }
 VALUES = {
     # in a config -> what the line says
@@ -181,7 +181,7 @@ VALUES = {
     "controller.options.alpha=2": "controller.options.alpha=2: is controller.alpha",
     "paths.probe_tokens=0": "paths.probe_tokens=0: must be a whole number of at least 1",
     "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up",
-    "stress.kind=noise": "stress.rate=0.0: give windows, or a rate above 0",
+    "stress.kind=noise stress.rate=0": "stress.rate=0.0: give windows, or a rate above 0",
     "stress.kind=noise stress.windows=[[0,1]]": "stress.windows=[[0, 1]]: each must be [first step, number of steps]",
     "stress.kind=noise stress.windows=[[1]]": "stress.windows=[[1]]: each must be [first step, number of steps]",
     "stress.kind=noise stress.rate=1 stress.share=0": f"stress.share=0.0: {POSITIVE}",
@@ -308,8 +308,8 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
         "controller.signal=nowhere:It",
         "records.evidence=[colour]",
         "records.monitor=[nothing]",
-        "stress=noise stress.targets=[nothing]",
-        "stress=noise stress.windows=[[2,2]]",
+        "stress.kind=noise stress.targets=[nothing]",
+        "stress.kind=noise stress.windows=[[2,2]]",
         "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]",
         "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16",
     ],
@@ -324,7 +324,7 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
     [
         "experiment=deepseek_recipe paths.low=fp8_hybrid paths.recovery=null",
         "experiment=deepseek_recipe preset=4/8 paths.low=sim_e3m2",
-        "-m sweep=paper/table2 arm=gnmr preset=4/8 controller.signal=gap training.seed=0",
+        "-m sweep=paper/table2 arm=gnmr_6_8 preset=4/8 controller.signal=gap training.seed=0",
         "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
 )
@@ -336,8 +336,8 @@ def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny
 
 @pytest.mark.slow
 def test_an_arm_of_a_sweep_alone_is_told_its_keys(gnmr, tiny_words):
-    line = gnmr("train", *tiny_words, "sweep=paper/table4", "arm=gnmr").mistake
-    assert line == "arm=gnmr: chooses an arm of a sweep: add -m, or give its keys: preset=8/16"
+    line = gnmr("train", *tiny_words, "sweep=paper/table2", "arm=gnmr_8_16").mistake
+    assert line == "arm=gnmr_8_16: chooses an arm of a sweep: add -m, or give its keys: preset=8/16"
 
 
 @pytest.mark.slow
@@ -512,8 +512,8 @@ def test_a_hub_that_cannot_be_reached(gnmr, tmp_path, monkeypatch):
     """HF_HUB_OFFLINE=1, see conftest.py."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "cache"))
-    line = gnmr("train", "data=c4", "debug=smoke", f"run_dir={tmp_path / 'run'}").mistake
-    assert "data=c4: allenai/c4 cannot be read from the hub" in line and "data.path=FOLDER" in line
+    line = gnmr("train", "data.name=c4", "debug=smoke", f"run_dir={tmp_path / 'run'}").mistake
+    assert "data.name=c4: allenai/c4 cannot be read from the hub" in line and "data.path=FOLDER" in line
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob("cache/*"))
 
 

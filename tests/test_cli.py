@@ -168,7 +168,7 @@ def test_an_experiments_values_win_over_the_scales_and_the_command_line_over_bot
     ("line", "choices"),
     [
         ("gnmr train experiment=", {"experiment=act_quant_stress"}),
-        ("gnmr train scale=cpu stress=s", {"stress=saturation", "stress=stale_scale"}),
+        ("gnmr train scale=cpu model=m", {"model=moe"}),
         ("gnmr train controller.al", {"controller.alpha=", "controller.alpha_init="}),
         ("gnmr ", set(COMMANDS)),
         ("gnmr tr", set(COMMANDS)),  # the shell drops what does not fit

@@ -21,30 +21,30 @@ from gnmr.config.model import OutlierConfig
 from gnmr.errors import UserError
 
 CONF = Path(__file__).parent.parent / "conf"
-BASES = {
-    "model": "llama",
-    "data": "stdlib",
-    "paths": "default",
-    "controller": "gnmr",
-    "optim": "adamw",
-    "stress": "none",
-    "training": "default",
-    "records": "default",
-}
+FILES = {"model": CONF / "model" / "llama.yaml"} | dict.fromkeys(
+    ("paths", "controller", "data", "optim", "stress", "training", "records", "scores"), CONF / "config.yaml"
+)
+"""Each section of the config, and the file that explains its keys."""
 
 
-@pytest.mark.parametrize("group", BASES)
-def test_a_groups_base_file_holds_every_key_of_its_schema(group: str) -> None:
-    tree = yaml.safe_load((CONF / group / f"{BASES[group]}.yaml").read_text())
-    schema = next(field for field in dataclasses.fields(Config) if field.name == group).default_factory()
-    nested = {group for entry in tree.pop("defaults", []) if isinstance(entry, dict) for group in entry}
-    assert set(tree) | nested == {field.name for field in dataclasses.fields(schema)}
+@pytest.mark.parametrize("section", FILES)
+def test_conf_holds_every_key_of_the_schema(section: str) -> None:
+    tree = yaml.safe_load(FILES[section].read_text())
+    schema = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
+    assert set(tree if section == "model" else tree[section]) == {field.name for field in dataclasses.fields(schema)}
 
 
-@pytest.mark.parametrize("group", BASES)
-def test_every_key_is_explained_beside_it(group: str) -> None:
-    lines = (CONF / group / f"{BASES[group]}.yaml").read_text().splitlines()
-    bare = [line for line in lines if ":" in line and "#" not in line and line != "defaults:"]
+def test_no_section_is_left_out() -> None:
+    sections = {
+        field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(getattr(Config(), field.name))
+    }
+    assert sections == set(FILES)
+
+
+@pytest.mark.parametrize("file", sorted({*FILES.values()}), ids=lambda path: path.stem)
+def test_every_key_is_explained_beside_it(file: Path) -> None:
+    lines = file.read_text().partition("\nhydra:")[0].splitlines()
+    bare = [line for line in lines if ":" in line and "#" not in line and line.rstrip(":") not in ("defaults", *FILES)]
     assert bare == []
 
 

@@ -109,7 +109,7 @@ def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, c
 
 
 def test_without_any_faults_it_says_so(recorded) -> None:
-    with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress="):
+    with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress\.kind="):
         main([str(recorded(faults=False)), "detect=0.01"])
 
 

@@ -10,10 +10,10 @@ import hydra
 import pytest
 import torch
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 
 from gnmr import config, models
 from gnmr.config import compose as composing
+from gnmr.config.stress import USUAL
 from gnmr.controller import Decision
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
@@ -39,42 +39,35 @@ compose = cache(lambda *words: composing.compose(list(words)))
 """Composing takes a tenth of a second."""
 
 
-@pytest.mark.parametrize(
-    "group", ["experiment", "model", "data", "paths", "controller", "optim", "training", "records", "scores"]
-)
+@pytest.mark.parametrize("group", ["experiment", "model"])
 def test_every_choice_composes(group):
     for choice in choices(group):
         words = [f"{group}={choice}"]
-        if (group, choice) in (("data", "text"), ("data", "instructions")):
-            words.append("data.path=somewhere")
         if choice in ("pretrained", "finetune"):
             words += ["model.checkpoint=somewhere", "scale=finetune_cpu"]
         loaded = compose(*words)
-        named = loaded.experiment_name if group == "experiment" else getattr(getattr(loaded, group), "name", choice)
-        calibration = group == "controller" and choice.startswith(f"{named}_")
-        assert named == choice or calibration or (group, choice) == ("paths", "default")
+        assert choice == (loaded.experiment_name if group == "experiment" else loaded.model.name)
 
 
 def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
-    tested = {"experiment", "model", "data", "paths", "controller", "optim", "training", "records"}
-    tested |= {"scores"}
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
     nested = {"preset/4", "preset/6", "preset/8", "preset/int8", "sweep/paper", "hydra/sweeper"}
-    assert folders == tested | nested | {"scale", "sweep", "debug", "stress", "preset", "hydra"}
+    assert folders == nested | {"experiment", "model", "scale", "sweep", "debug", "preset", "hydra"}
 
 
 # ---- faults ----
 
 
-@pytest.mark.parametrize("choice", choices("stress"))
-def test_a_stress_file(choice):
-    """All keys in every file, so that nothing of another choice stays; one that skips steps does not end the run."""
-    tree = OmegaConf.to_container(OmegaConf.load(CONF / "stress" / f"{choice}.yaml"))
-    stress = config.load({"stress": tree}).stress
-    assert tree.keys() == config.to_dict(config.load({}))["stress"].keys()
-    assert (stress.kind == "none") == (choice == "none") == (stress.rate == 0)
-    if stress.kind in ("nan", "inf"):
+@pytest.mark.parametrize("kind", USUAL)
+def test_a_kind_of_stress(kind):
+    """What is not given is the kind's usual; one that skips steps does not end the run."""
+    stress = compose(f"stress.kind={kind}").stress
+    assert (stress.kind, stress.rate == 0) == (kind, kind == "none")
+    assert {key: getattr(stress, key) for key in USUAL[kind]} == USUAL[kind]
+    given = compose(f"stress.kind={kind}", *(f"stress.{key}=1" for key in USUAL[kind]))
+    assert {getattr(given.stress, key) for key in USUAL[kind]} == {1}
+    if kind in ("nan", "inf"):
         assert stress.duration < config.load({}).training.max_nonfinite_streak
 
 
@@ -119,12 +112,11 @@ CELLS = {
     "promotion": 2,
     "recipe_stress": 7,
     "regime_map": 8,
-    **{f"paper/table{number}": cells for number, cells in {1: 6, 2: 7, 3: 2, 4: 3, 5: 3, 6: 4, 7: 3, 9: 3}.items()},
+    **{f"paper/table{number}": cells for number, cells in {1: 6, 2: 7, 7: 3, 9: 3}.items()},
     "paper/table10": 4,
     "paper/table11": 29,
     "paper/table13": 3,
     "paper/table15": 3,
-    "paper/figure4": 3,
     "paper/tables": 39,
 }
 """Of one seed."""
@@ -139,17 +131,17 @@ def test_the_cells_of_a_sweep(sweep):
 
 
 def test_what_all_cells_are_made_of():
-    assert {cell.stress.kind for cell in cells_of("faults")} == {
-        compose(f"stress={one}").stress.kind for one in choices("stress")
-    }
+    assert {cell.stress.kind for cell in cells_of("faults")} == {*USUAL}
     assert {cell.optim.transform.name for cell in cells_of("neighbours")} == {None, *TRANSFORMS}
     signals = {cell.controller.signal for cell in cells_of("paper/table11")}
     assert signals == {*SIGNALS}
 
 
 def test_the_tables_of_one_setting_share_their_runs():
-    parts = [f"paper/table{number}" for number in (1, 3, 5, 6, 10, 11)]
-    together = {config.config_hash(cell) for sweep in parts for cell in cells_of(sweep)}
+    parts = [(f"paper/table{number}",) for number in (1, 10, 11)]
+    staged = "two_stage_1.1_1.1,two_stage_1.5_1.1,two_stage_1.5_1.5,max_o_2,max_o_6,max_o_8"  # tables 5 and 6
+    parts.append(("paper/tables", f"arm={staged}"))
+    together = {config.config_hash(cell) for part in parts for cell in cells_of(*part)}
     assert {config.config_hash(cell) for cell in cells_of("paper/tables")} == together
 
 
@@ -263,27 +255,28 @@ TABLE_9 = {
     "1.3b": (2048, 5472, 32, 24, 13.1e9, 5e-4, 6),
     "3b": (2560, 6848, 32, 32, 28.8e9, 3e-4, 8),
 }
-RECIPE_CPU = ["recipe_cpu_small", "recipe_cpu", "recipe_cpu_large"]
+RECIPE_CPU = {"small": "recipe_cpu_small", "middle": "recipe_cpu", "large": "recipe_cpu_large"}
+"""Arm of table 9: its scale's name."""
 
 
 def test_no_scale_is_left_out():
-    ours = {"cpu", "cpu_2bit", "cpu_transient", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", *RECIPE_CPU}
+    ours = {"cpu", "cpu_2bit", "cpu_transient", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", "recipe_cpu"}
     ours |= {"fork", "fork_small"}
-    theirs = {*TABLE_8, *(f"recipe_{size}" for size in TABLE_9), "moe_3.7b", "pangu_1b", "finetune_13b"}
+    theirs = {*TABLE_8, "moe_3.7b", "pangu_1b", "finetune_13b"}
     assert set(choices("scale")) == ours | theirs
 
 
 def test_the_transient_scale_is_the_maps_cell():
     """The words with which the cell was run (docs/evidence.md)."""
-    cell = "paths.low=int4 paths.site=forward model.outlier_channels.number=0 stress=noise stress.rate=5"
+    cell = "paths.low=int4 paths.site=forward model.outlier_channels.number=0 stress.kind=noise stress.rate=5"
     words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "stress.magnitude=8"]
     ours = compose("experiment=act_quant_stress", "scale=cpu_transient")
     assert replace(ours, scale_name="cpu_2bit") == compose(*words)
 
 
 @pytest.mark.parametrize("size", TABLE_9)
-def test_a_scale_of_table_9_is_the_papers(size):
-    loaded = compose("experiment=deepseek_recipe", f"scale=recipe_{size}")
+def test_a_size_of_table_9_is_the_papers(size):
+    (loaded,) = cells_of("paper/table9", f"arm={size}")
     model, training, optim = loaded.model, loaded.training, loaded.optim
     *sizes, tokens, rate, max_o = TABLE_9[size]
     assert [model.hidden_size, model.intermediate_size, model.num_heads, model.num_layers] == sizes
@@ -291,7 +284,7 @@ def test_a_scale_of_table_9_is_the_papers(size):
     assert training.steps * training.tokens_per_step == pytest.approx(tokens, rel=1e-3)
     assert (optim.lr, optim.warmup_frac, optim.min_lr_frac) == (rate, 0.1, 0.1)
     assert loaded.controller.max_o == max_o == model.num_layers // 4
-    assert model.outlier_channels.number == 0 and loaded.scale_name == f"recipe_{size}"
+    assert model.outlier_channels.number == 0 and loaded.scale_name == size
 
 
 @pytest.mark.parametrize("scale", TABLE_8)
@@ -316,7 +309,7 @@ def test_a_scale_is_the_papers(scale):
 def test_a_scale_takes_two_steps(scale, text_file):
     """At its width and rate, one layer deep, two real blocks of 16 tokens."""
     small = ["model.num_layers=1", "training.seq_len=16", "training.batch_size=1", "training.accumulation=1"]
-    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
+    data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
     loaded = compose(f"scale={scale}", "experiment=act_quant_stress", *data, *small)
     parts = assemble(loaded, Path("unused"), lambda _: None)
     step = TrainStep(parts.model, parts.controller, parts.optimizer, clip_norm=loaded.optim.clip_norm)
@@ -399,7 +392,7 @@ def test_a_scale_of_the_recipe_setting_takes_two_steps(scale, text_file):
     """As above; of the 3.7B a narrow one with all its experts."""
     small = ["model.num_layers=1", "training.seq_len=16", "training.batch_size=1", "training.accumulation=1"]
     small += ["model.hidden_size=256", "model.intermediate_size=64"] if scale == "moe_3.7b" else []
-    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
+    data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300", "training.threads=1"]
     loaded = compose(f"scale={scale}", *data, *small)
     parts = assemble(loaded, Path("unused"), lambda _: None)
     step = TrainStep(parts.model, parts.controller, parts.optimizer, clip_norm=loaded.optim.clip_norm)
@@ -440,7 +433,7 @@ PAPER = {
 }
 SETTINGS = {
     # unit, hierarchy, cpu size, units, the paper's size
-    "deepseek_recipe": ("block", "6/8", "recipe_cpu", 4, "recipe_1.3b"),
+    "deepseek_recipe": ("block", "6/8", "recipe_cpu", 4, "1.3b"),
     "moe_stress": ("expert", "8/16_moe", "moe_cpu", 4 * 8, "moe_3.7b"),
     "pangu_4bit": ("operator", "4/16", "pangu_cpu", 4 * 7, "pangu_1b"),
 }
@@ -453,7 +446,7 @@ def in_force(loaded: config.Config) -> tuple:
 
 
 def test_no_experiment_and_no_hierarchy_is_left_out():
-    assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress", "pretrain", "finetune"}
+    assert set(choices("experiment")) == {*SETTINGS, "act_quant_stress", "pretrain", "finetune", "fork_base"}
     assert set(choices("preset", "**/*")) == set(PAPER)
 
 
@@ -473,16 +466,17 @@ def test_a_preset_is_the_papers(hierarchy):
 
 def test_the_cells_of_the_papers_tables():
     """Arms by name; and what two tables have in common is one run."""
-    sweeps = ("table2", "table4", "table9", "figure4", "table13", "table15")
+    sweeps = ("table2", "table9", "table13", "table15")
     arms = {sweep: [cell.arm_name for cell in cells_of(f"paper/{sweep}")] for sweep in sweeps}
     six_eight, eight = "sim_e3m2_fp8_hybrid-gnmr", "fp8_hybrid_bf16-gnmr"
     static = ["fp8_hybrid", "bf16", "sim_e3m2", "sim_e2m1"]
     assert arms["table2"] == [six_eight, eight, "sim_e2m1_fp8_hybrid-gnmr", *static]
-    assert arms["table4"] == arms["table13"] == [eight, "fp8_hybrid", "bf16"]
-    assert arms["table9"] == arms["figure4"] == [six_eight] * 3
+    table4 = cells_of("paper/table2", "arm=gnmr_8_16,fp8,bf16")
+    assert [cell.arm_name for cell in table4] == arms["table13"] == [eight, "fp8_hybrid", "bf16"]
+    assert arms["table9"] == [six_eight] * 3
     assert arms["table15"] == ["sim_e2m1_bf16-gnmr", "sim_e2m1", "bf16"]
     hashes = {sweep: {config.config_hash(cell) for cell in cells_of(f"paper/{sweep}")} for sweep in sweeps}
-    assert hashes["table4"] < hashes["table2"] and hashes["table9"] == hashes["figure4"]
+    assert {config.config_hash(cell) for cell in table4} < hashes["table2"]
     assert len(hashes["table2"] & hashes["table9"]) == 1
     assert config.config_hash(compose("experiment=deepseek_recipe")) in hashes["table2"]
 
@@ -524,7 +518,9 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
     small = ["model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=128", "controller.max_o=1"]
     small += ["training.seq_len=16", "training.batch_size=1", "training.accumulation=1", "training.threads=1"]
     window = ["model.outlier_channels.window=[2,2]"] if "sweep=recipe_stress" in words else []
-    return composing.compose([*words, "data=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window])
+    return composing.compose(
+        [*words, "data.name=text", f"data.path={text_file}", "data.vocab_size=300", *small, *window]
+    )
 
 
 STEPS = [
@@ -575,24 +571,26 @@ def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
     assert set(second.saturation) == ({"input", "weight", "grad_output", "result"} if casts else set())
 
 
-@pytest.mark.parametrize("scale", RECIPE_CPU)
-def test_a_cpu_size_of_the_recipe_setting(scale):
+@pytest.mark.parametrize("size", RECIPE_CPU)
+def test_a_cpu_size_of_the_recipe_setting(size):
     """The quarter of its blocks, widths for every recipe but in the smallest, and marks for table 2."""
-    loaded = compose("experiment=deepseek_recipe", f"scale={scale}")
+    (loaded,) = cells_of("paper/table9", f"arm={size}")
+    assert loaded.scale_name == RECIPE_CPU[size]
     assert loaded.controller.max_o * 4 == loaded.model.num_layers
     widths = loaded.model.hidden_size, loaded.model.intermediate_size
-    assert all(width % 128 == 0 for width in widths) == (scale != "recipe_cpu_small")
+    assert all(width % 128 == 0 for width in widths) == (size != "small")
     assert loaded.training.eval_every * 10 == loaded.training.steps
 
 
-@pytest.mark.parametrize("size", ["recipe_3b", "moe_3.7b", "pangu_1b"])
+@pytest.mark.parametrize("size", ["3b", "moe_3.7b", "pangu_1b"])
 def test_the_papers_size_has_its_units(size):
     """Built on the meta device, as the experiment has it."""
-    experiment = next(name for name, own in SETTINGS.items() if size.split("_")[0] == own[4].split("_")[0])
-    loaded = compose(f"experiment={experiment}", f"scale={size}")
+    experiment = {"moe_3.7b": "moe_stress", "pangu_1b": "pangu_4bit"}.get(size)
+    words = (f"experiment={experiment}", f"scale={size}")
+    loaded = compose(*words) if experiment else cells_of("paper/table9", f"arm={size}")[0]
     with torch.device("meta"):
         model = models.build(loaded.model, loaded.data.vocab_size, loaded.training.seq_len)
     paths = loaded.paths
     plan = convert(model, PathSpec.of(paths.low, paths.recovery, targets=paths.targets, unit=paths.unit))
     assert len(plan.units) // 4 == loaded.controller.max_o
-    assert len(plan.operators) == {"recipe_3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]
+    assert len(plan.operators) == {"3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]

@@ -15,7 +15,7 @@ from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 
 OLD: dict[str, dict] = json.loads((Path(__file__).parent / "old_words.json").read_text())
-"""What each file of conf/ that is gone changed, as it resolved when it was there."""
+"""What each file of conf/ that is gone changed, as it resolved then; table 9's sizes are called 130m ... 3b now."""
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,18 @@ OLD: dict[str, dict] = json.loads((Path(__file__).parent / "old_words.json").rea
         ("hierarchy.low=int4", "preset.low=int4"),
         ("~recipe", "without it: there is no such group"),
         ("paths=bf16,int4_int8", "paths.low=bf16 paths.recovery=null or paths.low=int4 paths.recovery=int8"),
-        ("paths=default", None),
+        ("paths=default", "without it: that is what they are"),
+        ("stress=none,underflow,scale_nan", "stress.kind=none,scale_up,nan"),
+        ("data=text", "data.name=text"),
+        ("data.path=data=text", None),
         ("preset=6/8", None),
         ("plan=true", "memory_plan=true"),
         ("plan=plan.json", None),
         ("sweep=table11", "sweep=paper/table11"),
         ("sweep=tables", "sweep=paper/tables"),
-        ("sweep=figure4", "sweep=paper/figure4"),
+        ("sweep=figure4", "sweep=paper/table9"),
+        ("sweep=paper/table3", "sweep=paper/table1 arm=gnmr_2_1.5,gnmr_3_2"),
+        ("scale=60m,recipe_130m", "scale=60m or scale=130m optim.lr=1.0e-3 controller.max_o=3"),
         ("sweep=hold", None),
     ],
 )

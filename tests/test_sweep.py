@@ -53,9 +53,9 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
 
 def test_a_glob_that_matches_nothing_is_told(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outcome = gnmr("train", *tiny_words, "-m", "stress=glob(nothing_*)")
+    outcome = gnmr("train", *tiny_words, "-m", "preset=glob(nothing_*)")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
-    assert "stress=glob(nothing_*) matches nothing, so there is no cell" in outcome.err
+    assert "preset=glob(nothing_*) matches nothing, so there is no cell" in outcome.err
     assert not folders(tmp_path)
 
 

@@ -28,7 +28,7 @@ and inf allowed; a missing row is a unit that was not observed in that step).
 
 keys:
   alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
-  conf/controller; default: the run's own values, for a file those of conf/controller/gnmr.yaml
+  conf/config.yaml; default: the run's own values, for a file those of conf/config.yaml
   signal     another signal (docs/signals.md), its options as options.KEY=VALUE; what it needs besides norms must have
              been recorded (records.evidence). With calibrate or detect: several with commas between, or all
 
@@ -50,7 +50,7 @@ def _parser() -> Parser:
     parser.option(
         "detect",
         fraction,
-        "holds the signals against the runs' injected faults (stress=...), each at the trigger that raises false "
+        "holds the signals against the runs' injected faults (stress.kind), each at the trigger that raises false "
         "alarms in SHARE of the unit-steps outside of them: recall, precision and delay; with out=FILE as JSON",
     )
     parser.option(
@@ -147,7 +147,7 @@ def _detect(places: Unpacked, asked: Request, share: float, out: Path | None) ->
         else:
             runs.append(replace(run, folder=Path(places.told(run.folder))))
     if not runs:
-        raise UserError("detect: none of these runs had faults; train with stress=... (conf/stress)")
+        raise UserError("detect: none of these runs had faults; train with stress.kind=... (conf/config.yaml)")
     found = detect_each(runs, share, asked.signals, _left_out)
     shown = for_tables()
     for table in tables(found, runs, share):

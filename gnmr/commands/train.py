@@ -185,7 +185,7 @@ def refuse_sizes(config: Config, words: Sequence[str]) -> None:
 
 
 def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
-    """Warns of settings of conf/controller that have no effect.
+    """Warns of settings of the controller that have no effect.
 
     Those among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was set: alpha and
     beta are set by files that know nothing of the signal.

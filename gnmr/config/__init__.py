@@ -1,4 +1,4 @@
-"""The schema of `conf/`: one frozen dataclass per group, merged strictly.
+"""The schema of `conf/`: one frozen dataclass per section, merged strictly.
 
 Hydra composes the YAML tree; these files say which keys exist, their types, and which values make sense. An unknown
 key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
@@ -30,7 +30,7 @@ from gnmr.config.old_words import translated
 from gnmr.config.optim import OptimConfig
 from gnmr.config.paths import PathsConfig
 from gnmr.config.records import RecordsConfig, ScoresConfig
-from gnmr.config.stress import StressConfig
+from gnmr.config.stress import USUAL, StressConfig
 from gnmr.config.texts import LONGEST_NAME, folder_name, place, storable
 from gnmr.config.training import TrainingConfig
 from gnmr.errors import UserError, nearest, told_as
@@ -165,6 +165,8 @@ def schema() -> DictConfig:
     ):
         OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
     node.paths.name = node.controller.name = None  # of what is chosen, which need not be the defaults
+    for key in USUAL["none"]:  # of the kind
+        node.stress[key] = None
     return node
 
 

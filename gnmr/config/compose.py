@@ -94,9 +94,10 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
         return (
             f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
         )
-    dotted = re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line)
-    if dotted and _files(group := dotted[1].replace(".", "/")):
-        return f"{dotted[1]}={dotted[2]}: chosen as a whole by {group}={dotted[2]}"
+    if dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line):
+        known = _files(group := dotted[1].replace(".", "/"))
+        right = f"chosen as a whole by {group}={dotted[2]}" if known else f"has keys of its own: {dotted[1]}.KEY=VALUE"
+        return f"{dotted[1]}={dotted[2]}: {right}"
     if line.startswith("Config group override must be"):
         for word in words:
             group, _, value = word.lstrip("+").partition("=")

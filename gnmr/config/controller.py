@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gnmr.controller import ControlSpec, Threshold
 
 THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
-"""The paper's signals, whose thresholds have keys of their own in conf/controller."""
+"""The paper's signals, whose thresholds have keys of their own."""
 
 
 @dataclass(frozen=True)

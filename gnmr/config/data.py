@@ -16,15 +16,15 @@ class DataConfig:
     """stdlib (this Python's own library sources), c4, gsm8k, wikitext2 (hub, or local in its layout), text (local
     files) or instructions (local files of prompts and answers)."""
     path: str | None = None
-    """File or folder for data=text and data=instructions; for the others a local copy, or null to read from the hub."""
+    """File or folder for text and instructions; for the others a local copy, or null to read from the hub."""
     text_column: str = "text"
     """Column that holds the text in .jsonl, .json.gz and .parquet files."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt; data=instructions."""
+    """Column that holds the prompt; of instructions."""
     response_column: str = "response"
-    """Column that holds the answer; data=instructions."""
+    """Column that holds the answer; of instructions."""
     input_column: str | None = None
-    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); data=instructions."""
+    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); of instructions."""
     answers_only: bool = True
     """Loss on the answers alone; false: on prompts too. Plain text has no prompts."""
     vocab_size: int = 4096
@@ -46,7 +46,7 @@ class DataConfig:
             self.path != "" and not (local and self.path is None),
             "path",
             self.path,
-            f"data={self.name} needs a file or folder{'' if local else ', or null'}",
+            f"data.name={self.name} needs a file or folder{'' if local else ', or null'}",
         )
         fits = 257 <= self.vocab_size <= 2**24  # its trainer reserves room for each entry, and aborts without it
         require(fits, "vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")

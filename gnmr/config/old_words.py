@@ -56,7 +56,39 @@ _VARIANTS = {
     },
 }
 """Those that were not a path by itself, or ranked_<signal>."""
-_PAPER = re.compile(r"table(s|\d+)|figure4")
+_KEY_OF_GROUP = {"stress": "stress.kind", "data": "data.name", "optim": "optim.name"}
+"""Groups whose files are a key's values now."""
+_KINDS = {"underflow": "scale_up", "saturation": "scale_down", "scale_nan": "nan", "scale_inf": "inf"}
+"""Files of conf/stress that were not called as their kind."""
+_FILES = {
+    "controller=gnmr": "controller.alpha=1.5 controller.beta=1.3",
+    "controller=gnmr_cpu": "controller.alpha=3.0 controller.beta=1.75",
+    "scores=none": "scores.tasks=[]",
+    "scores=four": "scores.tasks=[gsm8k,mmlu,hellaswag,wikitext2]",
+    **dict.fromkeys(("paths=default", "training=default", "records=default"), "without it: that is what they are"),
+}
+"""Files of other groups that are gone."""
+_SWEEPS = {
+    "figure4": "sweep=paper/table9",
+    "table3": "sweep=paper/table1 arm=gnmr_2_1.5,gnmr_3_2",
+    "table4": "sweep=paper/table2 arm=gnmr_8_16,fp8,bf16",
+    "table5": "sweep=paper/tables arm=two_stage_1.1_1.1,two_stage_1.5_1.1,two_stage_1.5_1.5",
+    "table6": "sweep=paper/tables arm=max_o_2,two_stage_1.5_1.1,max_o_6,max_o_8",
+}
+"""Files of conf/sweep/paper whose cells are another's."""
+_SCALES = {
+    "recipe_130m": "scale=130m optim.lr=1.0e-3 controller.max_o=3",
+    "recipe_350m": "scale=350m optim.lr=5.0e-4 controller.max_o=6",
+    "recipe_1.3b": "scale=1.3b model.intermediate_size=5472 optim.lr=5.0e-4 controller.max_o=6",
+    "recipe_3b": "scale=1.3b scale_name=3b model.hidden_size=2560 model.intermediate_size=6848 model.num_layers=32 "
+    "optim.lr=3.0e-4 controller.max_o=8 training.batch_size=32 training.accumulation=16 training.steps=219727",
+    "recipe_cpu_small": "scale=recipe_cpu scale_name=recipe_cpu_small model.hidden_size=64 "
+    "model.intermediate_size=192 optim.lr=2.0e-3",
+    "recipe_cpu_large": "scale=recipe_cpu scale_name=recipe_cpu_large model.hidden_size=256 "
+    "model.intermediate_size=768 optim.lr=1.0e-3",
+}
+"""Files of conf/scale that changed a few keys of another; arms of sweep=paper/table9 now."""
+_PAPER = re.compile(r"table(s|\d+)")
 
 
 def new_words(word: str) -> str | None:
@@ -74,10 +106,16 @@ def new_words(word: str) -> str | None:
             return bare.replace(old, new, 1)
     if key == "plan" and value.lower() in ("true", "false"):
         return f"memory_{bare}"
+    if key == "sweep" and (sweep := value.removeprefix("paper/")) in _SWEEPS:
+        return _SWEEPS[sweep]
     if key == "sweep" and _PAPER.fullmatch(value):
         return f"sweep=paper/{value}"
-    if key == "paths" and value == "default":
-        return None
+    if key == "scale" and any(one in _SCALES for one in value.split(",")):
+        return " or ".join(_SCALES.get(one, f"scale={one}") for one in value.split(","))
+    if bare in _FILES:
+        return _FILES[bare]
+    if key in _KEY_OF_GROUP and value:
+        return f"{_KEY_OF_GROUP[key]}={','.join(_KINDS.get(one, one) for one in value.split(','))}"
     if key in ("paths", "recipe", "variant"):
         several = value.split(",")
         return " or ".join(_of_choice(key, one.strip()) for one in several)

@@ -86,7 +86,7 @@ def open_corpus(config: DataConfig) -> Corpus[str]:
     if config.name == "stdlib":
         return _stdlib()
     if config.name in ("gsm8k", "instructions"):
-        raise UserError(f"data={config.name}: prompts and answers fine-tune a checkpoint; use data=text for plain text")
+        raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
     return _hub(config) if config.path is None else _local(config)
 
 
@@ -118,7 +118,7 @@ def _stdlib() -> Corpus[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(_library_files(root))
     if not names:
-        raise UserError(f"data=stdlib: {root} holds no .py files; use data=text data.path=FOLDER")
+        raise UserError(f"data.name=stdlib: {root} holds no .py files; use data.name=text data.path=FOLDER")
     seen = hashlib.sha256()
     for name in names:
         seen.update(f"{name}\0".encode())
@@ -127,7 +127,7 @@ def _stdlib() -> Corpus[str]:
     def documents(split: str) -> Iterator[str]:
         return _not_blank(_read_text(root / name) for name in names if _library_split(name) == split)
 
-    return Corpus("data=stdlib", f"{len(names)} files of {root}", seen.hexdigest(), documents)
+    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", seen.hexdigest(), documents)
 
 
 def _library_files(root: Path) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _hub(config: DataConfig) -> Corpus[str]:
         return _documents_of(config, _column(hub_rows(config.name, split), column, f"{hub.name} on the hub"))
 
     return Corpus(
-        f"data={config.name}",
+        f"data.name={config.name}",
         f"{hub.name} {hub.config}, streamed",
         f"{hub.name}/{hub.config}/{column}",
         documents,
@@ -163,7 +163,7 @@ def _hub(config: DataConfig) -> Corpus[str]:
 
 
 def hub_rows(name: str, split: str) -> Iterator[Row]:
-    """The rows of a split of the data set that data=`name` reads from the hub; `UserError` if that fails."""
+    """The rows of a split of the data set that data.name=`name` reads from the hub; `UserError` if that fails."""
     hub = HUBS[name]
     try:
         # One request without retries: the library itself tries for half a minute, a line of noise each time.
@@ -176,7 +176,7 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"data={name}: {hub.name} cannot be read from the hub ({type(error).__name__}: {reason}); check the "
+            f"data.name={name}: {hub.name} cannot be read from the hub ({type(error).__name__}: {reason}); check the "
             f"network, HF_ENDPOINT and the proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
         ) from error
     finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
@@ -222,7 +222,7 @@ def local_files(config: DataConfig) -> LocalFiles:
         raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
     usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
     if not usable:
-        raise UserError(f"{where}: holds the test split alone, which data={config.name} keeps for scores; add train*")
+        raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
     splits = _split_files(usable, where)
     train, validation = splits[TRAIN], splits[VALIDATION]
     left_out = sorted(name for name in files if name not in train and name not in validation)

@@ -41,7 +41,7 @@ def open_examples(config: DataConfig) -> Corpus[Example]:
     make = _gsm8k if config.name == "gsm8k" else _instruction
     if config.path is None:
         hub = corpora.HUBS[config.name]
-        where, summary, source = f"data={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
+        where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
 
         def read(split: str) -> Iterator[Example]:
             rows = corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split

@@ -104,7 +104,7 @@ def prepare_packed(
     elif checkpoint is not None:
         path, where = checkpoint, str(checkpoint)
     else:
-        raise UserError(f"data.tokenizer=null: data={config.name} needs a tokenizer.json or a checkpoint's folder here")
+        raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
     content, end = bpe.read(path, where)
     limit = config.max_tokens
     if limit is None and examples.streamed:

@@ -38,7 +38,7 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     `say` receives progress lines, some of them from another thread. Raises `UserError` in one line.
     """
     if config.name == "stdlib" and config.path is not None:
-        say(f"data.path={config.path} has no effect: data=stdlib reads this Python's library; data=text reads a path")
+        say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
     corpus = corpora.open_corpus(config)
     tokenizer_file = _read_tokenizer(config)
     limit = config.max_tokens

@@ -7,7 +7,7 @@ A run folder holds
                     paths (and what runs a recipe), run_id (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
-    scores.jsonl    one `SCORE_FIELDS` row a scoring; only where conf/scores asks for tasks
+    scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
     scores.json     what `gnmr eval` wrote of the run, if it did
     events.jsonl    one `EVENT_FIELDS` row a promotion or release
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
@@ -92,7 +92,7 @@ FAULT_FIELDS: dict[str, str] = {
     "step": "first step of the window",
     "end": "its last step",
     "unit": "the unit whose low-cost path fails; of outliers each that writes or reads one of the channels",
-    "kind": "what fails, as in conf/stress; outliers: a window of model.outlier_channels",
+    "kind": "what fails, as stress.kind; outliers: a window of model.outlier_channels",
     "magnitude": "how much, see gnmr/paths/faults.py; of outliers the gain",
 }
 

@@ -1,6 +1,6 @@
 """`gnmr replay RUN... detect=SHARE`: which signals would have caught the faults of recorded runs, and how soon.
 
-Every signal reads the same recorded evidence of runs whose faults are known (conf/stress), and in each run gets the
+Every signal reads the same recorded evidence of runs whose faults are known (stress.kind), and in each run gets the
 trigger at which it raises false alarms in SHARE of the unit-steps outside the faults: what it catches then is compared.
 Nothing is routed here. Signals that choose blindly have no detections to compare; of them only random is kept, as what
 chance catches at that rate.

@@ -22,7 +22,7 @@ class Request:
     """Checked words of the command line."""
 
     changes: tuple[str, ...] = ()
-    """key=value words of conf/controller."""
+    """key=value words of the config's `controller`."""
     signals: tuple[str, ...] = ()
     """Names, where several were given; ("all",) for all that there are."""
     trust: bool = False
@@ -42,7 +42,7 @@ class Request:
         return settings
 
     def over(self, own: ControllerConfig) -> ControllerConfig:
-        """The changes over `own`, checked as strictly as `gnmr train` checks conf/controller."""
+        """The changes over `own`, checked as strictly as `gnmr train` checks its own."""
         try:
             values = from_words(self.changes)
             if values.get("signal", own.signal) != own.signal:

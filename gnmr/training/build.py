@@ -168,7 +168,7 @@ def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
 
 
 def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedController:
-    """The controller of conf/controller. UserError where it does not fit this run or its evidence is not available."""
+    """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
         raise UserError(
@@ -190,7 +190,7 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
 
 
 def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | PackedCorpus:
-    """The corpus of conf/data: one stream of tokens, for a pretrained model documents in its own tokens.
+    """The corpus of the config: one stream of tokens, for a pretrained model documents in its own tokens.
 
     UserError where it is shorter than a block.
     """
@@ -285,13 +285,13 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
 
 
 def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
-    """Gives the model's linears the paths of conf/paths. UserError: see `gnmr.paths.convert`."""
+    """Gives the model's linears the paths of the config. UserError: see `gnmr.paths.convert`."""
     with told_as("paths: "):
         return convert(model, paths, seed=seed, device=device)
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
-    """The optimizer and the gradient transform of conf/optim. UserError for unknown options."""
+    """The optimizer and the gradient transform of the config. UserError for unknown options."""
     optimizer = build_optimizer(model, config.optim)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
@@ -332,10 +332,12 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
-    """The schedule of conf/stress, None without one. UserError for units and windows that the run does not have."""
+    """The schedule of the config's `stress`, None without one. UserError for units and windows that the run lacks."""
     stress, training = config.stress, config.training
     if stress.kind == "none":
         return None
+    assert stress.magnitude is not None and stress.share is not None and stress.rate is not None
+    assert stress.duration is not None
     with told_as("stress: "):
         return FaultSchedule(
             plan,

@@ -113,7 +113,7 @@ def to_build(config: Config) -> list[Need]:
     """In the memory of the machine, even for a plan."""
     model, stress, training = config.model, config.stress, config.training
     needs = []
-    if stress.kind != "none" and not stress.windows:
+    if stress.kind != "none" and not stress.windows and stress.rate:
         keys = f"stress.rate={stress.rate}, training.steps={training.steps}"
         needs.append(Need("windows of faults", keys, int(_WINDOW * training.steps * stress.rate / 1000)))
     if model.checkpoint is not None:

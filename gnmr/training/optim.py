@@ -24,7 +24,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of conf/optim, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
+    """The optimizer of the config, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
 
     AdamW is the fused one: its kernel skips the update where a flag on the device says so (`skip_where`). UserError
     for options that SCALE does not have.

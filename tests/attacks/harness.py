@@ -43,7 +43,13 @@ from typing import Any
 LIMIT_S = 60.0
 MEMORY_BYTES = 12 << 30
 TINY = [
-    *("data=text", "data.path={text}", "data.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48"),
+    *(
+        "data.name=text",
+        "data.path={text}",
+        "data.vocab_size=300",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+    ),
     *("model.num_layers=1", "model.num_heads=2", "training.seq_len=16", "training.batch_size=2", "training.threads=1"),
     *("training.steps=12", "training.eval_every=4", "training.eval_blocks=2", "training.checkpoint_every=3"),
     *("training.keep_checkpoints=2", "controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2"),

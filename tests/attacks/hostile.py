@@ -35,9 +35,15 @@ FLOOD = 200_000
 """Characters that a command may print."""
 
 TRAIN = (
-    *("train", "debug=smoke", "data=text", "data.vocab_size=300", "model.hidden_size=32", "model.num_layers=1"),
+    *("train", "debug=smoke", "data.name=text", "data.vocab_size=300", "model.hidden_size=32", "model.num_layers=1"),
     *("model.intermediate_size=48", "training.seq_len=16", "training.steps=8", "training.checkpoint_every=4"),
-    *("controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2", "stress=noise", "stress.windows=[[2,2]]"),
+    *(
+        "controller.alpha=1.05",
+        "controller.beta=1.02",
+        "controller.max_o=2",
+        "stress.kind=noise",
+        "stress.windows=[[2,2]]",
+    ),
     *("records.live=off", "records.wandb=off", "training.threads=1"),
 )
 """A run under a fault, with a busy controller."""

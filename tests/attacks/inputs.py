@@ -313,7 +313,7 @@ def _play(case: Input) -> Callable[[Arena], str]:
 # The command lines.
 
 TRAIN = (
-    *("train", "debug=smoke", "data=text", "data.path=babble.txt", "data.vocab_size=300", "model.hidden_size=32"),
+    *("train", "debug=smoke", "data.name=text", "data.path=babble.txt", "data.vocab_size=300", "model.hidden_size=32"),
     *("model.intermediate_size=48", "model.num_layers=1", "training.seq_len=16", "training.steps=2"),
     *("records.live=off", "records.wandb=off", "training.threads=1"),
 )
@@ -387,7 +387,7 @@ def _of_key(key: str, kind: str, draw: random.Random) -> Iterator[tuple[str, str
 def _systematic(draw: random.Random) -> Iterator[Input]:
     for key, kind in _keys():
         for value, expect in _of_key(key, kind, draw):
-            more = (("stress=noise",) if key.startswith("stress.") else ()) + (
+            more = (("stress.kind=noise",) if key.startswith("stress.") else ()) + (
                 ("memory_plan=true",) if expect == EITHER else ()
             )
             yield Input((*TRAIN, *more, f"{key}={value}"), expect, (key.rpartition(".")[2],))
@@ -427,7 +427,7 @@ hydra.run.dir=plain_file/x | hydra.output_subdir=/proc/x | data.path=??? | ~trai
 key{=1
 
 model=moe model.experts.top_k=9 | model.experts.number=8 | model.num_heads=5 | model.num_heads=32
-model=gpt data=gsm8k | model=gpt training.export_hf=true | model.checkpoint=here
+model=gpt data.name=gsm8k | model=gpt training.export_hf=true | model.checkpoint=here
 paths.recovery=null controller.warmup_frac=0.1 | paths.unit=expert
 paths.low=sim_int4 paths.recovery=null paths.site=forward
 preset=6/8 paths.recovery=int8 | preset.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
@@ -439,11 +439,12 @@ controller.signal=a..b:Y | controller.signal=json:It | controller.signal=os:syst
 controller.signal=json:JSONDecoder | controller.options.nosuch=2 | controller.options.window=0
 controller.options.decay=nan | controller.options.history=nosuch | controller.init_frac=2
 controller.signal=static_k controller.options.calibration_steps=50 | records.evidence=[colour]
-records.monitor=[no] | stress=noise stress.windows=[[2,9]] | stress=noise stress.windows=[[1,99999999999999999999]]
-stress=noise paths.low=bf16 | stress=noise stress.windows=[[1,2],[2,1]]
-stress=noise stress.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
+records.monitor=[no] | stress.kind=noise stress.windows=[[2,9]]
+stress.kind=noise stress.windows=[[1,99999999999999999999]]
+stress.kind=noise paths.low=bf16 | stress.kind=noise stress.windows=[[1,2],[2,1]]
+stress.kind=noise stress.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
 model.outlier_channels.gain=1e39 | optim.transform.name=spam optim.transform.options.grace=600 | optim.betas=[nan,0.9]
-optim.betas=[0.9] | optim=scale optim.transform.name=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
+optim.betas=[0.9] | optim.name=scale optim.transform.name=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
 optim.weight_decay=1e39 | optim.warmup_frac=2 | model.init_std=1e39 | model.norm_eps=1e39 | model.rope_theta=1e400
 training.dtype=float16 | training.device=tpu | training.threads=100000 | training.seed=4611686018427387904
 scores.tasks=[nosuch] | scores.tasks=[[gsm8k]] | scores.tasks=[wikitext2]
@@ -470,8 +471,8 @@ data.path=garbage.parquet | data.path=empty.parquet | data.path=/proc/self/mem |
 data.path=@300 | data.path=@deep | data.tokenizer=nowhere | data.tokenizer=empty_folder
 data.tokenizer=tokenizer-empty.json | data.tokenizer=tokenizer-none.json | data.tokenizer=tokenizer-list.json
 data.tokenizer=tokenizer-deep.json | data.tokenizer=pipe.json | data.vocab_size=100
-data.text_column= data.path=keyless.jsonl | data.max_tokens=1 | data=c4 data.path=null | data=gsm8k data.path=null
-data=instructions data.path=prompts.jsonl
+data.text_column= data.path=keyless.jsonl | data.max_tokens=1 | data.name=c4 data.path=null
+data.name=gsm8k data.path=null | data.name=instructions data.path=prompts.jsonl
 
 model=pretrained model.checkpoint=nowhere scale=finetune_cpu | model=pretrained model.checkpoint='' scale=finetune_cpu
 model=pretrained model.checkpoint=plain_file scale=finetune_cpu
@@ -503,7 +504,7 @@ training.seq_len=1000000000000 memory_plan=true | arm='\u202eabc' | data.vocab_s
 run_dir='a\nb'
 run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra
 hydra.job.chdir=true | hydra.run.dir=elsewhere | controller.trigger=1e-300 | +training.steps=1
-stress=noise stress.magnitude=1e39 | stress=noise stress.duration=2147483648 | controller.eps=1e-300
+stress.kind=noise stress.magnitude=1e39 | stress.kind=noise stress.duration=2147483648 | controller.eps=1e-300
 """
 
 SWEEPS = """

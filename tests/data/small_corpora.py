@@ -79,7 +79,7 @@ def word_checkpoint(folder: Path, begin: bool = True) -> Path:
 
 
 def write_examples(file: Path, pairs: list[tuple[str, str]]) -> Path:
-    """Rows of data=instructions."""
+    """Rows of data.name=instructions."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps({"prompt": prompt, "response": answer}) + "\n" for prompt, answer in pairs))
     return file

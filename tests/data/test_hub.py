@@ -62,7 +62,7 @@ def test_no_hub_is_one_line_that_says_what_to_do(environment: dict[str, str], tm
     assert time.monotonic() - begun < 15, "the hub was tried again and again"
     assert (result.returncode, result.stderr) == (0, "")
     assert re.fullmatch(
-        r"data=c4: allenai/c4 cannot be read from the hub \(.*\); check the network, HF_ENDPOINT and the proxy, "
+        r"data.name=c4: allenai/c4 cannot be read from the hub \(.*\); check the network, HF_ENDPOINT and the proxy, "
         r"or download its en/\*\.json\.gz and pass data\.path=FOLDER\n",
         result.stdout,
     )

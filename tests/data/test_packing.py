@@ -361,7 +361,7 @@ def test_the_end_token_may_stand_in_the_map(five: Make, checkpoint: Path) -> Non
 
 
 def test_too_little_is_one_line(five: Make, checkpoint: Path, config: Make, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.tokenizer=null: data=instructions needs a tokenizer\.json or a checkp"):
+    with pytest.raises(UserError, match=r"data\.tokenizer=null: instructions needs a tokenizer\.json or a checkp"):
         build(five(), None)
     corpus, _said = build(five(), checkpoint)
     assert PackedBlocks(corpus.train, 28, 0, None).num_blocks == 1

@@ -227,9 +227,9 @@ def test_bad_input_is_one_line(
 
 
 def test_instructions_need_a_path_and_are_no_corpus(config: Make) -> None:
-    with pytest.raises(UserError, match=r"data\.path=None: data=instructions needs a file or folder"):
+    with pytest.raises(UserError, match=r"data\.path=None: data\.name=instructions needs a file or folder"):
         config(name="instructions")
-    with pytest.raises(UserError, match="data=gsm8k: prompts and answers fine-tune a checkpoint; use data=text"):
+    with pytest.raises(UserError, match=r"data\.name=gsm8k: prompts and answers fine-tune a checkpoint; use text"):
         open_corpus(config(name="gsm8k"))
 
 

@@ -50,7 +50,10 @@ def test_the_oracle_leaves_no_trace(train, stub, tmp_path):
             "records.evidence=[mse]",
             "records.evidence: mse: of Transformer Engine's casts nothing can be read; use back",
         ),
-        ("stress=noise", "stress: nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or"),
+        (
+            "stress.kind=noise",
+            "stress: nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or",
+        ),
         ("paths.recovers=[wgrad]", "paths: backend='te': Transformer Engine does not run the recipe bf16 in wgrad"),
         ("paths.low=sim_e3m2", "paths: backend='te': Transformer Engine does not run the recipe sim_e3m2, but fp8_hyb"),
         ("paths.low=fp8_delayed training.activation_checkpointing=true", "training.activation_checkpointing=true: rec"),

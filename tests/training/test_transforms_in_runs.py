@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from everything import differences, everything, in_child
-from omegaconf import OmegaConf
 from test_kill_and_resume import in_step
 
-from gnmr.config.compose import conf_dir
 from gnmr.config.optim import NEED_ADAM
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.step import TrainStep
@@ -20,7 +18,6 @@ from gnmr.training.transforms import TRANSFORMS
 
 pytestmark = pytest.mark.slow
 
-CONF = conf_dir() / "optim"
 SKIPPING = {"name": "skip_step", "options": {"window": 4, "min_values": 3, "sigmas": 0.3}}
 """So few sigmas that a good part of the steps is left out."""
 
@@ -41,7 +38,7 @@ def transform(name: str, **options: Any) -> list[str]:
     return words_of({"name": name, "options": options}, "optim.transform")
 
 
-SCALE = words_of(OmegaConf.to_container(OmegaConf.load(CONF / "scale.yaml")), "optim")
+SCALE = ["optim.name=scale"]
 SKIP = words_of(SKIPPING, "optim.transform")
 
 
@@ -79,10 +76,6 @@ def test_three_steps(name, train, tmp_path, plain):
     tail = name.removeprefix("scale_")
     header = read_json(folder / "header.json")
     assert header["arm"] == "int4_int8-gnmr" + "-scale" * name.startswith("scale") + f"-{tail}" * (tail != "scale")
-
-
-def test_every_choice_of_conf_is_here():
-    assert {file.stem for file in CONF.glob("*.yaml")} == {"adamw", "scale"}
 
 
 @pytest.mark.parametrize("name", ["norm_clip", "agc", "adagc"])

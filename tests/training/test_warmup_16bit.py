@@ -110,7 +110,7 @@ def test_the_arm_is_the_papers_at_the_papers_scale(text_file) -> None:
     longer = compose(["sweep=paper/table10", *adapt, "scale=350m", "controller.warmup_frac=0.0084"])
     assert longer.controller.warmup_steps(longer.training.steps) == 500
     small = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=8", "model.num_heads=2"]
-    data = ["data=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]
+    data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]
     length = ["training.batch_size=2", "training.steps=200", "training.threads=1"]
     parts = assemble(compose([*adapt, *small, *data, *length]), Path("unused"), lambda _: None)
     assert (parts.controller.signal.calibration_steps, parts.controller.warmup_steps) == (5, 5)
