@@ -17,8 +17,12 @@ from gnmr.config import (
     load,
     to_dict,
 )
+from gnmr.config.controller import ControllerConfig
 from gnmr.config.model import OutlierConfig
+from gnmr.config.stress import STRESSES
+from gnmr.controller import ControlSpec
 from gnmr.errors import UserError
+from gnmr.paths.faults import KINDS
 
 CONF = Path(__file__).parent.parent / "conf"
 FILES = {"model": CONF / "model" / "llama.yaml"} | dict.fromkeys(
@@ -163,3 +167,20 @@ def test_a_decay_that_turns_weights_round_is_refused() -> None:
     with pytest.raises(UserError, match=r"optim\.weight_decay=10\.0: times lr=0\.5 must be 1 at most"):
         OptimConfig(lr=0.5, weight_decay=10.0)
     OptimConfig(lr=1e-3, weight_decay=10.0, betas=[0.0, 0.9999], eps=1.0, clip_norm=1e6)
+
+
+def test_the_config_says_of_the_controller_and_of_faults_what_these_say() -> None:
+    """They are written twice: the config is read without torch, and the controller imports nothing of ours."""
+    ours, theirs = (
+        {field.name: field.default for field in dataclasses.fields(c)} for c in (ControllerConfig, ControlSpec)
+    )
+    shared = ours.keys() & theirs.keys() - {"options"}
+    assert len(shared) >= 12 and {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+    for name in ("observe", "routing", "warmup_path"):
+        said = []
+        for spec in (ControllerConfig, ControlSpec):
+            with pytest.raises(ValueError, match=f"{name}=") as caught:
+                spec(**{name: "odd"})
+            said.append(str(caught.value).partition(": ")[2])
+        assert said[0] == said[1]
+    assert ("none", *KINDS) == STRESSES
