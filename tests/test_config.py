@@ -19,7 +19,7 @@ from gnmr.config import (
 )
 from gnmr.config.controller import ControllerConfig
 from gnmr.config.model import OutlierConfig
-from gnmr.config.stress import STRESSES
+from gnmr.config.stress import USUAL
 from gnmr.controller import ControlSpec
 from gnmr.errors import UserError
 from gnmr.paths.faults import KINDS
@@ -183,4 +183,4 @@ def test_the_config_says_of_the_controller_and_of_faults_what_these_say() -> Non
                 spec(**{name: "odd"})
             said.append(str(caught.value).partition(": ")[2])
         assert said[0] == said[1]
-    assert ("none", *KINDS) == STRESSES
+    assert ("none", *KINDS) == tuple(USUAL)
