@@ -63,7 +63,7 @@ def test_gsm8k_has_the_form_in_which_it_is_scored(name: str, config: Make, tmp_p
 def test_a_test_split_is_never_read(name: str, config: Make, tmp_path: Path) -> None:
     file = write(tmp_path / "test.jsonl", [solved(1)] * 30)
     for path in (file, tmp_path):
-        with pytest.raises(UserError, match=f"holds the test split alone, which data={name} keeps for scores"):
+        with pytest.raises(UserError, match=f"holds the test split alone, which {name} keeps for scores"):
             read(config(name=name, path=str(path)))
     write(tmp_path / "mine.jsonl", [solved(2) | {"text": "a"}] * 30)  # no file is named train
     write(tmp_path / "val.jsonl", [solved(3) | {"text": "b"}])
@@ -235,5 +235,5 @@ def test_instructions_need_a_path_and_are_no_corpus(config: Make) -> None:
 
 @pytest.mark.parametrize("name, hub", [("gsm8k", "openai/gsm8k"), ("wikitext2", "Salesforce/wikitext")])
 def test_no_hub_is_one_line_that_says_what_to_do(name: str, hub: str, config: Make) -> None:
-    with pytest.raises(UserError, match=rf"data={name}: {hub} cannot be read from the hub \(.*\*\.parquet and pass"):
+    with pytest.raises(UserError, match=rf"data.name={name}: {hub} cannot be read from the hub \(.*\*\.parquet and pass"):
         read(config(name=name))
