@@ -235,5 +235,5 @@ def test_instructions_need_a_path_and_are_no_corpus(config: Make) -> None:
 
 @pytest.mark.parametrize("name, hub", [("gsm8k", "openai/gsm8k"), ("wikitext2", "Salesforce/wikitext")])
 def test_no_hub_is_one_line_that_says_what_to_do(name: str, hub: str, config: Make) -> None:
-    with pytest.raises(UserError, match=rf"data.name={name}: {hub} cannot be read from the hub \(.*\*\.parquet and pass"):
+    with pytest.raises(UserError, match=rf"data.name={name}: {hub} cannot be read from the hub \(.*\*\.parquet"):
         read(config(name=name))
