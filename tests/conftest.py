@@ -147,3 +147,11 @@ def gnmr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]
     yield command
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra does not compose all of a command's config twice, the first time for hydra.mode, which we leave alone."""
+    from hydra._internal.hydra import Hydra
+
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # then the flags say it

@@ -291,6 +291,7 @@ def test_an_arm_that_leaves_no_room_for_its_hash():
 
 @pytest.mark.parametrize(("words", "told"), CASES.items())
 @pytest.mark.slow
+@pytest.mark.usefixtures("composed_once")
 def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cache, tmp_path):
     before = listing(place)
     line = gnmr("train", *tiny_words, *words.split(" ")).mistake
@@ -315,6 +316,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("composed_once")
 def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
     assert CASES[words] in gnmr("train", *tiny_words, *words.split(" "), "memory_plan=true").mistake
 
@@ -329,6 +331,7 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("composed_once")
 def test_what_an_experiment_or_sweep_chooses_may_be_overridden(words, gnmr, tiny_words, place):
     """Its data, which come last, are what is refused."""
     assert gnmr("train", *tiny_words, *words.split(" "), "data.path=nowhere").mistake.startswith("data.path=nowhere:")

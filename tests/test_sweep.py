@@ -32,6 +32,7 @@ def done(tmp_path: Path) -> list[int]:
     return [seed for seed, folder in cells(tmp_path).items() if (folder / "DONE").exists()]
 
 
+@pytest.mark.usefixtures("composed_once")
 def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*tiny_words[:2], "-m", *tiny_words[2:], SEEDS]

@@ -34,7 +34,7 @@ RICH = [
 GPT = ["model.name=gpt", "model.num_layers=2", "training.dtype=float32", "paths.site=forward", "controller.t_lock=3"]
 MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "controller.t_lock=2"]
 LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
-IDLE = [*MOE, "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
+IDLE = [*MOE, "model.num_layers=1", "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
 """So many experts that some have had no token when the checkpoint is written."""
 DELAYED = [*MOE, "model.experts.number=4", "paths.low=fp8_delayed", "paths.recovery=bf16", "paths.unit=expert"]
 """Delayed scales have a state of their own, in experts that see few tokens too."""

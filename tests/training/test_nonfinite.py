@@ -39,18 +39,20 @@ def spoil(parts, unit: str, calls: set[int], value: float = math.nan) -> None:
     parts.model.get_submodule(unit).weight.register_hook(hook)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "words",
+    ("words", "value"),
     [
-        pytest.param([], id="bf16"),
-        pytest.param(["optim.clip_norm=0.1", "training.dtype=float32"], id="fp32_clipped"),
-        pytest.param(["paths.low=fp8_delayed", "paths.recovery=bf16"], id="fp8_delayed"),
-        pytest.param(["paths.low=sim_e2m1", "paths.recovery=fp8_hybrid"], id="sim_e2m1"),
-        pytest.param(MOE_DELAYED, id="moe_fp8_delayed"),
+        pytest.param([], math.nan, id="bf16"),
+        pytest.param([], -math.inf, id="bf16"),
+        pytest.param(["optim.clip_norm=0.1", "training.dtype=float32"], math.nan, id="fp32_clipped"),
+        pytest.param(["optim.clip_norm=0.1", "training.dtype=float32"], math.inf, id="fp32_clipped"),
+        pytest.param(["paths.low=fp8_delayed", "paths.recovery=bf16"], math.nan, id="fp8_delayed"),
+        pytest.param(["paths.low=fp8_delayed", "paths.recovery=bf16"], math.inf, id="fp8_delayed"),
+        pytest.param(["paths.low=sim_e2m1", "paths.recovery=fp8_hybrid"], math.nan, id="sim_e2m1"),
+        pytest.param(MOE_DELAYED, math.inf, id="moe_fp8_delayed"),
     ],
 )
-def test_a_gradient(value, words, assembled, blocks_of, step_of):
+def test_a_gradient(words, value, assembled, blocks_of, step_of):
     parts = assembled(TWO_LAYERS, *words)
     step, blocks = step_of(parts), blocks_of(parts, 6).split(2)
     unit = "layers.1.mlp.experts.0.up_proj" if "model.name=moe" in words else UNIT
