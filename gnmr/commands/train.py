@@ -158,7 +158,7 @@ def run_cell(composed: DictConfig) -> None:
         say(str(plan_run(config)))
         return
 
-    from gnmr.evaluation import RunScorer
+    from gnmr.evaluation.in_training import RunScorer
     from gnmr.training.run import run
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])

@@ -3,7 +3,7 @@
     <cache_dir>/<corpus>-<key>/
         tokenizer.json
         train.bin, val.bin    token ids, raw little-endian uint16, or uint32 for vocabularies above 65,536
-        ...                   what else belongs to the tokens: borders of examples (gnmr/data/packing.py)
+        train.documents.bin, val.documents.bin    of examples: the borders of `Documents`, raw little-endian int64
         meta.json             vocabulary, end token, dtype, and size and checksum of each file
 
 A folder is built under a hidden name and renamed when it is complete. A killed build leaves its hidden folder, which is
@@ -32,23 +32,37 @@ from gnmr.data.token_file import Corrupt, TokenFile, digest, opened, read_file, 
 from gnmr.errors import UserError
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
+DOCUMENTS = {TRAIN: "train.documents.bin", VAL: "val.documents.bin"}
 DTYPES = ("<u2", "<u4")
 LARGEST_META = 2**20  # bytes
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Tokenized examples of a split; `gnmr.data.packing` makes blocks of them."""
+
+    tokens: np.ndarray | TokenFile
+    """Token ids (n,), uint16 or uint32, the documents one after the other."""
+    borders: np.ndarray
+    """(documents, 2) int64: where a document ends in `tokens`, and how many of its tokens come before its first
+    target."""
+    end_token: int
+
+
+@dataclass(frozen=True)
 class TokenCorpus:
     """A tokenized corpus."""
 
-    train: TokenFile
+    train: TokenFile | Documents
     """Token ids (n,), uint16 or uint32; documents in order, the end token after each."""
-    val: TokenFile
+    val: TokenFile | Documents
     """As `train`, from documents that are not in it."""
     vocab_size: int
+    """Largest token id + 1; a model may have more."""
     end_token: int
     fingerprint: str
-    """sha256 over tokenizer and token files: equal fingerprints, equal data."""
+    """sha256 over the other files of the folder: equal fingerprints, equal data."""
     tokenizer_path: Path
     folder: Path
 
@@ -74,19 +88,25 @@ def open_folder(folder: Path) -> TokenCorpus:
         for name in sorted({TOKENIZER, *meta["files"]} - {TRAIN, VAL}):
             with opened(folder / Path(name).name) as fd:
                 verify(fd, name, meta["files"][name])
-        return TokenCorpus(
-            train=TokenFile(folder / TRAIN, meta["files"][TRAIN], meta["dtype"], vocab_size),
-            val=TokenFile(folder / VAL, meta["files"][VAL], meta["dtype"], vocab_size),
-            vocab_size=vocab_size,
-            end_token=end_token,
-            fingerprint=meta["fingerprint"],
-            tokenizer_path=folder / TOKENIZER,
-            folder=folder,
-        )
+        train, val = (_split(folder, name, meta) for name in (TRAIN, VAL))
+        return TokenCorpus(train, val, vocab_size, end_token, meta["fingerprint"], folder / TOKENIZER, folder)
+    except UserError:
+        raise
     except FileNotFoundError as error:
         raise Corrupt(f"{Path(error.filename).name} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(f"{META} cannot be used: {error}") from error
+
+
+def _split(folder: Path, name: str, meta: dict[str, Any]) -> TokenFile | Documents:
+    ids = TokenFile(folder / name, meta["files"][name], meta["dtype"], meta["vocab_size"])
+    if (file := DOCUMENTS[name]) not in meta["files"]:
+        return ids
+    borders = np.fromfile(folder / file, dtype="<i8")
+    ends = borders[::2]
+    if len(borders) % 2 or (np.diff(ends, prepend=0) <= 0).any() or ends[-1:].tolist() != [len(ids)]:
+        raise UserError(f"{folder}: {file} does not match {name}; remove the folder")
+    return Documents(ids, borders.reshape(-1, 2), meta["end_token"])
 
 
 def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Callable[[str], None]) -> TokenCorpus:
@@ -135,12 +155,7 @@ def building(folder: Path) -> Iterator[Path]:
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
     """Writes meta.json, with the sizes and checksums of the files in `folder`; ends a build."""
-    meta: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "end_token": end_token,
-        "dtype": dtype.str,
-        "files": {},
-    }
+    meta: dict[str, Any] = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": {}}
     for file in sorted(folder.iterdir()):
         with opened(file) as fd:
             meta["files"][file.name] = {"bytes": os.fstat(fd).st_size, "sha256": digest(fd)}

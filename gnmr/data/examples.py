@@ -35,9 +35,7 @@ class Example:
 def open_examples(config: DataConfig) -> Corpus[Example]:
     """The examples that `config` names; raises `UserError` if there are none."""
     if config.name not in ("gsm8k", "instructions"):
-        texts = corpora.open_corpus(config)
-        read_texts = lambda split: (Example("", text) for text in texts.read(split))
-        return Corpus(texts.where, texts.summary, texts.identity, read_texts, texts.streamed)
+        return plain(corpora.open_corpus(config))
     make = _gsm8k if config.name == "gsm8k" else _instruction
     if config.path is None:
         hub = corpora.HUBS[config.name]
@@ -60,6 +58,12 @@ def open_examples(config: DataConfig) -> Corpus[Example]:
     columns = [config.prompt_column, config.input_column, config.response_column]
     identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
     return Corpus(where, summary, identity, lambda split: (each for each in read(split) if each.answer.strip()))
+
+
+def plain(texts: Corpus[str]) -> Corpus[Example]:
+    """The documents as answers without a prompt."""
+    read = lambda split: (Example("", text) for text in texts.read(split))
+    return Corpus(texts.where, texts.summary, texts.identity, read, texts.streamed)
 
 
 def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:

@@ -17,25 +17,15 @@ holds any of the answer belongs to the answer.
   last target of the piece before, every token but the document's first is a target once, and no piece sees another. A
   piece without any target (a long prompt's) is left out; so no block is without one.
 - What is left of a block is padding: the end token, positions from 0, no targets.
-
-    <cache_dir>/<corpus>-examples-<key>/
-        tokenizer.json, train.bin, val.bin, meta.json      as in gnmr/data/cache.py, a document after the other
-        train.documents.bin, val.documents.bin             (documents, 2) little-endian int64: where the document ends
-                                                           in the tokens, and how many of its tokens come before its
-                                                           first target
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -45,53 +35,18 @@ from gnmr.data import cache, corpora, tokens
 from gnmr.data import tokenizer as bpe
 from gnmr.data.batch import IGNORED, Batch
 from gnmr.data.blocks import BlockOrder
-from gnmr.data.corpora import Corpus
-from gnmr.data.examples import Example, open_examples
+from gnmr.data.cache import Documents, TokenCorpus
+from gnmr.data.examples import open_examples
 from gnmr.data.progress import Progress
-from gnmr.data.token_file import TokenFile
 from gnmr.errors import UserError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 CACHE_VERSION = 1  # increment it when examples, splits or tokenization change
-_DOCUMENTS = {cache.TRAIN: "train.documents.bin", cache.VAL: "val.documents.bin"}
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Tokenized documents of a split."""
-
-    tokens: np.ndarray | TokenFile
-    """Token ids (n,), uint16 or uint32, the documents one after the other."""
-    borders: np.ndarray
-    """(documents, 2) int64: where a document ends in `tokens`, and how many of its tokens come before its first
-    target."""
-    end_token: int
-
-    def __len__(self) -> int:
-        return len(self.borders)
-
-
-@dataclass(frozen=True)
-class PackedCorpus:
-    """Tokenized examples; `PackedBlocks` and `packed_validation` make blocks of them."""
-
-    train: Documents
-    val: Documents
-    vocab_size: int
-    """Largest token id + 1; the model may have more."""
-    end_token: int
-    fingerprint: str
-    """sha256 over tokenizer, tokens and borders: equal fingerprints, equal data."""
-    tokenizer_path: Path
-    folder: Path
 
 
 def prepare_packed(
     config: DataConfig, needed_tokens: int, say: Callable[[str], None], checkpoint: Path | None = None
-) -> PackedCorpus:
-    """The tokenized examples, from the cache or made now.
+) -> TokenCorpus:
+    """The tokenized examples (`Documents`), from the cache or made now.
 
     `checkpoint` is a folder with a tokenizer.json; `data.tokenizer`, such a file or folder, comes first.
     `needed_tokens`: training tokens that the run reads; it limits a corpus from the hub without an end, unless
@@ -106,117 +61,22 @@ def prepare_packed(
     else:
         raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
     content, end = bpe.read(path, where)
-    limit = config.max_tokens
-    if limit is None and examples.streamed:
-        limit = needed_tokens + needed_tokens // 100
+    limit = tokens.limit_of(config, examples, needed_tokens + needed_tokens // 100)
     key = [CACHE_VERSION, examples.identity, hashlib.sha256(content).hexdigest(), end, limit, config.answers_only]
-    name = f"{config.name}-examples-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
     def build(folder: Path, progress: Progress) -> None:
         tokenizer = bpe.load(content, where, end)
         (folder / cache.TOKENIZER).write_bytes(content)
-        _build(folder, examples, tokenizer, where, bpe.end_token(tokenizer, end), limit, config.answers_only, progress)
+        progress.begin(f"preparing {examples.where}: {examples.summary}")
+        encoder = tokens.Encoder(
+            tokenizer, where, bpe.end_token(tokenizer, end), limit, borders=True, answers_only=config.answers_only
+        )
+        found = encoder.write(folder, examples, progress).items()
+        progress.begin(
+            ", ".join(f"{number:,} {split} examples with {size:,} tokens" for split, (number, size) in found)
+        )
 
-    corpus = cache.open_or_build(corpora.user_path("data.cache_dir", config.cache_dir) / name, build, say)
-
-    def documents(ids: TokenFile, file: str) -> Documents:
-        borders = np.fromfile(corpus.folder / _DOCUMENTS[file], dtype="<i8")
-        ends = borders[::2]
-        if len(borders) % 2 or (np.diff(ends, prepend=0) <= 0).any() or ends[-1:].tolist() != [len(ids)]:
-            raise UserError(f"{corpus.folder}: {_DOCUMENTS[file]} does not match {file}; remove the folder")
-        return Documents(ids, borders.reshape(-1, 2), corpus.end_token)
-
-    return PackedCorpus(
-        train=documents(corpus.train, cache.TRAIN),
-        val=documents(corpus.val, cache.VAL),
-        vocab_size=corpus.vocab_size,
-        end_token=corpus.end_token,
-        fingerprint=corpus.fingerprint,
-        tokenizer_path=corpus.tokenizer_path,
-        folder=corpus.folder,
-    )
-
-
-# ---- examples to documents ----
-
-
-def _build(
-    folder: Path,
-    examples: Corpus[Example],
-    tokenizer: Tokenizer,
-    where: str,
-    end: int,
-    limit: int | None,
-    answers_only: bool,
-    progress: Progress,
-) -> None:
-    # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    progress.begin(f"preparing {examples.where}: {examples.summary}")
-    begin = bpe.begin_token(tokenizer)
-    vocab_size = max(bpe.vocab_size(tokenizer), -1 if begin is None else begin + 1)  # it need not be in the vocabulary
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-    said = []
-    for split, file, most in (
-        (corpora.TRAIN, cache.TRAIN, limit),
-        (corpora.VALIDATION, cache.VAL, None if limit is None else tokens.LIMITED_VAL_TOKENS),
-    ):
-        progress.begin(f"tokenizing {split} examples")
-        number = written = 0
-        with (folder / file).open("wb") as ids_file, (folder / _DOCUMENTS[file]).open("wb") as borders_file:
-            for ids, before in _encode(examples.read(split), tokenizer, where, begin, end):
-                ids_file.write(np.asarray(ids, dtype=dtype).tobytes())
-                number, written = number + 1, written + len(ids)
-                borders_file.write(np.array([written, before if answers_only else 0], dtype="<i8").tobytes())
-                progress(f"tokenizing {split} examples: {number:,} with {written:,} tokens")
-                if most is not None and written >= most:
-                    break
-        if number == 0:
-            raise UserError(f"{examples.where}: holds no {split} examples")
-        said.append(f"{number:,} {split} examples with {written:,} tokens")
-    cache.seal(folder, vocab_size, end, dtype)
-    progress.begin(", ".join(said))
-
-
-def _encode(
-    examples: Iterator[Example], tokenizer: Tokenizer, where: str, begin: int | None, end: int
-) -> Iterator[tuple[list[int], int]]:
-    """(token ids, how many of them come before the answer's first) of each example."""
-    ids: list[int] = []
-    before = 0
-    for piece, prompt, is_last in _encoded(examples, tokenizer, where):
-        if not ids:
-            ids = [] if begin is None else [begin]
-            before = len(ids) + prompt if prompt else 0
-        ids += piece
-        if is_last:
-            yield [*ids, end], before
-            ids = []
-
-
-def _encoded(examples: Iterator[Example], tokenizer: Tokenizer, where: str) -> Iterator[tuple[list[int], int, bool]]:
-    """(token ids, tokens of the prompt, ends its example), encoded some examples at a time.
-
-    A long text without a prompt comes in pieces, as in gnmr/data/tokens.py.
-    """
-    batch: list[tuple[str, int, bool]] = []
-    size = 0
-
-    def encode() -> Iterator[tuple[list[int], int, bool]]:
-        encodings = bpe.encode(tokenizer, [text for text, _, _ in batch], where)
-        for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
-            inside = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)
-            yield encoding.ids, next(inside, len(encoding)) if prompt else 0, is_last
-
-    for example in examples:
-        whole = [(example.prompt + example.answer, True)] if example.prompt else tokens.pieces(iter([example.answer]))
-        for text, is_last in whole:
-            batch.append((text, len(example.prompt), is_last))
-            size += len(text)
-            if size >= tokens.BATCH:
-                yield from encode()
-                batch, size = [], 0
-    yield from encode()
+    return cache.open_or_build(tokens.cache_folder(config, f"{config.name}-examples", key), build, say)
 
 
 # ---- documents to blocks ----

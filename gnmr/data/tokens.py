@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from gnmr.config import DataConfig
 from gnmr.data import cache, corpora
 from gnmr.data import tokenizer as bpe
 from gnmr.data.cache import TokenCorpus
-from gnmr.data.corpora import Corpus
+from gnmr.data.corpora import TRAIN, VALIDATION, Corpus
+from gnmr.data.examples import Example, plain
 from gnmr.data.progress import Progress
 from gnmr.errors import UserError
 
@@ -40,90 +43,48 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     if config.name == "stdlib" and config.path is not None:
         say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
     corpus = corpora.open_corpus(config)
-    tokenizer_file = _read_tokenizer(config)
-    limit = config.max_tokens
-    if limit is None and corpus.streamed:
-        limit = needed_tokens + needed_tokens // 100 + 1  # + 1: the last block's last target
-    folder = (
-        corpora.user_path("data.cache_dir", config.cache_dir)
-        / f"{config.name}-{_key(config, corpus, tokenizer_file, limit)}"
-    )
-    return cache.open_or_build(
-        folder, lambda new, progress: _build(new, config, corpus, tokenizer_file, limit, progress), say
-    )
+    content, where = None, corpus.where
+    if config.tokenizer is not None:
+        where = f"data.tokenizer={config.tokenizer}"
+        try:
+            content = bpe.regular_content(corpora.user_path("data.tokenizer", config.tokenizer))
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read ({error.strerror}); give a tokenizer.json or null") from error
+    limit = limit_of(config, corpus, needed_tokens + needed_tokens // 100 + 1)  # + 1: the last block's last target
+    vocabulary = [config.vocab_size, config.tokenizer_bytes] if content is None else hashlib.sha256(content).hexdigest()
+    folder = cache_folder(config, config.name, [CACHE_VERSION, config.name, corpus.identity, vocabulary, limit])
+
+    def build(new: Path, progress: Progress) -> None:
+        progress.begin(f"preparing {corpus.where}: {corpus.summary}")
+        if content is None:
+            progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at the most")
+            tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
+        else:
+            tokenizer = bpe.load(content, where)
+        (new / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
+        found = Encoder(tokenizer, where, bpe.end_token(tokenizer), limit).write(new, plain(corpus), progress)
+        train, val = (f"{found[split][1]:,}" for split in (TRAIN, VALIDATION))
+        size = bpe.vocab_size(tokenizer)
+        progress.begin(f"{train} training tokens, {val} validation tokens, vocabulary {size:,}")
+
+    return cache.open_or_build(folder, build, say)
 
 
-def _key(config: DataConfig, corpus: Corpus[str], tokenizer_file: bytes | None, limit: int | None) -> str:
-    """16 hex digits."""
-    if tokenizer_file is not None:
-        vocabulary: object = hashlib.sha256(tokenizer_file).hexdigest()
-    else:
-        vocabulary = [config.vocab_size, config.tokenizer_bytes]
-    content = [CACHE_VERSION, config.name, corpus.identity, vocabulary, limit]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+def limit_of(config: DataConfig, corpus: Corpus[Any], needed: int) -> int | None:
+    """The most training tokens: `data.max_tokens`, else what is needed of a corpus of unknown length."""
+    return needed if config.max_tokens is None and corpus.streamed else config.max_tokens
 
 
-def _read_tokenizer(config: DataConfig) -> bytes | None:
-    if config.tokenizer is None:
-        return None
-    try:
-        return bpe.regular_content(corpora.user_path("data.tokenizer", config.tokenizer))
-    except OSError as error:
-        raise UserError(
-            f"data.tokenizer={config.tokenizer}: cannot be read ({error.strerror}); give a tokenizer.json or null"
-        ) from error
-
-
-def _build(
-    folder: Path,
-    config: DataConfig,
-    corpus: Corpus[str],
-    tokenizer_file: bytes | None,
-    limit: int | None,
-    progress: Progress,
-) -> None:
-    # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    progress.begin(f"preparing {corpus.where}: {corpus.summary}")
-    where = corpus.where if tokenizer_file is None else f"data.tokenizer={config.tokenizer}"
-    if tokenizer_file is None:
-        progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at the most")
-        tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
-        (folder / cache.TOKENIZER).write_text(tokenizer.to_str(pretty=True))  # its own `save` has no errno
-    else:
-        tokenizer = bpe.load(tokenizer_file, where)
-        (folder / cache.TOKENIZER).write_bytes(tokenizer_file)
-    vocab_size, end = bpe.vocab_size(tokenizer), bpe.end_token(tokenizer)
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-    counts = {}
-    for split, name, most in (
-        (corpora.TRAIN, cache.TRAIN, limit),
-        (corpora.VALIDATION, cache.VAL, None if limit is None else LIMITED_VAL_TOKENS),
-    ):
-        progress.begin(f"tokenizing {split} documents")
-        counts[split] = 0
-        with (folder / name).open("wb") as file:
-            for ids in _encode(corpus.read(split), tokenizer, end, where):
-                tokens = np.asarray(ids if most is None else ids[: most - counts[split]], dtype=dtype)
-                file.write(tokens.tobytes())
-                counts[split] += len(tokens)
-                progress(f"tokenizing {split} documents: {counts[split]:,} tokens")
-                if counts[split] == most:
-                    break
-        if counts[split] == 0:
-            raise UserError(f"{corpus.where}: holds no {split} text")
-    cache.seal(folder, vocab_size, end, dtype)
-    progress.begin(
-        f"{counts[corpora.TRAIN]:,} training tokens, {counts[corpora.VALIDATION]:,} validation tokens, "
-        f"vocabulary {vocab_size:,}"
-    )
+def cache_folder(config: DataConfig, name: str, key: list[Any]) -> Path:
+    """The folder of the cache for what `key` determines."""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return corpora.user_path("data.cache_dir", config.cache_dir) / f"{name}-{digest}"
 
 
 def _training_text(corpus: Corpus[str], most: int, progress: Progress) -> Iterator[str]:
     """Training documents, up to `most` bytes of UTF-8 in all."""
     left = most
-    for text in corpus.read(corpora.TRAIN):
+    for text in corpus.read(TRAIN):
         raw = text.encode("utf-8", errors="replace")
         yield text if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
         left -= len(raw)
@@ -132,27 +93,82 @@ def _training_text(corpus: Corpus[str], most: int, progress: Progress) -> Iterat
         progress(f"training the tokenizer: {(most - left) / 1e6:.1f} MB read")
 
 
-def _encode(documents: Iterator[str], tokenizer: Tokenizer, end: int, where: str) -> Iterator[list[int]]:
-    """Token ids, some documents at a time, the end token after each document."""
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for piece, is_last in pieces(documents):
-        batch.append((piece, is_last))
-        size += len(piece)
-        if size >= BATCH:
-            yield _encode_batch(batch, tokenizer, end, where)
-            batch, size = [], 0
-    yield _encode_batch(batch, tokenizer, end, where)
+@dataclass(frozen=True)
+class Encoder:
+    """Writes token files."""
 
+    tokenizer: Tokenizer
+    where: str
+    """Names the tokenizer in errors."""
+    end: int
+    """Stands after each document."""
+    limit: int | None
+    """Most training tokens; validation ends at `LIMITED_VAL_TOKENS` then."""
+    borders: bool = False
+    """Of examples: documents begin with the token that the tokenizer puts there, the one that reaches the limit is
+    kept whole, and the files of `cache.DOCUMENTS` are written."""
+    answers_only: bool = False
+    """With `borders`: the tokens of a prompt are no targets."""
 
-def _encode_batch(batch: list[tuple[str, bool]], tokenizer: Tokenizer, end: int, where: str) -> list[int]:
-    encodings = bpe.encode(tokenizer, [piece for piece, _ in batch], where, offsets=False)
-    ids: list[int] = []
-    for encoding, (_, is_last) in zip(encodings, batch, strict=True):
-        ids += encoding.ids
-        if is_last:
-            ids.append(end)
-    return ids
+    def write(self, folder: Path, corpus: Corpus[Example], progress: Progress) -> dict[str, tuple[int, int]]:
+        """The files of both splits and meta.json; by split ("train", "validation") documents and tokens."""
+        # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        begin = bpe.begin_token(self.tokenizer) if self.borders else None
+        vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # it may be outside of it
+        dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        kind, found = "examples" if self.borders else "documents", {}
+        validation = None if self.limit is None else LIMITED_VAL_TOKENS
+        for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
+            progress.begin(f"tokenizing {split} {kind}")
+            borders, documents, written, inside = array("q"), 0, 0, False
+            with (folder / file).open("wb") as ids_file:
+                for ids, prompt, is_last in self._encoded(corpus.read(split)):
+                    if not inside:
+                        ids = ids if begin is None else [begin, *ids]
+                        before = prompt and prompt + (begin is not None)
+                    ids = [*ids, self.end] if is_last else ids
+                    ids = ids if most is None or self.borders else ids[: most - written]
+                    ids_file.write(np.asarray(ids, dtype=dtype).tobytes())
+                    written, documents, inside = written + len(ids), documents + is_last, not is_last
+                    if is_last and self.borders:
+                        borders.extend([written, before if self.answers_only else 0])
+                    progress(f"tokenizing {split} {kind}: {documents:,} with {written:,} tokens")
+                    if most is not None and written >= most and (is_last or not self.borders):
+                        break
+            if written == 0:
+                raise UserError(f"{corpus.where}: holds no {split} {'examples' if self.borders else 'text'}")
+            if self.borders:
+                (folder / cache.DOCUMENTS[file]).write_bytes(np.array(borders, dtype="<i8").tobytes())
+            found[split] = documents, written
+        cache.seal(folder, vocab_size, self.end, dtype)
+        return found
+
+    def _encoded(self, examples: Iterator[Example]) -> Iterator[tuple[list[int], int, bool]]:
+        """(token ids, tokens of the prompt, ends its example), encoded some examples at a time.
+
+        A long text without a prompt comes in pieces.
+        """
+        batch: list[tuple[str, int, bool]] = []
+        size = 0
+        for example in examples:
+            whole = [(example.prompt + example.answer, True)] if example.prompt else pieces(iter([example.answer]))
+            for text, is_last in whole:
+                batch.append((text, len(example.prompt), is_last))
+                size += len(text)
+                if size >= BATCH:
+                    yield from self._encode(batch)
+                    batch, size = [], 0
+        yield from self._encode(batch)
+
+    def _encode(self, batch: list[tuple[str, int, bool]]) -> Iterator[tuple[list[int], int, bool]]:
+        with_prompts = any(prompt for _, prompt, _ in batch)
+        encodings = bpe.encode(self.tokenizer, [text for text, _, _ in batch], self.where, offsets=with_prompts)
+        for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
+            if prompt:  # a token that holds any of the answer belongs to the answer
+                stops = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)
+                prompt = next(stops, len(encoding))
+            yield encoding.ids, prompt, is_last
 
 
 def pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gnmr.bench.figures import Figure, median
 from gnmr.bench.setting import Setting
-from gnmr.data import Batch
+from gnmr.data.batch import Batch
 from gnmr.errors import UserError
 from gnmr.paper.theory_tables import in_table
 from gnmr.paths import Plan, Recipe

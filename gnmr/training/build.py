@@ -17,19 +17,12 @@ from gnmr import models
 from gnmr.attachment import AttachedController, norms_of, units_of
 from gnmr.config import Config, PathsConfig
 from gnmr.controller.evidence import PATH_EVIDENCE
-from gnmr.data import (
-    PackedBlocks,
-    PackedCorpus,
-    TokenCorpus,
-    TrainBlocks,
-    packed_validation,
-    prepare,
-    prepare_packed,
-    validation_blocks,
-)
 from gnmr.data.batch import Batch
-from gnmr.data.packing import Documents
+from gnmr.data.blocks import TrainBlocks, validation_blocks
+from gnmr.data.cache import Documents, TokenCorpus
+from gnmr.data.packing import PackedBlocks, packed_validation, prepare_packed
 from gnmr.data.token_file import TokenFile
+from gnmr.data.tokens import prepare
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
@@ -51,7 +44,7 @@ class Parts:
 
     config: Config
     folder: Path
-    corpus: TokenCorpus | PackedCorpus
+    corpus: TokenCorpus
     device: torch.device
     model: nn.Module
     plan: Plan
@@ -189,7 +182,7 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
     return controller
 
 
-def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus | PackedCorpus:
+def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus:
     """The corpus of the config: one stream of tokens, for a pretrained model documents in its own tokens.
 
     UserError where it is shorter than a block.
@@ -205,18 +198,18 @@ def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     return split.tokens if isinstance(split, Documents) else split
 
 
-def training_blocks(config: Config, corpus: TokenCorpus | PackedCorpus, folder: Path | None) -> Blocks:
+def training_blocks(config: Config, corpus: TokenCorpus, folder: Path | None) -> Blocks:
     """The blocks in the order of `training.seed`; `folder` keeps the order, None: memory does."""
-    kind: Any = TrainBlocks if isinstance(corpus, TokenCorpus) else PackedBlocks
+    kind: Any = PackedBlocks if isinstance(corpus.train, Documents) else TrainBlocks
     blocks: Blocks = kind(corpus.train, config.training.seq_len, config.training.seed, folder)
     return blocks
 
 
-def validation(config: Config, corpus: TokenCorpus | PackedCorpus, n: int) -> Tensor | Batch:
+def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
     """The first `n` validation blocks, the same in every arm and seed."""
-    if isinstance(corpus, TokenCorpus):
-        return validation_blocks(corpus.val, config.training.seq_len, n)
-    return packed_validation(corpus.val, config.training.seq_len, n)
+    if isinstance(corpus.val, Documents):
+        return packed_validation(corpus.val, config.training.seq_len, n)
+    return validation_blocks(corpus.val, config.training.seq_len, n)
 
 
 def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:

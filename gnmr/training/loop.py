@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gnmr.data import Batch
+from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder

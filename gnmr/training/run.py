@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gnmr.config import Config, config_hash
-from gnmr.data import PackedBlocks
+from gnmr.data.packing import PackedBlocks
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe

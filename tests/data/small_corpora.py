@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from gnmr.config import DataConfig
-from gnmr.data import TokenCorpus, prepare
+from gnmr.data.cache import TokenCorpus
+from gnmr.data.tokens import prepare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"document {i}:\n  the {i * 7}th fox – über {'brown dog ' * (i % 5)}\r\n\tend" for i in range(40)]

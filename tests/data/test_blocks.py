@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.data import TrainBlocks, validation_blocks
+from gnmr.data.blocks import TrainBlocks, validation_blocks
 from gnmr.errors import UserError
 
 SEQ_LEN = 4

@@ -15,7 +15,9 @@ import pytest
 from small_corpora import DOCUMENTS, build, texts
 
 from gnmr.config import DataConfig
-from gnmr.data import TokenCorpus, cache, prepare, token_file
+from gnmr.data import cache, token_file
+from gnmr.data.cache import TokenCorpus
+from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
 
 Make = Callable[..., DataConfig]
@@ -101,7 +103,7 @@ def script(config: DataConfig, say: str) -> list[str]:
     return [
         sys.executable,
         "-c",
-        "import os, signal\nfrom gnmr.config import DataConfig\nfrom gnmr.data import prepare\n"
+        "import os, signal\nfrom gnmr.config import DataConfig\nfrom gnmr.data.tokens import prepare\n"
         f"def say(line):\n    {say}\n"
         f"print(prepare({config!r}, 0, say).fingerprint)",
     ]

@@ -31,7 +31,7 @@ COMMIT = "0" * 39 + "1"
 CLIENT = """
 import sys
 from gnmr.config import DataConfig
-from gnmr.data import prepare
+from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
 try:
     config = DataConfig(name="c4", vocab_size=300, cache_dir=sys.argv[1])

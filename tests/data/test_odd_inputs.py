@@ -78,7 +78,7 @@ def test_deep_rows_end_no_process(config: Make, tmp_path: Path) -> None:
     """A reader of the kind that recurses in C ends it with SIGSEGV."""
     (tmp_path / "a.jsonl").write_bytes(ROW + b'{"text":' + b"[" * 200_000)
     chosen = config(path=str(tmp_path))
-    script = f"from gnmr.data import prepare\nfrom gnmr.config import DataConfig\nprepare({chosen!r}, 0, len)"
+    script = f"from gnmr.data.tokens import prepare\nfrom gnmr.config import DataConfig\nprepare({chosen!r}, 0, len)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.splitlines()[-1].endswith("row 2 is nested too deeply")
 

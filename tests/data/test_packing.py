@@ -18,9 +18,9 @@ from small_corpora import shared_data, word_checkpoint, write_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gnmr.config import DataConfig
-from gnmr.data import PackedBlocks, PackedCorpus, packed_validation, packing, prepare_packed, tokens
+from gnmr.data import packing, tokens
 from gnmr.data.batch import IGNORED, Batch
-from gnmr.data.packing import Documents
+from gnmr.data.packing import Documents, PackedBlocks, TokenCorpus, packed_validation, prepare_packed
 from gnmr.errors import UserError
 
 Make = Callable[..., DataConfig]
@@ -40,7 +40,7 @@ def five(config: Make, tmp_path: Path) -> Callable[..., DataConfig]:
     return lambda **changes: config(**({"name": "instructions", "path": str(tmp_path / "five")} | changes))
 
 
-def build(config: DataConfig, checkpoint: Path | None) -> tuple[PackedCorpus, list[str]]:
+def build(config: DataConfig, checkpoint: Path | None) -> tuple[TokenCorpus, list[str]]:
     """The examples and what was said."""
     said: list[str] = []
     return prepare_packed(config, 1000, said.append, checkpoint), said
@@ -251,7 +251,8 @@ def test_plain_text_is_encoded_in_pieces_and_all_of_it_learned(
 
 
 def test_max_tokens_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path) -> None:
-    assert [len(build(five(max_tokens=most), checkpoint)[0].train) for most in (5, 6, 15, 16, 99)] == [1, 2, 2, 3, 5]
+    for most, number in ((5, 1), (6, 2), (15, 2), (16, 3), (99, 5)):
+        assert len(build(five(max_tokens=most), checkpoint)[0].train.borders) == number
 
 
 def test_what_has_no_end_is_read_as_far_as_the_run_needs(
@@ -260,7 +261,7 @@ def test_what_has_no_end_is_read_as_far_as_the_run_needs(
     streamed = replace(packing.open_examples(five()), streamed=True)
     monkeypatch.setattr(packing, "open_examples", lambda config: streamed)
     for needed, number in ((5, 1), (100, 5)):
-        assert len(prepare_packed(five(), needed, len, checkpoint).train) == number
+        assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
 
 
 def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_a_cache_is_used_and_rebuilt_when_damaged(five: Make, checkpoint: Path, 
     assert said[-1] == "5 train examples with 33 tokens, 1 validation examples with 5 tokens"
     assert first.folder.name.startswith("instructions-examples-")
     assert first.tokenizer_path.is_file()
-    assert (first.vocab_size, first.end_token, len(first.val)) == (20, 1, 1)
+    assert (first.vocab_size, first.end_token, len(first.val.borders)) == (20, 1, 1)
     second, said = build(five(), checkpoint)
     assert said == [] and second.fingerprint == first.fingerprint
 

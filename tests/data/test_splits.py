@@ -11,7 +11,7 @@ from small_corpora import word_checkpoint, write_examples, write_rows
 from torch import Tensor
 
 from gnmr.config import Config, DataConfig, ModelConfig, TrainingConfig
-from gnmr.data import Batch
+from gnmr.data.batch import Batch
 from gnmr.training.build import open_data, training_blocks, validation
 
 Make = Callable[..., DataConfig]

@@ -15,8 +15,10 @@ import pytest
 from small_corpora import build, word_checkpoint, write_examples
 
 from gnmr.config import DataConfig
-from gnmr.data import TokenCorpus, TrainBlocks, packing, prepare_packed, token_file
-from gnmr.data.cache import Corrupt, open_folder
+from gnmr.data import cache, token_file
+from gnmr.data.blocks import TrainBlocks
+from gnmr.data.cache import Corrupt, TokenCorpus, open_folder
+from gnmr.data.packing import prepare_packed
 from gnmr.data.token_file import TokenFile
 from gnmr.errors import RunFailed, UserError
 
@@ -153,7 +155,7 @@ def test_borders_that_do_not_fit_are_named(config: Make, tmp_path: Path) -> None
     write_examples(tmp_path / "data" / "valid.jsonl", [("a", "b")] * 3)
     settings, checkpoint = config(name="instructions", path=str(tmp_path / "data")), word_checkpoint(tmp_path / "c")
     folder = prepare_packed(settings, 100, len, checkpoint).folder
-    np.array([[9**9, 0]], dtype="<i8").tofile(folder / packing._DOCUMENTS["train.bin"])
+    np.array([[9**9, 0]], dtype="<i8").tofile(folder / cache.DOCUMENTS["train.bin"])
     seal(folder)
     with pytest.raises(UserError, match=r"train\.documents\.bin does not match train\.bin; remove the folder"):
         prepare_packed(settings, 100, len, checkpoint)
@@ -161,12 +163,11 @@ def test_borders_that_do_not_fit_are_named(config: Make, tmp_path: Path) -> None
 
 def test_a_full_disk_while_the_tokenizer_is_written(config: Make, corpus_file: Path, monkeypatch) -> None:
     """The library's own `save` raises a plain Exception."""
-    plain = Path.write_text
+    plain = Path.write_bytes
 
-    def write_text(self: Path, *words: Any, **options: Any) -> int:
-        target = Path("/dev/full") if self.name == "tokenizer.json" else self
-        return plain(target, *words, **options)
+    def write_bytes(self: Path, content: bytes) -> int:
+        return plain(Path("/dev/full") if self.name == "tokenizer.json" else self, content)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
     with pytest.raises(UserError, match=r"data\.cache_dir=.*: cannot be written \(No space left on device\)"):
         build(config(path=str(corpus_file)))

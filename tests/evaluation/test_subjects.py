@@ -14,11 +14,13 @@ from torch.nn import functional as F
 pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
-from gnmr.data import TokenCorpus, validation_blocks
+from gnmr.data.blocks import validation_blocks
+from gnmr.data.cache import TokenCorpus
 from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
-from gnmr.evaluation import load_subject, of_run, score
 from gnmr.evaluation.harness import Harness
+from gnmr.evaluation.scoring import score
+from gnmr.evaluation.subjects import load_subject, of_run
 from gnmr.paths import PathSpec, convert
 from gnmr.records.reader import read_json, read_jsonl
 

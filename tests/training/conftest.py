@@ -10,7 +10,7 @@ import torch
 from everything import everything
 
 from gnmr.config import ModelConfig
-from gnmr.data import TrainBlocks
+from gnmr.data.blocks import TrainBlocks
 from gnmr.models import Llama
 from gnmr.models.pretrained import save
 from gnmr.training import run as run_module

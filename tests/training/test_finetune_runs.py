@@ -12,7 +12,7 @@ import pytest
 import torch
 from everything import differences, everything
 
-from gnmr.data import Batch
+from gnmr.data.batch import Batch
 from gnmr.errors import UserError
 from gnmr.models.pretrained import load
 from gnmr.records.reader import read_json, read_jsonl
@@ -154,7 +154,7 @@ def copied(base: Path, folder: Path) -> Path:
 
 
 def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, lora: Words, base: Path) -> None:
-    from gnmr.data import prepare
+    from gnmr.data.tokens import prepare
 
     copy = copied(base, tmp_path / "base")
     own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path

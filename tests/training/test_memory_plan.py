@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gnmr.config import Config
 from gnmr.config.compose import compose
-from gnmr.data import Batch
+from gnmr.data.batch import Batch
 from gnmr.errors import UserError
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.training.build import Parts, assemble, training_blocks

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gnmr import models
-from gnmr.data import TrainBlocks, prepare
+from gnmr.data.blocks import TrainBlocks
+from gnmr.data.tokens import prepare
 from gnmr.records.reader import read_jsonl
 
 
