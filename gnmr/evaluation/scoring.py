@@ -7,9 +7,9 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,7 +66,7 @@ def score(
     with subject.serving(), _quiet(), _undisturbed():
         for name in dict.fromkeys(tasks):
             began = time.perf_counter()
-            harness = Harness(subject, batch_size, None if progress is None else _named(progress, name))
+            harness = Harness(subject, batch_size, None if progress is None else partial(progress, name))
             found[name] = _score_task(name, harness, limit, _shots(name, shots), data, block)
             found[name]["seconds"] = time.perf_counter() - began
     return found
@@ -124,10 +124,6 @@ def _defined(name: str, shots: int, data: Path | None) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def _named(progress: Progress, name: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(name, done, total)
-
-
 def _score_task(
     name: str, harness: Harness, limit: int | None, shots: int, data: Path | None, block: int | None
 ) -> dict[str, Any]:
@@ -148,17 +144,9 @@ def _score_task(
             found["metrics"]["token_perplexity"] = token_perplexity(harness, definitions.lines_of(documents), block)
             found["block"] = block
     counts = harness.counts
-    return (
-        {"tokens_scored": counts["scored"]}
-        | found
-        | {
-            "shots": shots if task.shots else 0,
-            "tokens_read": counts["read"],
-            "tokens_generated": counts["generated"],
-            "truncated": counts["truncated"],
-            "convention": task.convention.format(block=block),
-        }
-    )
+    read = {"tokens_read": counts["read"], "tokens_generated": counts["generated"], "truncated": counts["truncated"]}
+    about = {"shots": shots if task.shots else 0, **read, "convention": task.convention.format(block=block)}
+    return {"tokens_scored": counts["scored"]} | found | about
 
 
 def _load(task: Task, where: Path, local: bool) -> Any:
@@ -186,11 +174,8 @@ def _found(task: Task, results: Any) -> dict[str, Any]:
     }
     if groups:
         found["subjects"] = {
-            leaf.removeprefix(f"{task.theirs}_"): {
-                "items": sizes[leaf]["effective"],
-                **_metrics(results["results"][leaf]),
-            }
-            for leaf in sizes
+            leaf.removeprefix(f"{task.theirs}_"): {"items": size["effective"]} | _metrics(results["results"][leaf])
+            for leaf, size in sizes.items()
         }
         for name, metric in found["metrics"].items():
             metric["stderr"] = pooled_stderr([(row["items"], row[name]) for row in found["subjects"].values()])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from gnmr import models
 from gnmr.checks import one_of
 from gnmr.config import Config, config_hash, read
 from gnmr.data import cache
+from gnmr.data import tokenizer as bpe
 from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
@@ -38,19 +39,26 @@ PATHS = ("16bit", "low")
 Generate = Callable[[list[list[int]], int, Callable[[list[int]], bool]], list[list[int]]]
 
 
-class Text(Protocol):
-    """A tokenizer. `bos`: the token that begins every text, or None; `eos`: the token that ends one."""
+@dataclass(frozen=True)
+class Text:
+    """A tokenizer, of the library tokenizers or of transformers."""
 
-    bos: int | None
+    tokenizer: Any
     eos: int
+    """The token that ends a text."""
+    bos: int | None = None
+    """The token that begins every text, if one does."""
+    adds_special: bool = True
+    """False: one of gnmr.data, whose end token separates documents."""
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Token ids; `special`: with the special tokens that the tokenizer adds itself."""
-        ...
+        found = self.tokenizer.encode(text, add_special_tokens=special and self.adds_special)
+        return list(getattr(found, "ids", found))
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Text, without special tokens unless `special`."""
-        ...
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 @dataclass
@@ -165,16 +173,8 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
         plan = build_plan(model, config.paths, config.training.seed)
         check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
-    return of_run(
-        str(folder),
-        model,
-        corpus.tokenizer_path,
-        max_length=config.training.seq_len,
-        device=device,
-        path=in_force,
-        plan=plan,
-        facts=facts,
-    )
+    name, tokenizer, longest = str(folder), corpus.tokenizer_path, config.training.seq_len
+    return of_run(name, model, tokenizer, max_length=longest, device=device, path=in_force, plan=plan, facts=facts)
 
 
 def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.device) -> Subject:
@@ -223,31 +223,13 @@ def of_run(
     facts: dict[str, Any] | None = None,
 ) -> Subject:
     """A model of ours, loaded or in training, with the tokenizer.json of its data (`TokenCorpus.tokenizer_path`)."""
-    text = _OwnText(tokenizer)
+    try:
+        own = bpe.load(tokenizer.read_bytes(), str(tokenizer))
+    except OSError as error:
+        raise UserError(f"{tokenizer}: the tokenizer cannot be read ({error.strerror})") from error
+    text = Text(own, bpe.end_token(own), adds_special=False)
     vocab_size: int = model.embed_tokens.num_embeddings  # type: ignore[union-attr,assignment]
     return Subject(name, model, model, text, max_length, vocab_size, device, path, plan, None, facts or {})
-
-
-class _OwnText:
-    """A tokenizer of gnmr.data: adds no special tokens; the end token separates documents."""
-
-    bos: int | None = None
-
-    def __init__(self, file: Path) -> None:
-        from gnmr.data import tokenizer as bpe
-
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise UserError(f"{file}: the tokenizer cannot be read ({error.strerror})") from error
-        self._tokenizer = bpe.load(content, str(file))
-        self.eos = bpe.end_token(self._tokenizer)
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, tokens: list[int], special: bool = False) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
@@ -319,9 +301,11 @@ def of_checkpoint(
         found: Tensor = model(input_ids=tokens_BT, use_cache=False).logits
         return found
 
-    text = _TheirText(tokenizer)
+    text = Text(tokenizer, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id)
+    pad = next(token for token in known if token is not None)
     longest, vocab_size = int(model.config.max_position_embeddings), model.get_input_embeddings().num_embeddings
-    generate = _generator(model, text.pad, device)
+    generate = _generator(model, pad, device)
     return Subject(name, model, logits, text, longest, vocab_size, device, path, plan, generate, facts or {})
 
 
@@ -341,23 +325,6 @@ def _adapted(model: Any, folder: Path) -> nn.Module:
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, UserWarning) as error:
         raise UserError(f"adapter={folder}: does not fit this checkpoint ({pretrained.first_line(error)})") from error
     return adapted
-
-
-class _TheirText:
-    """A tokenizer of transformers."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.bos: int | None = tokenizer.bos_token_id
-        self.eos: int = tokenizer.eos_token_id
-        known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id)
-        self.pad: int = next(token for token in known if token is not None)
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
-
-    def decode(self, tokens: list[int], special: bool = False) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 def _generator(model: Any, pad: int, device: torch.device) -> Generate:

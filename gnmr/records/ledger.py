@@ -87,10 +87,10 @@ def read(folder: Path, name: str = NAME) -> dict[str, str] | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", row) for row in rows[:-1]]
-    if rows[-1] or not found or not all(found):
+    found = [row for row in (re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", row) for row in rows[:-1]) if row]
+    if rows[-1] or not found or len(found) < len(rows) - 1:
         raise UserError(f"{path}: damaged")
-    return {row[2]: row[1] for row in found if row}
+    return {row[2]: row[1] for row in found}
 
 
 def digest_of(path: Path, packed: bool) -> str:

@@ -3,7 +3,7 @@
 A pack has a row a file: the run (its folder below the one that was packed), the file's name, the sha256 of its content
 and the content. Content is null where a file was left out on purpose; its sha256 stays. X.jsonl.gz is packed as the
 X.jsonl that it holds. Rows are sorted by file, then run, because like files compress well together. The schema's
-metadata say what was packed (`read_about`). The same folders give the same bytes.
+metadata say what was packed, under `ABOUT`. The same folders give the same bytes.
 
 A pack is read by writing it into a private temporary folder. It may be anybody's (`gnmr.untrusted`): its runs' names
 lead nowhere else, its files are records, its sizes are bounded and each content must have its sha256.
@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,8 +40,8 @@ SCHEMA = pa.schema(
         pa.field("content", pa.binary()),
     ]
 )
-_ABOUT = b"gnmr.pack"
-"""The key of the schema's metadata that makes a Parquet file a pack."""
+ABOUT = b"gnmr.pack"
+"""The key of the schema's metadata that makes a file a pack: version, runs, files, left_out and about, as JSON."""
 _FILES = frozenset({*LISTED, NAME, "DONE"})
 _SCORES = re.compile(r"scores[\w-]{0,50}\.json", re.ASCII)
 _MAX_FILES = 1 << 20
@@ -61,8 +61,8 @@ def known(name: str) -> bool:
 def write_pack(file: BinaryIO, folders: dict[str, Path], without: Iterable[str] = (), about: Any = None) -> int:
     """Packs runs, by the names that they have in the pack; returns how many files were left out.
 
-    `without` are the files to leave out, as FILE or RUN/FILE, in which `*` and `?` stand for any characters. `about` is
-    told by `read_about`. UserError for a run whose records are damaged, or that cannot be packed.
+    `without` are the files to leave out, as FILE or RUN/FILE, in which `*` and `?` stand for any characters. `about`
+    stands in the pack. UserError for a run whose records are damaged, or that cannot be packed.
     """
     found, without = [], sorted(set(without))
     with reading("pack"):
@@ -76,14 +76,9 @@ def write_pack(file: BinaryIO, folders: dict[str, Path], without: Iterable[str] 
         raise UserError(f"without {idle[0]}: fits no file of these runs")
     if any(name in ("config.yaml", "header.json", NAME) for name, _ in omitted):
         raise UserError(f"without {' '.join(without)}: config.yaml, header.json and {NAME} cannot be left out")
-    told = {
-        "version": 1,
-        "runs": len({run for _, run, _ in found}),
-        "files": len(found),
-        "left_out": without,
-        "about": about,
-    }
-    schema = SCHEMA.with_metadata({_ABOUT: json.dumps(told, sort_keys=True).encode()})
+    number = len({run for _, run, _ in found})
+    told = {"version": 1, "runs": number, "files": len(found), "left_out": without, "about": about}
+    schema = SCHEMA.with_metadata({ABOUT: json.dumps(told, sort_keys=True).encode()})
     how: dict[str, Any] = {
         "compression": "zstd",
         "compression_level": 19,
@@ -113,11 +108,9 @@ def _groups(found: list[tuple[str, str, Path]], omitted: set[tuple[str, str]]) -
     """The rows of each row group."""
     rows, size = list[dict[str, Any]](), 0
     for name, run, path in found:
-        if (name, run) in omitted:
-            content, digest = None, bytes.fromhex(digest_of(path, packed=path.name != name))
-        else:
-            content = _content(path, packed=path.name != name)
-            digest = hashlib.sha256(content).digest()
+        packed = path.name != name
+        content = None if (name, run) in omitted else _content(path, packed)
+        digest = bytes.fromhex(digest_of(path, packed)) if content is None else hashlib.sha256(content).digest()
         rows.append({"run": run, "file": name, "sha256": digest, "content": content})
         size += len(content or b"")
         if size >= _GROUP:
@@ -147,17 +140,9 @@ def is_pack(path: Path) -> bool:
     """Whether a file is a Parquet file that says that it is a pack; what it holds is not looked at."""
     if path.suffix != ".parquet" or not path.is_file():
         return False
-    try:
-        with opened(Path(os.path.realpath(path))) as file:
-            return _ABOUT in (pq.read_schema(file).metadata or {})
-    except (OSError, pa.ArrowException, Damaged):
-        return False
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """What a pack says of itself: version, runs, files, left_out (patterns) and about (what its maker told)."""
-    with opened(Path(os.path.realpath(path))) as file, reading(path):
-        return _checked(file)[1]
+    with suppress(OSError, pa.ArrowException, Damaged), opened(Path(os.path.realpath(path))) as file:
+        return ABOUT in (pq.read_schema(file).metadata or {})
+    return False
 
 
 def _checked(file: BinaryIO) -> tuple[pq.ParquetFile, dict[str, Any]]:
@@ -166,7 +151,7 @@ def _checked(file: BinaryIO) -> tuple[pq.ParquetFile, dict[str, Any]]:
     schema = footer.schema.to_arrow_schema()
     columns = {"run": "string", "file": "string", "sha256": "fixed_size_binary[32]", "content": "binary"}
     types = {one.name: str(getattr(one.type, "value_type", one.type)) for one in schema}
-    told = json.loads((schema.metadata or {}).get(_ABOUT, b"null"))
+    told = json.loads((schema.metadata or {}).get(ABOUT, b"null"))
     if types != columns or len(schema) != len(columns) or not isinstance(told, dict) or told.get("version") != 1:
         raise ValueError("not a pack that this version of gnmr reads")
     groups = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))

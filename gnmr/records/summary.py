@@ -32,6 +32,40 @@ class Watched:
         self.mean += (norm - self.mean) / self.number
 
 
+class Steps:
+    """What is counted of the sound rows of steps.jsonl, row by row."""
+
+    def __init__(self, max_o: int) -> None:
+        self.max_o = max_o
+        self.totals: Counter[str] = Counter()
+        self.over: Counter[str] = Counter()
+        self.saturation: dict[str, list[int]] = {}
+        self.monitored: dict[str, Watched] = {}
+        self.times: list[float] = []
+        self.last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of `STEP_FIELDS`; one of other types is counted as damaged."""
+        if not _sound(row):
+            self.totals["damaged"] += 1
+            return
+        self.last = row
+        self.times.append(row["step_time_s"])
+        self.over.update(row["over"])
+        saved = row["saved_bytes"]  # null under activation checkpointing
+        self.totals.update(
+            promoted=row["num_active"],
+            at_max_o=row["num_active"] >= self.max_o,
+            saved_bytes=saved or 0,
+            measured=saved is not None,
+        )
+        for operand, counts in row["saturation"].items():
+            before = self.saturation.get(operand, (0, 0))
+            self.saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
+        for name, norm in row["monitored"].items():
+            self.monitored.setdefault(name, Watched()).add(norm)
+
+
 def summarize(
     folder: Path,
     num_recoverable: int,
@@ -48,57 +82,36 @@ def summarize(
     out, and what follows one that cannot be read.
     incomplete: what is known to be missing.
     """
-    damaged = steps = promoted = at_max_o = saved_bytes = measured = 0
-    over: Counter[str] = Counter()
-    saturation: dict[str, list[int]] = {}
-    monitored: dict[str, Watched] = {}
-    times: list[float] = []
-    last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
     lost: list[str] = []
+    steps = Steps(max_o)
     for row, _ in iter_sound(folder / "steps.jsonl", lost):
-        if not _sound(row):
-            damaged += 1
-            continue
-        last = row
-        steps += 1
-        promoted += last["num_active"]
-        at_max_o += last["num_active"] >= max_o
-        over.update(last["over"])
-        for operand, counts in last["saturation"].items():
-            before = saturation.setdefault(operand, [0, 0])
-            saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
-        for name, norm in last["monitored"].items():
-            monitored.setdefault(name, Watched()).add(norm)
-        if last["saved_bytes"] is not None:  # null under activation checkpointing
-            saved_bytes += last["saved_bytes"]
-            measured += 1
-        times.append(last["step_time_s"])
-    if damaged:
+        steps.add(row)
+    if damaged := steps.totals["damaged"]:
         lost.insert(0, f"{damaged} rows of steps.jsonl are damaged")
     evals = [row for row, _ in iter_sound(folder / "eval.jsonl", lost) if _numbers(row, "val_loss", "val_ppl")]
-    final = evals[-1] if evals else {"val_loss": None, "val_ppl": None}
-    step_time_s = median(times) if times else None
-    unit_steps = steps * num_recoverable
-    over_frac = {column: _share(number, unit_steps) for column, number in over.items()}
+    final = evals[-1] if evals else {}
+    last, totals, number = steps.last, steps.totals, len(steps.times)
+    step_time_s = median(steps.times) if number else None
+    over_frac = {column: _share(over, number * num_recoverable) for column, over in steps.over.items()}
     summary = {
         "status": status,
         "reason": reason,
-        "incomplete": "; ".join([*lost, *([incomplete] if incomplete else [])]) or None,
-        "steps": steps,
+        "incomplete": "; ".join(filter(None, [*lost, incomplete])) or None,
+        "steps": number,
         "tokens": last["tokens"],
-        "final_val_loss": final["val_loss"],
-        "final_val_ppl": final["val_ppl"],
-        "promotion_frac": _share(promoted, unit_steps),
-        "hit_max_o_frac": _share(at_max_o, steps),
+        "final_val_loss": final.get("val_loss"),
+        "final_val_ppl": final.get("val_ppl"),
+        "promotion_frac": _share(totals["promoted"], number * num_recoverable),
+        "hit_max_o_frac": _share(totals["at_max_o"], number),
         "gnmr_over_frac": over_frac.get("gnmr"),
         "delta_gnmr_over_frac": over_frac.get("delta_gnmr"),
         "over_frac": over_frac,
-        "saved_bytes_mean": _share(saved_bytes, measured),
+        "saved_bytes_mean": _share(totals["saved_bytes"], totals["measured"]),
         "peak_memory_bytes": peak_memory_bytes,
-        "saturation_total": saturation,
-        "monitored": {name: {"mean": seen.mean, "largest_gnmr": seen.largest} for name, seen in monitored.items()},
+        "saturation_total": steps.saturation,
+        "monitored": {name: {"mean": one.mean, "largest_gnmr": one.largest} for name, one in steps.monitored.items()},
         "nonfinite_total": last["nonfinite_total"],
-        "wall_time_s": sum(times),
+        "wall_time_s": sum(steps.times),
         "step_time_median_s": step_time_s,
         "tokens_per_s": last["tokens"] / last["step"] / step_time_s if step_time_s else None,
     }

@@ -70,12 +70,8 @@ class View:
         if self._mode == "plain":
             self.say(_opening(info))
         if self._mode == "picture":
-            self._live = Picture(
-                get_renderable=self._picture,
-                console=self._console,
-                refresh_per_second=_REFRESHES_PER_SECOND,
-                transient=True,
-            )
+            how: dict[str, Any] = {"refresh_per_second": _REFRESHES_PER_SECOND, "transient": True}
+            self._live = Picture(get_renderable=self._picture, console=self._console, **how)
             self._live.start()
 
     def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
@@ -92,10 +88,8 @@ class View:
         """A row of `EVAL_FIELDS`."""
         self._eval = row
         if self._mode == "plain" and self._info is not None:
-            self.say(
-                f"step {row['step']}/{self._info.total_steps}  "
-                f"val_loss {row['val_loss']:.4f}  val_ppl {row['val_ppl']:.2f}"
-            )
+            step = f"step {row['step']}/{self._info.total_steps}"
+            self.say(f"{step}  val_loss {row['val_loss']:.4f}  val_ppl {row['val_ppl']:.2f}")
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`; of a resumed run also the earlier ones."""
@@ -152,15 +146,11 @@ class View:
         progress = Table.grid(expand=True, padding=(0, 1))
         progress.add_column(ratio=1)
         progress.add_column(justify="right", no_wrap=True)
-        progress.add_row(
-            ProgressBar(total=info.total_steps, completed=step),
-            f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left",
-        )
-        about = f"  {_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
-        parts: list[RenderableType] = [
-            Text.assemble((info.name, "bold"), (about, "dim"), overflow="ellipsis", no_wrap=True),
-            progress,
-        ]
+        left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
+        progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
+        about = f"  {_of_what(info)}"
+        title = Text.assemble((info.name, "bold"), (about, "dim"), overflow="ellipsis", no_wrap=True)
+        parts: list[RenderableType] = [title, progress]
         if row:
             parts.append(self._figures(info, row))
         if ratios is not None and ratios.observed.any():
@@ -193,10 +183,7 @@ class View:
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(ratio=1, no_wrap=True)
         for i in range(0, len(cells), 3):
-            line: list[RenderableType] = []
-            for label, figure, style in cells[i : i + 3]:
-                line += [label, Text(figure, style)]
-            grid.add_row(*line)
+            grid.add_row(*(part for label, told, style in cells[i : i + 3] for part in (label, Text(told, style))))
         return grid
 
 
@@ -222,7 +209,7 @@ def _unit_table(ratios: RatioRows) -> Table:
 
 
 def _summary_table(summary: dict[str, Any]) -> Table:
-    saved = summary["saved_bytes_mean"]
+    saved, over = summary["saved_bytes_mean"], summary["over_frac"]
     figures = [
         ("status", summary["status"]),
         ("reason", summary["reason"]),
@@ -232,10 +219,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
         ("unit-steps on the recovery path", _or_none(summary["promotion_frac"], "{:.2%}")),
         ("steps at max_o", _or_none(summary["hit_max_o_frac"], "{:.2%}")),
-        *(
-            (f"unit-steps over {column}'s threshold", _or_none(share, "{:.2%}"))
-            for column, share in summary["over_frac"].items()
-        ),
+        *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
         ("kept for backward, mean", None if saved is None else _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),
@@ -252,10 +236,12 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 
 def _opening(info: RunInfo) -> str:
     resumed = f" from step {info.start_step + 1}" if info.start_step else ""
-    return (
-        f"{info.name}: {info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens, "
-        f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}, records in {info.folder}"
-    )
+    steps = f"{info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens"
+    return f"{info.name}: {steps}, {_of_what(info)}, records in {info.folder}"
+
+
+def _of_what(info: RunInfo) -> str:
+    return f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
 
 
 def _or_none(value: float | None, pattern: str) -> str | None:
@@ -279,15 +265,12 @@ def _duration(seconds: float) -> str:
 
 def _si(number: float) -> str:
     """1234567 -> 1.23 M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.2f} {letter}"
-    return f"{number:.0f}"
+    size, letter = next((one for one in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if abs(number) >= one[0]), (1, ""))
+    return f"{number / size:.{2 if letter else 0}f}{letter}"
 
 
 def _bytes(number: float) -> str:
     """1572864 -> 1.5 MiB."""
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
+    units = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
+    size, unit = next((one for one in units if number >= one[0]), (1, "B"))
+    return f"{number / size:.{0 if unit == 'B' else 1}f} {unit}"

@@ -227,8 +227,8 @@ def _has_key(wandb: Any) -> bool:
     settings = wandb.setup().settings
     if settings.api_key or settings.identity_token_file:
         return True
-    candidates = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    path = next((path for path in map(os.path.expanduser, candidates) if os.path.exists(path)), None)
+    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    path = next(filter(os.path.exists, map(os.path.expanduser, places)), None)
     try:
         login = netrc.netrc(path).authenticators(urlsplit(settings.base_url).netloc) if path else None
     except (OSError, netrc.NetrcParseError):

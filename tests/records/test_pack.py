@@ -22,12 +22,18 @@ from gnmr.errors import UserError
 from gnmr.records import pack
 from gnmr.records.files import replace_text
 from gnmr.records.ledger import check_records, left_out, write
-from gnmr.records.pack import is_pack, read_about, unpacked, write_pack
+from gnmr.records.pack import ABOUT, is_pack, unpacked, write_pack
 
 FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
 part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))
 runs = st.dictionaries(part, st.dictionaries(st.sampled_from(FILES[:-1]), st.binary(max_size=300)), max_size=5)
 slow = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def about(pack: Path) -> dict[str, Any]:
+    """What a pack says of itself."""
+    told: dict[str, Any] = json.loads(pq.read_schema(pack).metadata[ABOUT])
+    return told
 
 
 def packed(folder: Path, runs: dict[str, dict[str, bytes]], **more: Any) -> bytes:
@@ -114,7 +120,7 @@ def test_what_is_left_out_is_known_and_not_missing(tmp_path: Path) -> None:
     write(tmp_path / "run")
     path = tmp_path / "a.parquet"
     path.write_bytes(packed(tmp_path, {"run": {}, "more": {"config.yaml": b""}}, without=["run/*.jsonl"], about="it"))
-    assert read_about(path) == {"version": 1, "runs": 2, "files": 6, "left_out": ["run/*.jsonl"], "about": "it"}
+    assert about(path) == {"version": 1, "runs": 2, "files": 6, "left_out": ["run/*.jsonl"], "about": "it"}
     with unpacked([path / "run"]) as found:
         (folder,) = found.paths
         assert left_out(folder) == {"events.jsonl", "steps.jsonl"}
@@ -234,7 +240,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["pack", str(runs), f"out={out}", "without=steps.jsonl", "--when", "2026-11-23"]) == 0
     assert re.fullmatch(r".*all.parquet: 2 runs, [\d,]+ bytes, 2 files left out\n", capsys.readouterr().out)
     assert set(content(out)) == {"x/one", "y/two"}
-    assert read_about(out)["about"]["when"] == "2026-11-23"
+    assert about(out)["about"]["when"] == "2026-11-23"
     assert main(["pack", str(runs / "x" / "one"), "--out", str(out)]) == 0
     assert set(content(out)) == {"one"}
     assert main(["pack", str(runs), "out=all.csv"]) == 2

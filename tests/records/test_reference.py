@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from gnmr.disk import sha256
 from gnmr.records.ledger import check_records
-from gnmr.records.pack import read_about, unpacked
+from gnmr.records.pack import ABOUT, unpacked
 from gnmr.records.reader import read_ratios
 from gnmr.report.runs import load
 
@@ -22,7 +24,7 @@ def test_every_pack_is_what_its_checksum_says() -> None:
     assert lines == {path.name: sha256(path) for path in PACKS}
     readme = (PLACE / "README.md").read_text()
     for path in PACKS:
-        about = read_about(path)
+        about = json.loads(pq.read_schema(path).metadata[ABOUT])
         assert f"| {path.name} | {about['runs']} |" in readme
         assert f"`{about['about']['commit']}`" in readme
 
