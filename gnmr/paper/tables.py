@@ -16,9 +16,9 @@ import numpy as np
 
 from gnmr.paper import matching, published
 from gnmr.paper.matching import ACT_QUANT, FINETUNE, GNMR, MOE, PANGU, RECIPE, compared, meets, setting, size_of
-from gnmr.report.arms import Arm, bits
-from gnmr.report.comparisons import Comparison, Kind
-from gnmr.report.layout import NOTHING, Table, count, measure, percent
+from gnmr.report.arms import NAMES, Arm, bits
+from gnmr.report.comparisons import Comparison, Kind, by_experiment
+from gnmr.report.layout import NOTHING, Table, count, measure, numbered, percent
 from gnmr.report.runs import Run
 from gnmr.report.statistics import stat
 from gnmr.vocabulary import FORMATS
@@ -40,10 +40,8 @@ _LOSS = (
 
 def paper_tables(comparisons: list[Comparison]) -> list[Table]:
     """Of every experiment those of the paper's tables for which these runs have rows."""
-    found = []
-    for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
-        found += _of_experiment(experiment, [one for one in comparisons if one.kind.experiment == experiment])
-    return [table for table in found if table.rows]
+    made = (table for name, mine in by_experiment(comparisons).items() for table in _of_experiment(name, mine))
+    return [table for table in made if table.rows]
 
 
 def _of_experiment(experiment: str, comparisons: list[Comparison]) -> list[Table]:
@@ -200,10 +198,8 @@ def table_3(experiment: str, comparisons: list[Comparison]) -> Table:
                 continue
             alpha, beta = (arm.settings.get(f"controller.{key}") for key in ("alpha", "beta"))
             trigger = arm.settings.get("controller.trigger", 1.0)  # a share is of what exceeds trigger times threshold
-            paper = None
             own = matching.saved_activations(kind, arm) and meets(arm, matching.BOTH_THRESHOLDS)
-            if own and matching.four_eight(arm):
-                paper = published.TABLE_3.get((kind.scale, alpha, beta))
+            paper = published.TABLE_3.get((kind.scale, alpha, beta)) if own and matching.four_eight(arm) else None
             shares = [percent(share) for pair in zip(ours, paper or (None, None), strict=True) for share in pair]
             thresholds = [NOTHING if value is None else str(round(value * trigger, 3)) for value in (alpha, beta)]
             table.rows.append([arm.label, name, *thresholds, *shares])
@@ -234,15 +230,11 @@ def _siblings(
         any_signal: False: those under GNMR over thresholds alone.
     """
     groups: dict[str, list[Arm]] = {}
-    aside = ("arm", "paths.name", "controller.name")
+    free = (*free, *NAMES, "records.")
     for arm in comparison.arms:
         if arm.routed and (any_signal or (arm.signal in GNMR and not arm.ranked)):
-            kept = {
-                key: value
-                for key, value in arm.settings.items()
-                if (not key.startswith(free) or key in fixed) and key not in aside and not key.startswith("records.")
-            }
-            groups.setdefault(repr(sorted(kept.items())), []).append(arm)
+            kept = [pair for pair in arm.settings.items() if pair[0] in fixed or not pair[0].startswith(free)]
+            groups.setdefault(repr(sorted(kept)), []).append(arm)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -583,11 +575,12 @@ def _along(arm: Arm, shares: Iterable[float]) -> list[str]:
         values = []
         for run in arm.done:
             steps = run.evals["step"]
-            if len(steps):
-                planned = run.planned_steps or steps[-1]
-                away = np.abs(steps - share * planned)
-                if away.min() <= _WITHIN * planned:
-                    values.append(run.evals["val_ppl"][away.argmin()])
+            if not len(steps):
+                continue
+            planned = run.planned_steps or steps[-1]
+            away = np.abs(steps - share * planned)
+            if away.min() <= _WITHIN * planned:
+                values.append(run.evals["val_ppl"][away.argmin()])
         cells.append(measure(stat(values), 2))
     return cells
 
@@ -610,11 +603,7 @@ def _final_perplexity(arm: Arm | None) -> str:
 
 def _names(comparisons: list[Comparison]) -> list[str]:
     """The scales; where several comparisons have one, numbered."""
-    scales = [comparison.kind.scale for comparison in comparisons]
-    return [
-        f"{scale} ({scales[: place + 1].count(scale)})" if scales.count(scale) > 1 else scale
-        for place, scale in enumerate(scales)
-    ]
+    return numbered([comparison.kind.scale for comparison in comparisons], "{} ({})")
 
 
 def _source(comparisons: Iterable[Comparison]) -> str:

@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
-from rich.text import Text
 
 from gnmr import output
 from gnmr.errors import UserError, printable, writing
@@ -19,6 +18,7 @@ from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table, as_markdown
 from gnmr.report.runs import Run, load
 from gnmr.report.tables import Further, run_table, tables
+from gnmr.terminal import print_plain
 from gnmr.untrusted import Damaged, first_line, text
 
 
@@ -48,9 +48,7 @@ def report(
     """
     root = _common([Path(told(path)) for path in paths])
     folder = _folder_of(root) if out is None else out
-    written = folder / "report.md"
     _check_places(folder, out, html)
-    left_out: dict[Path, str] = {}
 
     def compared(runs: list[Run]) -> list[Comparison]:
         comparisons = compare(runs)
@@ -60,42 +58,28 @@ def report(
             choose_baseline(comparisons, against)
         return comparisons
 
-    def as_tables(runs: list[Run]) -> list[Table]:
-        comparisons = compared(runs)
-        return [*tables(comparisons, further), *fault_tables(comparisons)]
-
-    def as_plots(runs: list[Run]) -> list[Path]:
-        from gnmr.report.plots import draw  # matplotlib takes a second to import
-
-        return draw(compared(runs), written.parent)
-
-    def as_page(runs: list[Run]) -> None:
-        from gnmr.report.html import write_html  # plotly too
-
-        comparisons = compared(runs)
-        assert html is not None
-        write_html(comparisons, runs, html, tables=further(comparisons))
-
-    runs = _load(find_runs(paths), left_out, told)
-    runs, found = _shown(runs, as_tables, left_out)
+    runs = _Runs(find_runs(paths), told, compared)
+    found = runs.shown(lambda these, _: [*tables(these, further), *fault_tables(these)])
     for table in found:
         table.print(console)
     try:
-        written.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{written.parent}: cannot write the report ({error.strerror or error})") from error
-    images = _shown(runs, as_plots, left_out)[1] if plots else []
+        raise UserError(f"{folder}: cannot write the report ({error.strerror or error})") from error
+    images: list[Path] = []
+    if plots:
+        from gnmr.report.plots import draw  # matplotlib takes a second to import
+
+        images = runs.shown(lambda these, _: draw(these, folder))
     if html is not None:
-        _shown(runs, as_page, left_out)
-    lost = [f"Left out: {place}: {why}" for place, why in left_out.items()]
-    output.write_text(written, _markdown([*found, run_table(runs, root)], lost, images), follow=False)
-    _say_where(console, written, html, images)
+        from gnmr.report.html import write_html  # plotly too
 
-
-def _say_where(console: Console, written: Path, html: Path | None, images: list[Path]) -> None:
-    lines = [f"Report: {written}", *([f"Page: {html}"] if html is not None else []), *(["Plots:"] if images else [])]
-    for line in (*lines, *(f"  {image}" for image in images)):
-        console.print(Text(printable(line)), soft_wrap=True)
+        runs.shown(lambda these, all_: write_html(these, all_, html, tables=further(these)))
+    written = folder / "report.md"
+    output.write_text(written, _markdown([*found, run_table(runs.runs, root)], runs.left_out, images), follow=False)
+    page, pictures = [f"Page: {html}"] if html is not None else [], ["Plots:"] if images else []
+    for line in (f"Report: {written}", *page, *pictures, *(f"  {image}" for image in images)):
+        print_plain(console, printable(line))
 
 
 def _folder_of(root: Path) -> Path:
@@ -121,59 +105,71 @@ def _check_places(folder: Path, out: Path | None, html: Path | None) -> None:
 _T = TypeVar("_T")
 
 
-def _load(folders: list[Path], left_out: dict[Path, str], told: Callable[[object], str]) -> list[Run]:
-    runs = []
-    for folder in folders:
-        place = Path(told(folder))
-        try:
-            runs.append(load(folder, place).check())
-        except UserError as error:
-            _leave_out(place, told(first_line(error)), left_out)
-    if not runs:
-        raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
-    return runs
+class _Runs:
+    """Runs that can be shown; one that cannot be read or shown is left out, with a warning.
+
+    UserError where none is left.
+    """
+
+    def __init__(
+        self,
+        folders: list[Path],
+        told: Callable[[object], str],
+        compared: Callable[[list[Run]], list[Comparison]],
+    ) -> None:
+        self.runs: list[Run] = []
+        self.left_out: dict[Path, str] = {}
+        self._compared = compared
+        for folder in folders:
+            place = Path(told(folder))
+            try:
+                self.runs.append(load(folder, place).check())
+            except UserError as error:
+                self._leave_out(place, told(first_line(error)))
+        self._check()
+
+    def shown(self, show: Callable[[list[Comparison], list[Run]], _T]) -> _T:
+        """What `show` makes of comparisons and runs; without those for which it fails (damage that no check found)."""
+
+        def attempt(runs: list[Run]) -> _T:
+            return show(self._compared(runs), runs)
+
+        while True:
+            try:
+                return attempt(self.runs)
+            except Exception as error:
+                culprits = _culprits(self.runs, attempt) if _damage(error) else []
+                if not culprits:
+                    raise  # a mistake in the request, or a defect of ours and not of a run
+            for run, why in culprits:
+                self._leave_out(run.place, first_line(why).replace(str(run.folder), str(run.place)))
+            self.runs = [run for run in self.runs if run.place not in self.left_out]
+            self._check()
+
+    def _leave_out(self, place: Path, line: str) -> None:
+        self.left_out[place] = why = text(line.removeprefix(f"{place}/").removeprefix(f"{place}: "))
+        warnings.warn(printable(f"{place} left out: {why}"), stacklevel=2)
+
+    def _check(self) -> None:
+        if not self.runs:
+            raise UserError("; ".join(f"{place}: {why}" for place, why in self.left_out.items()))
 
 
-def _shown(runs: list[Run], show: Callable[[list[Run]], _T], left_out: dict[Path, str]) -> tuple[list[Run], _T]:
-    """What `show` makes of the runs, and the runs without those for which it fails (damage that no check found)."""
-    while True:
-        try:
-            return runs, show(runs)
-        except Exception as error:
-            if isinstance(error, UserError) and not isinstance(error, Damaged):
-                raise
-            culprits = _culprits(runs, show)
-            if not culprits:
-                raise  # a defect of ours, not of a run
-        for run, why in culprits:
-            _leave_out(run.place, first_line(why).replace(str(run.folder), str(run.place)), left_out)
-        runs = [run for run in runs if run.place not in left_out]
-        if not runs:
-            raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
+def _damage(error: Exception) -> bool:
+    """Whether an error may be a run's; else it is a mistake in the request."""
+    return isinstance(error, Damaged) or not isinstance(error, UserError)
 
 
-def _culprits(runs: list[Run], show: Callable[[list[Run]], Any]) -> list[tuple[Run, Exception]]:
+def _culprits(runs: list[Run], attempt: Callable[[list[Run]], object]) -> list[tuple[Run, Exception]]:
     """The runs that cannot be shown by themselves, and why."""
     try:
-        show(runs)
-    except UserError as error:
-        if not isinstance(error, Damaged):
-            return []  # a mistake in the request
-        failed: Exception = error
+        attempt(runs)
     except Exception as error:
-        failed = error
-    else:
-        return []
-    if len(runs) == 1:
-        return [(runs[0], failed)]
-    half = len(runs) // 2
-    return _culprits(runs[:half], show) + _culprits(runs[half:], show)
-
-
-def _leave_out(place: Path, line: str, left_out: dict[Path, str]) -> None:
-    why = text(line.removeprefix(f"{place}/").removeprefix(f"{place}: "))
-    left_out[place] = why
-    warnings.warn(printable(f"{place} left out: {why}"), stacklevel=2)
+        if len(runs) == 1:
+            return [(runs[0], error)] if _damage(error) else []
+        half = len(runs) // 2
+        return _culprits(runs[:half], attempt) + _culprits(runs[half:], attempt) if _damage(error) else []
+    return []
 
 
 def _common(paths: list[Path]) -> Path:
@@ -184,8 +180,9 @@ def _common(paths: list[Path]) -> Path:
     return common if any(path.is_absolute() for path in paths) else Path(os.path.relpath(common))
 
 
-def _markdown(found: list[Table], left_out: list[str], images: list[Path]) -> str:
-    parts = ["# Report\n", *[table.markdown() for table in found], *[f"{as_markdown(line)}\n" for line in left_out]]
+def _markdown(found: list[Table], left_out: dict[Path, str], images: list[Path]) -> str:
+    lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
+    parts = ["# Report\n", *[table.markdown() for table in found], *lost]
     if images:
         parts.append("### Plots\n\n" + "\n\n".join(f"![{image.stem}]({image.name})" for image in images) + "\n")
     return "\n".join(parts)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from gnmr.report.runs import Run
 from gnmr.report.statistics import Stat, as_percent, paired, stat
@@ -31,7 +28,7 @@ BUDGET = (
 _NO_MAGNITUDE = ("bit_flip", "nan", "inf")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """FAILED for these is a divergence; for a full disk, memory or a defect the run says nothing about its arm."""
-_NAMES = ("arm", "paths.name", "controller.name")
+NAMES = ("arm", "paths.name", "controller.name")
 Outcomes = Mapping[int, float]
 """By seed: log perplexity at the end, inf for a run that diverged."""
 
@@ -180,13 +177,12 @@ class Arm:
 
     def over_fracs(self) -> dict[str, float]:
         """Shares of unit-steps over the threshold of each of the signal's columns, means over the done seeds."""
-        found: dict[str, list[float]] = defaultdict(list)
+        of_runs = []
         for run in self.done:
             old = {column: run.summary.get(f"{column}_over_frac") for column in ("gnmr", "delta_gnmr")}
-            for column, share in (run.summary.get("over_frac") or old).items():
-                if share is not None:
-                    found[column].append(share)
-        return {column: float(np.mean(shares)) for column, shares in found.items()}
+            of_runs.append(run.summary.get("over_frac") or old)
+        means = {column: stat(one.get(column) for one in of_runs) for one in of_runs for column in one}
+        return {column: found.mean for column, found in means.items() if found}
 
     @property
     def sort_key(self) -> tuple[int, int, str]:
@@ -219,9 +215,22 @@ def plain_adamw(arm: Arm) -> bool:
     return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")
 
 
-def levels(arms: Iterable[Arm], keys: list[str]) -> int:
-    """How many combinations of these settings there are among the arms."""
-    return len({repr([arm.settings.get(key) for key in keys]) for arm in arms})
+def telling(arms: list[Arm], keys: Iterable[str], above: str = "", alone: tuple[str, ...] = ()) -> list[str]:
+    """The keys without those that follow from the ones before them in their group: a stress's rate from its kind.
+
+    `above` belongs to every group, and is the whole group of those `alone`.
+    """
+
+    def levels(keys: list[str]) -> int:
+        return len({repr([arm.settings.get(key) for key in keys]) for arm in arms})
+
+    kept: list[str] = []
+    for key in keys:
+        groups = (above,) if key in alone else (key.split(".")[0], above)
+        group = [other for other in kept if other.split(".")[0] in groups]
+        if levels([*group, key]) > levels(group):
+            kept.append(key)
+    return kept
 
 
 def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
@@ -239,7 +248,7 @@ def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
 def varying(arms: Iterable[Arm]) -> list[str]:
     """Keys in which the arms' settings differ, names aside."""
     settings = [arm.settings for arm in arms]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in _NAMES)
+    keys = dict.fromkeys(key for one in settings for key in one if key not in NAMES)
     return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
 
 

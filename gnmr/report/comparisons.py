@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gnmr.errors import UserError
-from gnmr.report.arms import QUANTIZER, Arm, levels, plain_adamw, same, tell, varying
+from gnmr.report.arms import QUANTIZER, Arm, plain_adamw, same, tell, telling, varying
 from gnmr.report.runs import Run
 
 _WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
@@ -167,15 +167,13 @@ class Comparison:
     def apart(self) -> dict[str, tuple[str, list[str]]]:
         """What keeps this comparison apart from its rivals: {what: (here, there)}."""
         kinds = [self.kind, *self.rivals]
-        told = {
-            "data": [short(kind.fingerprint) for kind in kinds],
-            "seq_len": [str(kind.seq_len) for kind in kinds],
-            "tokens per step": [_number(kind.tokens_per_step) for kind in kinds],
-            "steps": [_number(kind.steps) for kind in kinds],
-        }
-        return {
-            what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told.items() if set(others) - {mine}
-        }
+        columns = zip(*map(_told_kind, kinds), strict=True)
+        told = zip(("data", "seq_len", "tokens per step", "steps"), columns, strict=True)
+        return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told if set(others) - {mine}}
+
+    def told_apart(self) -> str:
+        """`apart` in words."""
+        return ", ".join(f"{what} ({mine} and {', '.join(others)})" for what, (mine, others) in self.apart().items())
 
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
@@ -190,23 +188,33 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     comparisons = [
         Comparison(kind, [_arm(name, group) for (name, _), group in arms.items()]) for kind, arms in groups.items()
     ]
-    for comparison in comparisons:
-        kind = comparison.kind
-        others = [other.kind for other in comparisons if other is not comparison]
-        comparison.rivals = [o for o in others if (o.experiment, o.scale) == (kind.experiment, kind.scale)]
-        comparison.siblings = [other for other in comparisons if other.kind.experiment == kind.experiment]
-    for experiment in {comparison.kind.experiment for comparison in comparisons}:
-        _label([comparison for comparison in comparisons if comparison.kind.experiment == experiment])
-    for comparison in comparisons:
-        comparison.arms.sort(key=lambda arm: arm.sort_key)
+    for siblings in by_experiment(comparisons).values():
+        _label(siblings)
+        for one in siblings:
+            one.siblings = siblings
+            one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
+            one.arms.sort(key=lambda arm: arm.sort_key)
     return sorted(comparisons, key=lambda comparison: _order(comparison.kind))
+
+
+def by_experiment(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+    """The comparisons of each experiment, in their order."""
+    found: dict[str, list[Comparison]] = defaultdict(list)
+    for comparison in comparisons:
+        found[comparison.kind.experiment].append(comparison)
+    return dict(found)
+
+
+def runs_of(comparisons: Iterable[Comparison]) -> list[Run]:
+    """Of all of them, in order."""
+    return [run for comparison in comparisons for run in comparison.runs]
 
 
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
     """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
-    for comparison in comparisons:
-        if told := comparison.apart():
-            raise UserError(f"{comparison.name}: these runs cannot be compared, they differ in {_told_apart(told)}")
+    for one in comparisons:
+        if one.apart():
+            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {one.told_apart()}")
 
 
 def choose_baseline(comparisons: list[Comparison], name: str) -> None:
@@ -229,12 +237,8 @@ def choose_baseline(comparisons: list[Comparison], name: str) -> None:
         if not comparison.against and having & set(comparison.rivals):
             raise UserError(
                 f"--against {name}: {comparison.name} has runs that cannot be compared with this arm's, they differ in "
-                f"{_told_apart(comparison.apart())}"
+                f"{comparison.told_apart()}"
             )
-
-
-def _told_apart(told: dict[str, tuple[str, list[str]]]) -> str:
-    return ", ".join(f"{what} ({mine} and {', '.join(others)})" for what, (mine, others) in told.items())
 
 
 def _labels(arms: Iterable[Arm]) -> str:
@@ -246,8 +250,9 @@ def short(fingerprint: str | None) -> str:
     return str(fingerprint or "unknown")[:8]
 
 
-def _number(number: int | None) -> str:
-    return "unknown" if number is None else f"{number:,}"
+def _told_kind(kind: Kind) -> list[str]:
+    numbers = ["unknown" if one is None else f"{one:,}" for one in (kind.tokens_per_step, kind.steps)]
+    return [short(kind.fingerprint), str(kind.seq_len), *numbers]
 
 
 def _kind(run: Run) -> Kind:
@@ -287,20 +292,10 @@ def _label(comparisons: list[Comparison]) -> None:
     for name in {arm.name for arm in arms}:
         mine, shown = [arm for arm in arms if arm.name == name], keys[name]
         if any(len(tell(arm, shown)) > 4 for arm in mine):
-            shown = _telling(mine, shown)
+            shown = telling(mine, shown)
         for arm in mine:
             told = tell(arm, shown)
             arm.label = " ".join([name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
-
-
-def _telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
-    """The keys without those that follow from the ones before them in their group: a stress's rate from its kind."""
-    kept: list[str] = []
-    for key in keys:
-        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
-        if levels(arms, [*group, key]) > levels(arms, group):
-            kept.append(key)
-    return kept
 
 
 def _apart(arm: Arm, other: Arm) -> float:

@@ -9,14 +9,24 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison
 from gnmr.report.layout import count
 from gnmr.report.runs import Ratios, Run
-from gnmr.report.style import FAINT, INK, Looks, Series, head, new_figure, of_steps, step_axis
+from gnmr.report.style import (
+    FAINT,
+    INK,
+    Looks,
+    Series,
+    head,
+    legend_beside,
+    log_ticks,
+    new_figure,
+    of_steps,
+    step_axis,
+)
 
 Curves = dict[Path, Series]
 """By run folder: steps and values."""
@@ -27,12 +37,11 @@ def losses(comparison: Comparison, looks: Looks) -> Figure:
     gaps = {arm.label: _gaps(comparison, arm) for arm in comparison.arms}
     paired = any(gaps.values())
     figure, (train, val, *rest) = new_figure(13 if paired else 9.5, 4.2, columns=3 if paired else 2)
-    width = bin_width(_last_step(comparison), 120)
+    width = bin_width(last_step(comparison), 120)
     for arm in comparison.arms:
-        binned_loss = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
-        _seeds_and_mean(train, arm, _capped(binned_loss), looks)
-        evals = {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
-        _seeds_and_mean(val, arm, _capped(evals), looks, marker="o")
+        by_step, by_eval = loss_curves(arm, width)
+        _seeds_and_mean(train, arm, _capped(by_step), looks)
+        _seeds_and_mean(val, arm, _capped(by_eval), looks, marker="o")
         for axes in rest:
             _seeds_and_mean(axes, arm, gaps[arm.label], looks, marker="o")
     train.set_title(f"Training loss{of_steps('mean', width)}")
@@ -53,7 +62,7 @@ def losses(comparison: Comparison, looks: Looks) -> Figure:
 def saved_bytes(comparison: Comparison, looks: Looks) -> Figure:
     """Bytes kept for backward, measured (wide line) and by the memory model (thin dashes on it), one seed an arm."""
     figure, (axes,) = new_figure(8.5, 4.2)
-    width = bin_width(_last_step(comparison), 200)
+    width = bin_width(last_step(comparison), 200)
     dashes: Any = {"color": INK, "lw": 1.0, "ls": (0, (3, 2))}
     for arm in comparison.arms:
         rows = arm.first.steps
@@ -65,7 +74,7 @@ def saved_bytes(comparison: Comparison, looks: Looks) -> Figure:
     axes.set_title(f"measured and predicted{of_steps('mean', width)}")
     axes.set_ylabel("saved activations [MiB]")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes)
     _steps_of(axes, comparison)
     head(figure, f"Bytes kept for backward by the converted linears: {comparison.name}")
     return figure
@@ -74,14 +83,14 @@ def saved_bytes(comparison: Comparison, looks: Looks) -> Figure:
 def mean_gnmr(comparison: Comparison, means: Curves, looks: Looks) -> Figure:
     """GNMR averaged over the units, `mean_of_units` of each run: the paper's figure 3."""
     figure, (axes,) = new_figure(8.5, 4.2)
-    width = bin_width(_last_step(comparison), 150)
+    width = bin_width(last_step(comparison), 150)
     for arm in comparison.arms:
         if curves := {r.folder: binned(*means[r.folder], width, "mean") for r in arm.runs if r.folder in means}:
             _seeds_and_mean(axes, arm, curves, looks)
     axes.axhline(1.0, color=FAINT, lw=0.8, zorder=1)
     axes.set_title(f"seeds thin, their mean bold{of_steps('mean', width)}")
     axes.set_ylabel("mean GNMR over units")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes)
     _steps_of(axes, comparison)
     head(figure, f"Mean GNMR (as the paper's figure 3): {comparison.name}{_early(comparison)}")
     return figure
@@ -102,26 +111,28 @@ def losses_by_tokens(comparisons: Sequence[Comparison], looks: Looks) -> Figure:
             axes.annotate(comparison.kind.scale, (x, y), (5, 0), textcoords="offset points", fontsize=8, va="center")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    log_ticks(axes.yaxis, (1, 1.5, 2, 3, 4, 5, 6, 8))
     axes.set_title("seeds thin, their mean bold; means of bins of equal width")
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    log_ticks(axes.xaxis, (1, 2, 5), count)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("cross-entropy [nats per token]")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))  # an arm looks the same at every scale
-    axes.legend(once.values(), once.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes, once.values(), once.keys())
     early = max(map(_early, comparisons), key=len)
     head(figure, f"Training loss by tokens (as the paper's figure 4): {comparisons[0].kind.experiment}{early}")
     return figure
 
 
+def loss_curves(arm: Arm, width: int) -> tuple[Curves, Curves]:
+    """Training loss in means of `width` steps, and validation loss."""
+    train = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
+    return train, {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
+
+
 def loss_by_tokens(comparison: Comparison, bins: int = 80) -> Curves:
     """Training loss of each run that has one, in bins of equal width on a logarithmic axis of tokens."""
-    per_step, last = comparison.kind.tokens_per_step, _last_step(comparison)
+    per_step, last = comparison.kind.tokens_per_step, last_step(comparison)
     found: Curves = {}
     for run in comparison.runs:
         if per_step and np.isfinite(run.steps["loss"]).any():
@@ -169,11 +180,11 @@ def _end(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 def _capped(curves: Curves) -> Curves:
     """A diverged run drawn no higher than a little above where it began, so that it does not flatten the others."""
-    first = {key: values[np.isfinite(values)][:1] for key, (_, values) in curves.items()}
-    return {
-        key: (steps, np.minimum(values, 1.03 * first[key]) if len(first[key]) else values)
-        for key, (steps, values) in curves.items()
-    }
+    found = {}
+    for key, (steps, values) in curves.items():
+        first = values[np.isfinite(values)][:1]
+        found[key] = steps, np.minimum(values, 1.03 * first) if len(first) else values
+    return found
 
 
 def _gaps(comparison: Comparison, arm: Arm) -> Curves:
@@ -213,5 +224,6 @@ def _legend(arm: Arm, drawn: int) -> str:
     return f"{arm.label} ({seeds}, {done} done)" if done < number else f"{arm.label} ({seeds})"
 
 
-def _last_step(comparison: Comparison) -> int:
+def last_step(comparison: Comparison) -> int:
+    """Newest recorded step of all its runs."""
     return max(run.last_step for run in comparison.runs)

@@ -23,6 +23,8 @@ GRACE = 1
 WITHIN = 10
 """Steps between two spikes that are seen as belonging together."""
 _HISTORY, _LEAST_HISTORY, _SPIKE = 50, 10, 4.0
+_COUNTED = ("spikes", "loss_spikes", "preceded", "steps", "steps_preceded")
+"""What is summed of `Leads` over the seeds."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +97,25 @@ def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0,
     counts nowhere.
     """
     steps, risk_SU = ratios.steps, ratios.risk_SU
-    place = {unit: number for number, unit in enumerate(ratios.units)}
+    place = {unit: [number] for number, unit in enumerate(ratios.units)}  # as columns: one, or none
     begun = tuple(window for window in windows if len(steps) and window.start <= steps[-1])
-    flagged_SU = risk_SU > trigger
-    inside_SU = np.zeros(risk_SU.shape, bool)
+    flagged_SU, inside_SU = risk_SU > trigger, np.zeros(risk_SU.shape, bool)
     delays: list[int | None] = []
-    covered = []
-    broken = recovered = 0
+    active: list[np.ndarray] = []
     for window in begun:
+        unit = place.get(window.unit, [])
         rows = slice(*np.searchsorted(steps, (window.start, window.end + grace + 1)))
-        unit = place.get(window.unit)
-        hits = np.zeros(0, int) if unit is None else steps[rows][flagged_SU[rows, unit]]
+        hits = steps[rows][flagged_SU[rows, unit].any(axis=1)]
         delays.append(int(hits[0]) - window.start if len(hits) else None)
+        inside_SU[rows, unit] = True
         fault = slice(*np.searchsorted(steps, (window.start, window.end + 1)))
-        active = np.zeros(0, bool) if unit is None else ratios.active_SU[fault, unit]
-        covered.append(bool(len(active) and active.all()))
-        broken, recovered = broken + len(active), recovered + int(active.sum())
-        if unit is not None:
-            inside_SU[rows, unit] = True
+        active.append(ratios.active_SU[fault, unit])
     return Detection(
         windows=begun,
         delays=tuple(delays),
-        covered=tuple(covered),
-        broken=broken,
-        recovered=recovered,
+        covered=tuple(bool(one.size and one.all()) for one in active),
+        broken=sum(one.size for one in active),
+        recovered=sum(int(one.sum()) for one in active),
         flagged=int(flagged_SU.sum()),
         flagged_inside=int((flagged_SU & inside_SU).sum()),
         unit_steps_outside=int((~np.isnan(risk_SU) & ~inside_SU).sum()),
@@ -142,19 +139,6 @@ def read_windows(folder: Path) -> list[FaultWindow]:
             raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
         found.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
     return found
-
-
-def run_detection(run: Run, ratios: Ratios | None = None, grace: int = GRACE) -> Detection | None:
-    """The detection figures of a run by its own signal and trigger; None without faults.jsonl or recorded ratios.
-
-    `ratios`: the run's, where they are read already.
-    """
-    if not (windows := read_windows(run.folder)):
-        return None
-    ratios = run.ratios() if ratios is None else ratios
-    if len(ratios.steps) == 0:
-        return None
-    return detect(ratios, windows, trigger(run), grace)
 
 
 @dataclass(frozen=True)
@@ -228,33 +212,41 @@ def run_leads(run: Run, ratios: Ratios) -> dict[str, Leads]:
     return {name: leads(values, loss) for name, values in series.items()}
 
 
+class Findings:
+    """Detections and leads of a comparison that had injected faults, gathered run by run."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.faulty = any(stored(run.folder / "faults.jsonl") for run in comparison.runs)
+        self.detections: dict[Path, Detection] = {}
+        self.leads: dict[Path, dict[str, Leads]] = {}
+
+    def windows(self, run: Run) -> list[FaultWindow]:
+        """Of the run, in order."""
+        return read_windows(run.folder) if self.faulty else []
+
+    def add(self, run: Run, ratios: Ratios) -> None:
+        """The figures of a run by its own signal and trigger; no detection without windows or recorded ratios."""
+        if self.faulty:
+            self.leads[run.folder] = run_leads(run, ratios)
+            if len(ratios.steps) and (windows := self.windows(run)):
+                self.detections[run.folder] = detect(ratios, windows, trigger(run))
+
+    def tables(self) -> list[Table]:
+        """Those that have rows."""
+        one, found = self.comparison, self.detections
+        made = [detection_table(one, found), windows_table(one, found), lead_table(one, self.leads)]
+        return [table for table in made if table.rows]
+
+
 def fault_tables(comparisons: Iterable[Comparison]) -> list[Table]:
     """Detections and leads of the comparisons that had injected faults."""
     tables = []
-    for comparison in comparisons:
-        if not has_faults(comparison):
-            continue
-        found: dict[Path, Detection] = {}
-        led: dict[Path, dict[str, Leads]] = {}
-        for run in comparison.runs:
-            ratios = run.ratios()
-            led[run.folder] = run_leads(run, ratios)
-            if (detection := run_detection(run, ratios)) is not None:
-                found[run.folder] = detection
-        tables += tables_of(comparison, found, led)
+    for found in map(Findings, comparisons):
+        for run in found.comparison.runs if found.faulty else []:
+            found.add(run, run.ratios())
+        tables += found.tables()
     return tables
-
-
-def tables_of(
-    comparison: Comparison, found: Mapping[Path, Detection], led: Mapping[Path, Mapping[str, Leads]]
-) -> list[Table]:
-    """Those with rows of the comparison's detections and leads, by run folder."""
-    made = [detection_table(comparison, found), windows_table(comparison, found), lead_table(comparison, led)]
-    return [table for table in made if table.rows]
-
-
-def has_faults(comparison: Comparison) -> bool:
-    return any(stored(run.folder / "faults.jsonl") for run in comparison.runs)
 
 
 def lead_table(comparison: Comparison, found: Mapping[Path, Mapping[str, Leads]]) -> Table:
@@ -265,19 +257,12 @@ def lead_table(comparison: Comparison, found: Mapping[Path, Mapping[str, Leads]]
         mine = [found[run.folder] for run in arm.runs if run.folder in found]
         for name in dict.fromkeys(name for of_run in mine for name in of_run):
             runs = [of_run[name] for of_run in mine if name in of_run]
+            total = {key: sum(getattr(run, key) for run in runs) for key in _COUNTED}
             lags = [lag for run in runs for lag in run.lags]
-            number, steps = sum(run.loss_spikes for run in runs), sum(run.steps for run in runs)
-            table.rows.append(
-                [
-                    arm.label,
-                    name,
-                    str(sum(run.spikes for run in runs)),
-                    str(number),
-                    f"{median(lags):+g}" if lags else NOTHING,
-                    percent(sum(run.preceded for run in runs) / number if number else None),
-                    percent(sum(run.steps_preceded for run in runs) / steps if steps else None),
-                ]
-            )
+            shares = [(total["preceded"], total["loss_spikes"]), (total["steps_preceded"], total["steps"])]
+            cells = [str(total["spikes"]), str(total["loss_spikes"]), f"{median(lags):+g}" if lags else NOTHING]
+            cells += [percent(part / whole if whole else None) for part, whole in shares]
+            table.rows.append([arm.label, name, *cells])
     table.notes = [
         f"A spike: the logarithm is more than {_SPIKE:g} standard deviations (1.4826 times the median distance to the "
         f"median) above the median of the {_HISTORY} steps before; steps in a row are one. Lead: steps from the "
@@ -293,21 +278,19 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
 
     `found`: the detection of each run that has one, by folder. No rows where there is none.
     """
-    figures_of = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered", "recovered"]
-    columns = ["arm", "seeds", "windows", *figures_of]
-    table = Table(f"{comparison.name}: injected faults", columns)
+    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered", "recovered"]
+    table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
     for arm in comparison.arms:
         if not (mine := [found[run.folder] for run in arm.runs if run.folder in found]):
             continue
+
+        def share(of: str, mine: list[Detection] = mine) -> str:
+            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit=" %")
+
+        delay, alarms = measure(stat(d.delay for d in mine), 1), measure(stat(d.false_alarms for d in mine), 2)
         windows, covered = sum(len(d.windows) for d in mine), sum(sum(d.covered) for d in mine)
-        figures = [
-            measure(stat(_percent(d.recall) for d in mine), 1, unit=" %"),
-            measure(stat(_percent(d.precision) for d in mine), 1, unit=" %"),
-            measure(stat(d.delay for d in mine), 1),
-            measure(stat(d.false_alarms for d in mine), 2),
-        ]
-        spared = measure(stat(_percent(d.spared) for d in mine), 1, unit=" %")
-        table.rows.append([arm.label, str(len(mine)), str(windows), *figures, str(covered), spared])
+        counted = [arm.label, str(len(mine)), str(windows)]
+        table.rows.append([*counted, share("recall"), share("precision"), delay, alarms, str(covered), share("spared")])
     table.notes = [
         "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
         "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
@@ -319,33 +302,21 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
 
 def windows_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:
     """Every fault window, one row, and after how many steps each arm detected it, one column an arm."""
-    by_arm = {arm.label: _outcomes(arm, found) for arm in comparison.arms}
-    by_arm = {label: outcomes for label, outcomes in by_arm.items() if outcomes}
+    by_arm = {arm.label: told for arm in comparison.arms if (told := _outcomes(arm, found))}
     table = Table(f"{comparison.name}: who caught which fault", ["unit", "steps", "kind", "magnitude", "seed", *by_arm])
-    for window, seed in sorted(
-        {key for outcomes in by_arm.values() for key in outcomes}, key=lambda key: (key[0].start, key[0].unit, key[1])
-    ):
-        what = [
-            window.unit,
-            f"{window.start}-{window.end}",
-            window.kind or NOTHING,
-            NOTHING if window.magnitude is None else f"{window.magnitude:g}",
-            str(seed),
-        ]
+    faults = {key for outcomes in by_arm.values() for key in outcomes}
+    for window, seed in sorted(faults, key=lambda key: (key[0].start, key[0].unit, key[1])):
+        magnitude = NOTHING if window.magnitude is None else f"{window.magnitude:g}"
+        what = [window.unit, f"{window.start}-{window.end}", window.kind or NOTHING, magnitude, str(seed)]
         table.rows.append([*what, *(outcomes.get((window, seed), NOTHING) for outcomes in by_arm.values())])
     return table
 
 
 def _outcomes(arm: Arm, found: Mapping[Path, Detection]) -> dict[tuple[FaultWindow, int], str]:
     """In words, by window and seed."""
-    outcomes = {}
-    for run in arm.runs:
-        if detection := found.get(run.folder):
-            for window, delay, covered in zip(detection.windows, detection.delays, detection.covered, strict=True):
-                told = f"after {delay}" if delay is not None else "covered" if covered else "missed"
-                outcomes[window, run.seed] = told
-    return outcomes
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    return {
+        (window, run.seed): f"after {delay}" if delay is not None else "covered" if covered else "missed"
+        for run in arm.runs
+        if (one := found.get(run.folder))
+        for window, delay, covered in zip(one.windows, one.delays, one.covered, strict=True)
+    }

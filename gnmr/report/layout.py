@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,18 @@ def effect(paired: Paired) -> str:
     return f"{paired.d_z:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
+def counted(what: str, things: Iterable[object]) -> str:
+    """seed 0; seeds 0, 1; no seed."""
+    told = list(map(str, things))
+    return f"{what}{'s' if len(told) > 1 else ''} {', '.join(told)}" if told else f"no {what}"
+
+
+def numbered(names: Sequence[str], told: str) -> list[str]:
+    """The names, those that stand there several times with their number, as `told` has both."""
+    places = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [told.format(n, place) if names.count(n) > 1 else n for n, place in zip(names, places, strict=True)]
+
+
 def percent(share: float | None) -> str:
     """Three decimals below one percent, as the paper's table 3 has them, else one."""
     if share is None:
@@ -149,9 +161,8 @@ def duration(seconds: float | None) -> str:
     """In seconds, minutes or hours, whichever fits."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    limit, unit = (1, "s") if seconds < 60 else (60, "min") if seconds < 3600 else (3600, "h")
+    return f"{seconds / limit:.1f} {unit}"
 
 
 def count(number: float | None) -> str:

@@ -12,16 +12,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from gnmr import output
-from gnmr.report.comparisons import Comparison
-from gnmr.report.curves import (
-    Curves,
-    loss_by_tokens,
-    losses,
-    losses_by_tokens,
-    mean_gnmr,
-    mean_of_units,
-    saved_bytes,
-)
+from gnmr.report.comparisons import Comparison, by_experiment, runs_of
+from gnmr.report.curves import Curves, loss_by_tokens, losses, losses_by_tokens, mean_gnmr, mean_of_units, saved_bytes
+from gnmr.report.layout import counted, numbered
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks
 from gnmr.report.tradeoff import tradeoff
@@ -45,17 +38,12 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         for what in ("Glyph", "constrained_layout not applied", "Tight layout not applied"):
             warnings.filterwarnings("ignore", message=what)  # names may have any characters, and any length
-        for place, comparison in enumerate(comparisons):
-            stem = stems[place]
-            if stems.count(stem) > 1:
-                stem = f"{stem}-{stems[: place + 1].count(stem)}"
+        for comparison, stem in zip(comparisons, numbered(stems, "{}-{}"), strict=True):
             for name, figure, runs in _figures(comparison, shared):
                 save(f"{stem}-{name}", figure, runs)
-        for experiment in dict.fromkeys(comparison.kind.experiment for comparison in comparisons):
-            mine = [comp for comp in comparisons if comp.kind.experiment == experiment]
-            runs = [run for comparison in mine for run in comparison.runs]
-            if any(loss_by_tokens(comparison) for comparison in mine):
-                save(f"{_slug(experiment)}-loss-by-tokens", losses_by_tokens(mine, shared), runs)
+        for experiment, mine in by_experiment(comparisons).items():
+            if any(map(loss_by_tokens, mine)):
+                save(f"{_slug(experiment)}-loss-by-tokens", losses_by_tokens(mine, shared), runs_of(mine))
     return images
 
 
@@ -74,19 +62,19 @@ def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figur
                 continue
             if (mean := mean_of_units(ratios)) is not None:
                 means[run.folder] = mean
-            if run is arm.first:
-                name = "risk-trace" if mean is None else "gnmr"
-                yield f"{name}-{_slug(arm.label)}", traces(arm, run, ratios), [run]
-            if run is arm.first and arm.routed:
+            if run is not arm.first:
+                continue
+            name = "risk-trace" if mean is None else "gnmr"
+            yield f"{name}-{_slug(arm.label)}", traces(arm, run, ratios), [run]
+            if arm.routed:
                 yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios), [run]
     if means:
         yield "mean-gnmr", mean_gnmr(comparison, means, shared), [r for r in comparison.runs if r.folder in means]
 
 
 def _origin(runs: list[Run]) -> str:
-    seeds = sorted({run.seed for run in runs})
-    commits = sorted({run.commit for run in runs})
-    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} · commit {', '.join(commits)}"
+    seeds = counted("seed", sorted({run.seed for run in runs}))
+    return f"{seeds} · commit {', '.join(sorted({run.commit for run in runs}))}"
 
 
 def _slug(text: str) -> str:

@@ -35,12 +35,12 @@ All
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from gnmr.report.arms import BUDGET, QUANTIZER, Arm, levels, tell, varying
-from gnmr.report.comparisons import Comparison, short
+from gnmr.report.arms import BUDGET, QUANTIZER, Arm, tell, telling, varying
+from gnmr.report.comparisons import Comparison, by_experiment, short
 from gnmr.report.layout import NOTHING, Table, percent
 from gnmr.report.statistics import (
     BETTER,
@@ -68,11 +68,8 @@ RegimeCell = dict[str, Any]
 
 def regime_maps(comparisons: Iterable[Comparison]) -> dict[str, list[RegimeCell]]:
     """By experiment, the cells of each that has at least two with both static arms."""
-    found: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        found.setdefault(comparison.kind.experiment, []).append(comparison)
-    cells = {experiment: regime_cells(of_it) for experiment, of_it in found.items()}
-    return {experiment: made for experiment, made in cells.items() if sum(map(_bounded, made)) > 1}
+    cells = {experiment: regime_cells(of_it) for experiment, of_it in by_experiment(comparisons).items()}
+    return {name: made for name, made in cells.items() if sum(entry["low"] != NO_RECOVERY for entry in made) > 1}
 
 
 def regime_cells(comparisons: list[Comparison]) -> list[RegimeCell]:
@@ -118,7 +115,7 @@ def gap_tests(comparisons: list[Comparison]) -> dict[tuple[int, int], tuple[floa
 
 def summary(cells: Iterable[RegimeCell]) -> str:
     """The map in a few sentences that can be quoted."""
-    cells = [entry for entry in cells if _bounded(entry)]
+    cells = [entry for entry in cells if entry["low"] != NO_RECOVERY]
     lows = Counter(entry["low"] for entry in cells)
     first, *others = [(verdict, lows[verdict]) for verdict in _LOWS if lows[verdict] or verdict == HURT]
     told = f"In {_of(first[1], len(cells))} cells the static low path is {first[0]}"
@@ -151,11 +148,9 @@ def _table(experiment: str, cells: list[RegimeCell]) -> Table:
     table = Table(f"Regime map: {experiment}", ["cell", "seeds", "static low", *names])
     for entry in cells:
         what = " ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["cell"].items()) or "all"
-        low = entry["low"]
-        if entry["low_difference"] is not None:
-            low += f"\n{entry['low_difference']:+.2f} %"
+        apart = "" if entry["low_difference"] is None else f"\n{entry['low_difference']:+.2f} %"
         arms = [_told(entry["arms"].get(name)) for name in names]
-        table.rows.append([what, str(entry["seeds"]), low, *arms])
+        table.rows.append([what, str(entry["seeds"]), entry["low"] + apart, *arms])
     table.notes = [
         summary(cells),
         "Static low: perplexity relative to static recovery, over the seeds of both. Arms: share of that gap closed, "
@@ -169,10 +164,6 @@ def _table(experiment: str, cells: list[RegimeCell]) -> Table:
         f"low; {NO_GAP}: static low is fine.",
     ]
     return table
-
-
-def _bounded(entry: RegimeCell) -> bool:
-    return bool(entry["low"] != NO_RECOVERY)
 
 
 def _told(arm: RegimeCell | None) -> str:
@@ -191,24 +182,17 @@ def _keys(arms: list[Arm]) -> list[str]:
     what may be compared at all.
     """
 
-    kept: list[str] = []
-    for key in sorted(varying(arms), key=lambda key: key != "scale_name"):
-        if key.startswith((*_OF_AN_ARM, *_OF_NEITHER)) and key not in QUANTIZER:
-            continue
-        group = [other for other in kept if other.split(".")[0] in (key.split(".")[0], "scale_name")]
-        if key in _OF_KIND:
-            group = [other for other in group if other == "scale_name"]
-        if levels(arms, [*group, key]) > levels(arms, group):
-            kept.append(key)
-    return kept
+    aside = (*_OF_AN_ARM, *_OF_NEITHER)
+    keys = [key for key in varying(arms) if key in QUANTIZER or not key.startswith(aside)]
+    return telling(arms, sorted(keys, key=lambda key: key != "scale_name"), "scale_name", alone=_OF_KIND)
 
 
 def _parts(comparison: Comparison, keys: list[str]) -> list[Comparison]:
     """The comparison cut along the keys that a static arm shares with all that it is held against: cells are many."""
     shared = [key for key in keys if not key.startswith(("stress.", "paths."))]
-    parts: dict[str, list[Arm]] = {}
+    parts: dict[str, list[Arm]] = defaultdict(list)
     for arm in comparison.arms:
-        parts.setdefault(repr([arm.settings.get(key) for key in shared]), []).append(arm)
+        parts[repr([arm.settings.get(key) for key in shared])].append(arm)
     return [Comparison(comparison.kind, arms) for arms in parts.values()]
 
 
@@ -276,26 +260,24 @@ def _judge(
 ) -> RegimeCell:
     bound = paired(low.outcomes, recovery.outcomes) if low and recovery else Paired(0)
     verdict = _low_verdict(low, recovery, bound, gaps.get((id(low), id(recovery)), (None, TOO_FEW))[1])
-    against_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed.values()]
     randoms = [comparison.random(arm) for arm in routed.values()]
-    against_random = [
-        paired(arm.outcomes, other.outcomes) if other else Paired(0)
-        for arm, other in zip(routed.values(), randoms, strict=True)
-    ]
+    to_low = [paired(arm.outcomes, low.outcomes if low else {}) for arm in routed.values()]
+    to_random = [paired(a.outcomes, b.outcomes if b else {}) for a, b in zip(routed.values(), randoms, strict=True)]
     told = {}
-    for (name, arm), change, to_low, to_random, other in zip(
-        routed.items(), against_low, verdicts(against_low), verdicts(against_random), randoms, strict=True
+    tests = zip(to_low, verdicts(to_low), verdicts(to_random), strict=True)
+    for (name, arm), other, (change, (p, vs_low), (p_random, vs_random)) in zip(
+        routed.items(), randoms, tests, strict=True
     ):
-        closed = gap_closed(low.outcomes, arm.outcomes, recovery.outcomes) if low and recovery else None
-        vs_random = to_random[1] if other else None
+        gap = gap_closed(low.outcomes, arm.outcomes, recovery.outcomes) if low and recovery else None
+        closed, against = gap and gap[0], vs_random if other else None
         told[name] = {
-            "verdict": _arm_verdict(arm, recovery, verdict, to_low[1], vs_random, closed[0] if closed else None),
-            "vs_low": to_low[1],
-            "vs_random": vs_random,
+            "verdict": _arm_verdict(arm, recovery, verdict, vs_low, against, closed),
+            "vs_low": vs_low,
+            "vs_random": against,
             "difference": None if change.mean is None else as_percent(change.mean),
-            "p": to_low[0],
-            "p_random": to_random[0],
-            "gap_closed": closed[0] if closed else None,
+            "p": p,
+            "p_random": p_random,
+            "gap_closed": closed,
             "promoted": arm.promoted,
             "diverged": len(arm.diverged),
             "seeds": change.n,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gnmr.report.comparisons import Comparison
+from gnmr.report.layout import counted
 from gnmr.report.runs import Run
 
 
@@ -16,8 +17,8 @@ def state_lines(comparison: Comparison) -> list[str]:
         for status, title, tell in _STATES:
             if runs := arm.with_status(status):
                 parts.append(f"{len(runs)} {title}: " + "; ".join(tell(run) for run in runs))
-        if missing := [str(seed) for seed in comparison.seeds if seed not in arm.seeds]:
-            parts.append(f"missing: seed{'s' if len(missing) > 1 else ''} {', '.join(missing)}")
+        if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
+            parts.append(f"missing: {counted('seed', missing)}")
         if arm.duplicates:
             repeated = ", ".join(f"seed {run.seed} in {run.place}" for run in arm.duplicates)
             parts.append(f"left out because it repeats a seed: {repeated}")

@@ -9,7 +9,6 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +107,8 @@ class Run:
     @cached_property
     def evals(self) -> Columns:
         """`EVAL_FIELDS` as columns, one row an evaluation."""
-        return _columns(read_jsonl(self.folder / "eval.jsonl"), EVAL_FIELDS)
+        rows = read_jsonl(self.folder / "eval.jsonl")
+        return {field: np.array([_number(row.get(field)) for row in rows]) for field in EVAL_FIELDS}
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -168,8 +168,8 @@ class Run:
     @property
     def tokens_per_step(self) -> int | None:
         """Of an optimizer step; None where the settings do not say."""
-        sizes = [self.settings.get(f"training.{key}") for key in ("seq_len", "batch_size", "accumulation")]
-        return None if None in sizes else int(np.prod([size for size in sizes if size is not None]))
+        sizes = [self.settings.get(key) for key in _OF_A_STEP]
+        return None if None in sizes else int(np.prod(np.array(sizes)))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -267,17 +267,14 @@ def load(folder: Path, place: Path | None = None) -> Run:
     )
 
 
-_SIZES = ("seq_len", "batch_size", "accumulation", "steps", "seed")
+_OF_A_STEP = ("training.seq_len", "training.batch_size", "training.accumulation")
+_SIZES = (*_OF_A_STEP, "training.steps", "training.seed", "controller.max_o", "controller.hold")
 
 
 def _settings(flat: dict[str, Any]) -> dict[str, Any]:
     """The flat keys of a config that no check has seen: ValueError for a size that is no number."""
-    sizes = {f"training.{key}": flat.get(f"training.{key}") for key in _SIZES} | {
-        "controller.max_o": flat.get("controller.max_o"),
-        "controller.hold": flat.get("controller.hold"),
-    }
-    for key, value in sizes.items():
-        if value is not None and (type(value) is not int or not 0 <= value < 2**48):
+    for key in _SIZES:
+        if (value := flat.get(key)) is not None and (type(value) is not int or not 0 <= value < 2**48):
             raise ValueError(f"{key}={value!r:.40}: must be a whole number")
     return flat
 
@@ -339,10 +336,6 @@ def _summary(folder: Path) -> dict[str, Any]:
         if key in SUMMARY_FIELDS and not isinstance(value, kind | None):
             raise Damaged(f"{path}: {key}={value!r:.40} is no figure")
     return summary
-
-
-def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
-    return {field: np.array([_number(row.get(field)) for row in rows]) for field in fields}
 
 
 def _number(value: Any) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which stay apart for colour-blind readers."""
@@ -66,6 +67,18 @@ def foot(figure: Figure, text: str) -> None:
 def step_axis(axes: Axes, tokens_per_step: str = "") -> None:
     axes.set_xlabel("step" + (f" ({tokens_per_step} tokens each)" if tokens_per_step else ""))
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+
+
+def log_ticks(axis: Axis, subs: tuple[float, ...], told: Callable[[float], str] = "{:g}".format) -> None:
+    """Ticks of a logarithmic axis at these multiples of the powers of ten."""
+    axis.set_major_locator(LogLocator(10, subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: told(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_beside(axes: Axes, *entries: Iterable[Any]) -> None:
+    """The legend, on the right of the axes."""
+    axes.legend(*entries, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def of_steps(how: str, width: int) -> str:

@@ -11,7 +11,7 @@ from gnmr.records.reader import stored
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
-from gnmr.report.layout import NOTHING, Table, count, duration, effect, measure, percent, relative, size
+from gnmr.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routing import routing
 from gnmr.report.run_states import state_lines
@@ -58,7 +58,7 @@ def quality(comparison: Comparison) -> Table:
             difference = measure(spread, 2, sign=True, unit=" %") if spread else relative(change)
             seeds = sorted(arm.outcomes.keys() & reference.outcomes.keys())
             if seeds != sorted(arm.outcomes):
-                partial.append(f"{arm.label} on {_seeds(seeds)}")
+                partial.append(f"{arm.label} on {counted('seed', seeds)}")
         ppl, loss = arm.stat("final_val_ppl"), arm.stat("final_val_loss")
         done = f"{len(arm.done)} of {len(comparison.seeds)}"
         diverged = str(len(arm.diverged) or NOTHING)
@@ -103,9 +103,8 @@ def against_baseline(comparison: Comparison) -> list[Table]:
 
 def against_random(comparison: Comparison) -> Table:
     """Each routed arm against the arm that picks its units at random at the same mean promotion."""
-    table = Table(
-        f"{comparison.name}: against random at the same budget", ["arm", "promoted", "random\npromoted", *TESTED]
-    )
+    columns = ["arm", "promoted", "random\npromoted", *TESTED]
+    table = Table(f"{comparison.name}: against random at the same budget", columns)
     beside = [(arm, other) for arm in comparison.arms if (other := comparison.nearest_random(arm))]
     found = [(arm, other) for arm, other in beside if comparison.random(arm)]
     family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
@@ -152,18 +151,11 @@ def control(comparison: Comparison) -> Table:
     for arm in comparison.arms:
         saved, reference = arm.mean("saved_bytes_mean"), comparison.reference(arm)
         full = reference.mean("saved_bytes_mean") if reference else None
-        over = [f"{column} {percent(share)}" for column, share in arm.over_fracs().items()]
-        table.rows.append(
-            [
-                arm.label,
-                percent(arm.promoted) if arm.routed else NOTHING,
-                percent(arm.mean("hit_max_o_frac")) if arm.routed else NOTHING,
-                "\n".join(over) or NOTHING,
-                size(saved),
-                percent(saved / full) if saved is not None and full else NOTHING,
-                duration(arm.mean("wall_time_s")),
-            ]
-        )
+        over = "\n".join(f"{column} {percent(share)}" for column, share in arm.over_fracs().items())
+        routed = [percent(arm.promoted), percent(arm.mean("hit_max_o_frac"))] if arm.routed else [NOTHING] * 2
+        of_full = percent(saved / full if saved is not None and full else None)
+        time = duration(arm.mean("wall_time_s"))
+        table.rows.append([arm.label, *routed, over or NOTHING, size(saved), of_full, time])
     table.notes = [
         "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
         "signal's columns: shares of unit-steps; hit max_o: share of steps; saved: bytes kept for backward by the "
@@ -268,10 +260,5 @@ def _what(comparison: Comparison) -> str:
 def _apart(comparison: Comparison) -> list[str]:
     """The line that says what keeps this comparison apart from others of its experiment and scale."""
     differ = [f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in comparison.apart().items()]
-    if not differ:
-        return []
-    return [f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."]
-
-
-def _seeds(seeds: list[int]) -> str:
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}" if seeds else "no seed"
+    told = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
+    return [told] if differ else []

@@ -8,7 +8,7 @@ from matplotlib.ticker import NullLocator
 
 from gnmr.report.comparisons import Comparison
 from gnmr.report.statistics import as_percent
-from gnmr.report.style import FAINT, INK, head, looks, new_figure
+from gnmr.report.style import FAINT, INK, head, legend_beside, looks, new_figure
 from gnmr.report.tradeoff import ends, signal_curves
 
 _TICKS = (0, 0.1, 1, 5, 25, 100)
@@ -47,7 +47,7 @@ def quality_against_promotion(comparison: Comparison) -> Figure:
     axes.set_xlabel("mean promotion [% of unit-steps], linear below 0.1")
     axes.set_ylabel("perplexity relative to static low [%]")
     axes.set_title("mean and 95 % interval over seeds, signals a little side by side; lower is better")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes)
     early = "; × a run of the pairs diverged" if diverged else ""
     head(figure, f"Quality against promotion: {comparison.name}{early}")
     return figure

@@ -7,13 +7,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned
 from gnmr.report.risk import limit, trigger
 from gnmr.report.runs import Ratios, Run
-from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, new_figure, of_steps, step_axis
+from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, log_ticks, new_figure, of_steps, step_axis
 
 _LEAST, _MOST = 1 / 3, 3.0
 """Ends of the risk map's colours; 1 is the middle."""
@@ -54,7 +54,8 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
         axes.set_visible(False)
     for axes in grid[::2]:
         axes.set_ylabel(f"{what}{of_steps('highest', width)}")
-    _ratio_axis(grid[0])
+    grid[0].set_yscale("log")
+    log_ticks(grid[0].yaxis, (1, 2, 5))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=6)
     head(figure, f"{what} of the units with the highest peaks (as the paper's figure 2)\n{_of_run(arm, run)}")
     return figure
@@ -119,14 +120,6 @@ def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str,
     """A mark for each of the steps, at a share of the axes' height."""
     where = axes.get_xaxis_transform()
     axes.plot(steps, np.full(len(steps), height), marker, color=colour, ms=6, mew=0.6, transform=where, label=label)
-
-
-def _ratio_axis(axes: Axes) -> None:
-    """Logarithmic, with 0.5, 1, 2 and not powers of ten."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _strips(active_UB: np.ndarray) -> np.ndarray:

@@ -65,7 +65,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Page]
     """page(runs) -> the page of these runs, without plotly's five million characters."""
     monkeypatch.setattr(html, "get_plotlyjs", lambda: "/* plotly */")
 
-    def make(runs: list[Run], **more: Any) -> Page:
+    def make(runs: list[Run], title: str = "gnmr report", **more: Any) -> Page:
+        monkeypatch.setattr(html, "TITLE", title)
         path = tmp_path / "new folder" / "report.html"
         write_html(compare(runs), runs, path, **more)
         return Page(path)
@@ -225,11 +226,12 @@ def test_bins_without_a_recorded_step_are_empty(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.values["risk"][0, [0, 2, 4, 7]], np.array([np.nan, 2, 3, 4], np.float32))
 
 
-def test_regime_cells(page: Callable[..., Page], tmp_path: Path) -> None:
+def test_regime_cells(page: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"verdict": "part of the gap", "vs_low": "better", "vs_random": "better", "difference": -3.25, "p": 0.004}
     told |= {"p_random": 0.03, "gap_closed": 0.61, "promoted": 0.012, "diverged": 1, "seeds": 5}
     cell = {"cell": {"optim.lr": 1e-3}, "low": "hurt", "low_difference": 4.2, "seeds": 5, "arms": {"gap": told}}
-    data = page(sweep(tmp_path / "runs"), regimes={"stress": [cell]}).data
+    monkeypatch.setattr(html, "regime_maps", lambda _: {"stress": [cell]})
+    data = page(sweep(tmp_path / "runs")).data
     assert [comparison["experiment"] for comparison in data["comparisons"]] == ["stress"]
     regime = data["regimes"]["stress"]
     assert regime["summary"].startswith("In 1 of 1 cells the static low path is hurt.")

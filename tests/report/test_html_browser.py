@@ -22,6 +22,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from gnmr.report import html
 from gnmr.report.comparisons import compare
 from gnmr.report.html import write_html
 from gnmr.report.layout import Table
@@ -89,7 +90,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for gain in (1, 20)
     ]
     further = [Table(HOSTILE, ["arm", "PPL"], [["int4", "50.00"]])]
-    write_html(compare(runs), runs, root / "report.html", tables=further, regimes={"stress": cells}, title=HOSTILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(html, "regime_maps", lambda _: {"stress": cells})
+        patch.setattr(html, "TITLE", HOSTILE)
+        write_html(compare(runs), runs, root / "report.html", tables=further)
     return root / "report.html"
 
 

@@ -12,19 +12,20 @@ from html_runs import fake_run, ratios
 from gnmr.errors import UserError
 from gnmr.report.comparisons import compare
 from gnmr.report.faults import (
+    Detection,
     FaultWindow,
+    Findings,
     Leads,
     detect,
     detection_table,
     fault_tables,
     leads,
     read_windows,
-    run_detection,
     run_leads,
     spikes,
     windows_table,
 )
-from gnmr.report.runs import Ratios
+from gnmr.report.runs import Ratios, Run
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 
@@ -110,14 +111,20 @@ def test_windows_of_a_run_folder(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def detected(run: Run) -> Detection | None:
+    found = Findings(compare([run])[0])
+    found.add(run, run.ratios())
+    return found.detections.get(run.folder)
+
+
 def test_a_run_is_judged_by_its_own_trigger(tmp_path: Path) -> None:
     windows = [{"step": 3, "end": 5, "unit": "a", "kind": "nan", "magnitude": None}]
     made = flagged(("a", 3))
-    assert run_detection(fake_run(tmp_path / "none", made=made)) is None
-    found = run_detection(fake_run(tmp_path / "plain", made=made, windows=windows))
+    assert detected(fake_run(tmp_path / "none", made=made)) is None
+    found = detected(fake_run(tmp_path / "plain", made=made, windows=windows))
     assert found is not None and found.detected == 1
     strict = fake_run(tmp_path / "strict", made=made, windows=windows, settings={"controller.trigger": 1.6})
-    found = run_detection(strict)
+    found = detected(strict)
     assert found is not None and found.detected == 0
 
 
@@ -130,7 +137,7 @@ def test_tables(tmp_path: Path) -> None:
     sets["int4_int8"].active_SU[6, 1] = True
     runs = [fake_run(tmp_path / arm, arm=arm, made=made, windows=windows) for arm, made in sets.items()]
     (comparison,) = compare(runs)
-    found = {run.folder: detection for run in runs if (detection := run_detection(run))}
+    found = {run.folder: detection for run in runs if (detection := detected(run))}
     table = detection_table(comparison, found)
     assert table.rows == [
         ["int4", "1", "2", "0.0 ± - %", "-", "-", "0.00 ± -", "0", "0.0 ± - %"],

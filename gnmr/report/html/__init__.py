@@ -6,7 +6,7 @@ page.html, which holds all that the browser runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,35 +14,27 @@ from plotly.offline import get_plotlyjs
 
 from gnmr.errors import writing
 from gnmr.output import write_text
-from gnmr.report import faults
 from gnmr.report.binning import binned
-from gnmr.report.comparisons import Comparison
+from gnmr.report.comparisons import Comparison, by_experiment
 from gnmr.report.curves import Curves, mean_of_units
+from gnmr.report.faults import Findings
 from gnmr.report.html import sections
 from gnmr.report.html.pack import script_json
 from gnmr.report.html.sections import Tree
 from gnmr.report.html.unit_map import unit_map
 from gnmr.report.layout import Table
-from gnmr.report.regimes import RegimeCell, regime_maps
+from gnmr.report.regimes import regime_maps
 from gnmr.report.runs import Run
 from gnmr.report.style import COLOURS
 from gnmr.report.tables import comparison_tables, run_table
 
-__all__ = ["write_html"]
-
 MAP_CHARACTERS = 9_000_000
 """Room for the risk maps, so that a page with plotly's 4.8 million characters stays under 15 MB."""
+TITLE = "gnmr report"
 
 
 def write_html(
-    comparisons: Sequence[Comparison],
-    runs: Sequence[Run],
-    path: Path,
-    *,
-    tables_of: Callable[[Comparison], Sequence[Table]] = comparison_tables,
-    tables: Sequence[Table] = (),
-    regimes: Mapping[str, Sequence[RegimeCell]] | None = None,
-    title: str = "gnmr report",
+    comparisons: Sequence[Comparison], runs: Sequence[Run], path: Path, *, tables: Sequence[Table] = ()
 ) -> None:
     """Writes the page (`gnmr.output`), folders above it included.
 
@@ -50,38 +42,30 @@ def write_html(
         comparisons: `compare(runs)`; the page shows one at a time.
         runs: all runs, for the table of provenance.
         path: the file.
-        tables_of: the tables above a comparison's figures; their first column is the arm.
         tables: further tables over all comparisons, such as the paper's.
-        regimes: by experiment, cells as of `regimes.regime_maps`; None: those of the comparisons. An experiment
-            without any has no map.
-        title: of the page.
 
     Raises `UserError` where the file cannot be written.
     """
-    budget = MAP_CHARACTERS
-    trees = []
-    experiments = {
-        name: [comp for comp in comparisons if comp.kind.experiment == name]
-        for name in dict.fromkeys(comparison.kind.experiment for comparison in comparisons)
-    }
+    trees: list[Tree] = []
+    room = MAP_CHARACTERS
     for comparison in comparisons:
-        tree, used = _comparison(comparison, tables_of(comparison), budget)
-        budget -= used
+        tree, used = _comparison(comparison, room)
+        room -= used
         trees.append(tree)
+    experiments = by_experiment(comparisons)
     data = {
-        "title": title,
+        "title": TITLE,
         "colours": COLOURS,
         "comparisons": trees,
         "tables": [made.tree() for made in tables if made.rows],
         "tables_origin": sections.origin(runs),
         "tokens": {name: sections.tokens(mine) for name, mine in experiments.items()},
         "regimes": {
-            experiment: sections.regime(cells, experiments.get(experiment, []))
-            for experiment, cells in (regime_maps(comparisons) if regimes is None else regimes).items()
+            name: sections.regime(cells, experiments[name]) for name, cells in regime_maps(comparisons).items()
         },
         "runs": run_table(list(runs), path.parent).tree(),
     }
-    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(title))
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(TITLE))
     before, rest = page.split("<!-- plotly -->")
     between, after = rest.split("<!-- data -->")
     with writing(path):
@@ -89,48 +73,38 @@ def write_html(
     write_text(path, "".join([before, get_plotlyjs(), between, script_json(data), after]))
 
 
-def _comparison(comparison: Comparison, made: Sequence[Table], room: int) -> tuple[Tree, int]:
+def _comparison(comparison: Comparison, room: int) -> tuple[Tree, int]:
     """The comparison's tree and the characters that its maps take."""
     maps: list[tuple[int, int, Tree]] = []
     left_out: list[str] = []
-    found: dict[Path, faults.Detection] = {}
-    leads: dict[Path, dict[str, faults.Leads]] = {}
-    faulty = faults.has_faults(comparison)
-    means: Curves = {}
-    width = sections.step_width(comparison)
-    used = 0
+    found, means = Findings(comparison), Curves()
+    width, used = sections.step_width(comparison), 0
     for place, run in _runs_in_order(comparison):
-        arm = comparison.arms[place]
-        ratios = run.ratios()  # one run's at a time: a long run's matrices are large
+        arm, ratios = comparison.arms[place], run.ratios()  # one run's at a time: a long run's matrices are large
         if len(ratios.steps) == 0:
             continue
         if (mean := mean_of_units(ratios)) is not None:
             means[run.folder] = binned(*mean, width, "mean")
-        if (detection := faults.run_detection(run, ratios)) is not None:
-            found[run.folder] = detection
-        if faulty:
-            leads[run.folder] = faults.run_leads(run, ratios)
-        if left_out:
-            left_out.append(sections.run_label(arm, run))
-            continue
-        tree = sections.run_map(arm, run, ratios, unit_map(run, ratios), faults.read_windows(run.folder))
-        size = len(script_json(tree))
-        if used + size > room:
-            left_out.append(tree["label"])
-            continue
-        used += size
-        maps.append((place, run.seed, tree))
+        found.add(run, ratios)
+        if not left_out:
+            tree = sections.run_map(arm, run, ratios, unit_map(run, ratios), found.windows(run))
+            size = len(script_json(tree))
+            if used + size <= room:
+                used += size
+                maps.append((place, run.seed, tree))
+                continue
+        left_out.append(sections.run_label(arm, run))
     return {
         "name": _name(comparison),
         "experiment": comparison.kind.experiment,
         "arms": sections.arms(comparison),
-        "tables": [one.tree() for one in made if one.rows],
+        "tables": [one.tree() for one in comparison_tables(comparison)],
         "losses": sections.losses(comparison),
         "gnmr": sections.gnmr(comparison, means),
         "promotion": sections.promotion(comparison),
         "maps": [tree for _, _, tree in sorted(maps, key=lambda entry: entry[:2])],
         "left_out": left_out,
-        "faults": [one.tree() for one in faults.tables_of(comparison, found, leads)],
+        "faults": [one.tree() for one in found.tables()],
         "origin": sections.origin(comparison.runs),
     }, used
 
@@ -143,7 +117,5 @@ def _name(comparison: Comparison) -> str:
 
 def _runs_in_order(comparison: Comparison) -> list[tuple[int, Run]]:
     """Runs by the number of their arm: each arm's first one, then the others, so that no arm is without a map."""
-    firsts = [(place, arm.first) for place, arm in enumerate(comparison.arms)]
-    return firsts + [
-        (place, run) for place, arm in enumerate(comparison.arms) for run in arm.runs if run is not arm.first
-    ]
+    every = [(place, run, run is arm.first) for place, arm in enumerate(comparison.arms) for run in arm.runs]
+    return [(place, run) for first in (True, False) for place, run, is_first in every if is_first == first]

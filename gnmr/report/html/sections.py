@@ -9,9 +9,9 @@ import numpy as np
 
 from gnmr.report import regimes
 from gnmr.report.arms import Arm, bits
-from gnmr.report.binning import bin_width, binned, shared_mean
-from gnmr.report.comparisons import Comparison
-from gnmr.report.curves import Curves, loss_by_tokens
+from gnmr.report.binning import bin_width, shared_mean
+from gnmr.report.comparisons import Comparison, runs_of
+from gnmr.report.curves import Curves, last_step, loss_by_tokens, loss_curves
 from gnmr.report.faults import FaultWindow
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
@@ -48,15 +48,10 @@ Tree = dict[str, Any]
 def arms(comparison: Comparison) -> list[Tree]:
     """Label, colour and dash of each arm, as in the PNGs."""
     shared = looks(arm.label for arm in comparison.arms)
+    looked = zip(comparison.arms, ((look["color"], _DASH[look["ls"]]) for look in shared.values()), strict=True)
     return [
-        {
-            "label": label,
-            "colour": look["color"],
-            "dash": _DASH[look["ls"]],
-            "runs": len(arm.runs),
-            "done": len(arm.done),
-        }
-        for arm, (label, look) in zip(comparison.arms, shared.items(), strict=True)
+        {"label": arm.label, "colour": colour, "dash": dash, "runs": len(arm.runs), "done": len(arm.done)}
+        for arm, (colour, dash) in looked
     ]
 
 
@@ -66,9 +61,7 @@ def losses(comparison: Comparison) -> Tree:
     lines: list[Tree] = []
     first: dict[str, list[float]] = {"train": [], "val": []}
     for place, arm in enumerate(comparison.arms):
-        train = {run.folder: binned(run.steps["step"], run.steps["loss"], width, "mean") for run in arm.runs}
-        val = {run.folder: (run.evals["step"], run.evals["val_loss"]) for run in arm.runs}
-        for name, curves in (("train", train), ("val", val)):
+        for name, curves in zip(first, loss_curves(arm, width), strict=True):
             for _, values in curves.values():
                 first[name] += values[np.isfinite(values)][:1].tolist()
             lines += _lines(place, name, arm, curves)
@@ -78,7 +71,7 @@ def losses(comparison: Comparison) -> Tree:
 
 def step_width(comparison: Comparison) -> int:
     """Steps in a bin of the lines over steps."""
-    return bin_width(max((run.last_step for run in comparison.runs), default=0), _TRAIN_POINTS)
+    return bin_width(last_step(comparison), _TRAIN_POINTS)
 
 
 def gnmr(comparison: Comparison, means: Curves) -> Tree | None:
@@ -103,9 +96,8 @@ def tokens(comparisons: Sequence[Comparison]) -> Tree | None:
             told = f"mean of {len(runs)}" if arm.done else f"seed {runs[0].seed} ({runs[0].status})"
             who = {"label": arm.label, "scale": comparison.kind.scale, "colour": shared[arm.label]["color"], "of": told}
             lines.append(who | {"x": numbers(x, 9), "y": numbers(y)})
-    runs = [run for comparison in comparisons for run in comparison.runs]
     scales = list(dict.fromkeys(line["scale"] for line in lines))
-    return {"lines": lines, "scales": scales, "origin": origin(runs)} if lines else None
+    return {"lines": lines, "scales": scales, "origin": origin(runs_of(comparisons))} if lines else None
 
 
 def _lines(place: int, name: str, arm: Arm, curves: Curves) -> list[Tree]:
@@ -168,8 +160,7 @@ def regime(cells: Sequence[RegimeCell], comparisons: Sequence[Comparison]) -> Tr
     squares = []
     for entry in cells:
         at = {key: _plain(value) for key, value in entry["cell"].items()}
-        apart = entry["low_difference"]
-        facts = [["seeds", str(entry["seeds"])]]
+        apart, facts = entry["low_difference"], [["seeds", str(entry["seeds"])]]
         if apart is not None:
             facts.insert(0, ["perplexity relative to static recovery", f"{apart:+.2f} %"])
         squares.append({"at": at | {"arm": STATIC_LOW}, "verdict": entry["low"], "facts": facts})
@@ -180,7 +171,7 @@ def regime(cells: Sequence[RegimeCell], comparisons: Sequence[Comparison]) -> Tr
         "axes": list(squares[0]["at"]),
         "squares": squares,
         "colours": VERDICT_COLOURS,
-        "origin": origin([run for comparison in comparisons for run in comparison.runs]),
+        "origin": origin(runs_of(comparisons)),
     }
 
 
@@ -190,15 +181,18 @@ def _facts(entry: RegimeCell, told: RegimeCell) -> list[list[str]]:
     def tested(verdict: str, p: float | None) -> str:
         return verdict if p is None else f"{verdict} (p = {p:.2g})"
 
-    facts = [["static low", entry["low"]], ["against static low", tested(told["vs_low"], told["p"])]]
-    if told["vs_random"] is not None:
-        facts.append(["against random", tested(told["vs_random"], told["p_random"])])
-    if told["difference"] is not None:
-        facts.append(["perplexity relative to static low", f"{told['difference']:+.2f} %"])
-    if told["gap_closed"] is not None:
-        facts.append(["gap closed", f"{100 * told['gap_closed']:.0f} %"])
-    facts += [["promoted", percent(told["promoted"])], ["seeds", str(told["seeds"])]]
-    return facts + ([["diverged", str(told["diverged"])]] if told["diverged"] else [])
+    random, difference, closed = (told[key] for key in ("vs_random", "difference", "gap_closed"))
+    facts = [
+        ["static low", entry["low"]],
+        ["against static low", tested(told["vs_low"], told["p"])],
+        ["against random", random and tested(random, told["p_random"])],
+        ["perplexity relative to static low", None if difference is None else f"{difference:+.2f} %"],
+        ["gap closed", None if closed is None else f"{100 * closed:.0f} %"],
+        ["promoted", percent(told["promoted"])],
+        ["seeds", str(told["seeds"])],
+        ["diverged", told["diverged"] and str(told["diverged"])],
+    ]
+    return [fact for fact in facts if fact[1]]
 
 
 def run_label(arm: Arm, run: Run) -> str:
@@ -234,9 +228,6 @@ def origin(runs: Sequence[Run]) -> Tree:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if isinstance(value, int | float | np.number):
-        short = number(float(value))
-        return str(value) if short is None else short
-    return str(value)
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        value = str(value) if (short := number(float(value))) is None else short
+    return value if isinstance(value, int | float | str | None) else str(value)

@@ -11,6 +11,7 @@ from gnmr.report.binning import bin_width
 from gnmr.report.html.pack import packed
 from gnmr.report.runs import Ratios, Run
 
+_PROMOTION = (("unit", "u2"), ("step", "i4"), ("end", "i4"), ("cause", "u1"), ("released", "u1"), ("risk", "f4"))
 COLUMNS = 800
 """Bins of steps at the most: about the pixels that the map has."""
 
@@ -32,18 +33,15 @@ class UnitMap:
 
     def tree(self) -> dict[str, Any]:
         """For JSON."""
-        arrays = {"step": self.step_UB, "active": self.active_UB, "recorded": self.recorded_B, "cause": self.cause_UB}
-        return {
-            "width": self.width,
-            "last": self.last_step,
-            "bins": len(self.recorded_B),
-            "units": self.units,
-            "causes": self.causes,
-            "names": list(self.values),
-            **{name: packed(array) for name, array in arrays.items()},
-            "values": {name: packed(array) for name, array in self.values.items()},
-            "promotions": {name: packed(array) for name, array in self.promotions.items()},
-        }
+        whole = {"step": self.step_UB, "active": self.active_UB, "recorded": self.recorded_B, "cause": self.cause_UB}
+        what = {"width": self.width, "last": self.last_step, "bins": len(self.recorded_B), "units": self.units}
+        what |= {"causes": self.causes, "names": list(self.values)}
+        groups = {"values": self.values, "promotions": self.promotions}
+        return what | _packed(whole) | {name: _packed(arrays) for name, arrays in groups.items()}
+
+
+def _packed(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: packed(array) for name, array in arrays.items()}
 
 
 def unit_map(run: Run, ratios: Ratios, columns: int = COLUMNS) -> UnitMap:
@@ -75,22 +73,19 @@ def unit_map(run: Run, ratios: Ratios, columns: int = COLUMNS) -> UnitMap:
     cause_UB = np.zeros((units, bins), np.uint8)
     for unit, step, end, cause in zip(*(promotions[key] for key in ("unit", "step", "end", "cause")), strict=True):
         cause_UB[unit, max(step - 1, 0) // width : (end - 1) // width + 1] = cause
+    matrices = {"norm": ratios.norm_SU, **ratios.columns, "risk": ratios.risk_SU}
     return UnitMap(
         width=width,
         last_step=last,
         units=ratios.units,
         step_UB=step_BU.T.astype(np.uint16),
-        values={name: cells(matrix) for name, matrix in _matrices(ratios).items()},
+        values={name: cells(values) for name, values in matrices.items()},
         active_UB=active_BU.T,
         recorded_B=np.diff(edges).astype(np.uint16),
         causes=causes,
         cause_UB=cause_UB,
         promotions=promotions,
     )
-
-
-def _matrices(ratios: Ratios) -> dict[str, np.ndarray]:
-    return {"norm": ratios.norm_SU, **ratios.columns, "risk": ratios.risk_SU}
 
 
 def _promotions(run: Run, units: list[str], last: int) -> tuple[list[str], dict[str, np.ndarray]]:
@@ -112,13 +107,5 @@ def _promotions(run: Run, units: list[str], last: int) -> tuple[list[str], dict[
         elif unit in open_:
             row = open_.pop(unit)
             row[2], row[4] = step, causes.index(cause)
-    types = {
-        "unit": np.uint16,
-        "step": np.int32,
-        "end": np.int32,
-        "cause": np.uint8,
-        "released": np.uint8,
-        "risk": np.float32,
-    }
-    columns = list(zip(*found, strict=True)) or [()] * len(types)
-    return causes, {name: np.array(column, kind) for (name, kind), column in zip(types.items(), columns, strict=True)}
+    columns = zip(*found, strict=True) if found else [()] * len(_PROMOTION)
+    return causes, {name: np.array(of_it, kind) for (name, kind), of_it in zip(_PROMOTION, columns, strict=True)}
