@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
 from gnmr.controller.evidence import PATH_EVIDENCE
+from gnmr.controller.norms import Distinct
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
@@ -28,7 +29,7 @@ from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.plan import nominal_bits
 from gnmr.paths.probe import Probe
-from gnmr.paths.units import PathUnit
+from gnmr.paths.units import PathUnit, module_of
 
 _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 """A module's modules or parameters by name, one of the names, what stood there."""
@@ -47,7 +48,7 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
 
     def cost(unit: PathUnit) -> float:
         more = sum(
-            o.in_features * max(0, nominal_bits(o.recovery) - nominal_bits(o.low))
+            o.in_features * max(0, nominal_bits(unit.path_of(o)) - nominal_bits(o.low))
             for o in unit.operators
             if o.recovery is not None
         )
@@ -55,7 +56,7 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
 
     def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
         if observe == "adapter" and model is not None:
-            return adapters(model, unit.name)
+            return adapters(model, module_of(unit.name))
         return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
 
     return [
@@ -71,7 +72,7 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
 
 def norms_of(model: nn.Module, units: Sequence[Unit], observe: str) -> OutputGradients | None:
     """What `Controller(norms=...)` takes: hooks on the units' outputs for "input_grad", else None."""
-    return OutputGradients(model, [unit.name for unit in units]) if observe == "input_grad" else None
+    return OutputGradients(model, [module_of(unit.name) for unit in units]) if observe == "input_grad" else None
 
 
 def _links(model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module]) -> list[_Link]:
@@ -113,7 +114,8 @@ class AttachedController(Controller):
         """Takes the plan of `model` and has its operators measure what the signal needs of them."""
         self.plan, self._model = plan, model
         observe = self.spec.observe
-        around: list[nn.Module] = [] if observe == "parameters" else [watched(model, name) for name in self.names]
+        outside = [] if observe == "parameters" else [module_of(name) for name in self.names]
+        around: list[nn.Module] = [watched(model, name) for name in dict.fromkeys(outside)]
         self._modules = dict.fromkeys([*plan.operators, *around])
         self._read: list[nn.Module] = around if observe == "adapter" else [*plan.operators]
         self._links = _links(model, self._modules, self._read)
@@ -193,6 +195,7 @@ class AttachedController(Controller):
         """
         self._check_attached()
         gradients: list[list[list[Tensor]]] = []
+        distinct = Distinct(unit.parameters for unit in self.units)
         devices = [self._device] if self._device.type == "cuda" else []
         with self._unmeasured():
             for recovering in (False, True):
@@ -204,17 +207,19 @@ class AttachedController(Controller):
                 # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
                 gradients.append(
                     [
-                        [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in unit.parameters]
-                        for unit in self.units
+                        [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in group]
+                        for group in distinct.groups
                     ]
                 )
                 self._model.zero_grad(set_to_none=True)
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(
-            [
-                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
-                for low, high in zip(*gradients, strict=True)
-            ]
+        return distinct.of_each(
+            torch.stack(
+                [
+                    sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+                    for low, high in zip(*gradients, strict=True)
+                ]
+            )
         )
 
     @contextmanager

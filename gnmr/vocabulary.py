@@ -10,8 +10,8 @@ FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2
 """int<bits>, or e<exponent bits>m<mantissa bits>; bf16 keeps a tensor as it is."""
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("input", "weight", "grad_output", "result")
-UNITS = ("operator", "expert", "layer", "block")
-"""Which operators change their path together (gnmr/paths/units.py)."""
+UNITS = ("gemm", "operator", "expert", "layer", "block")
+"""What changes its path together: one GEMM of an operator, or operators (gnmr/paths/units.py)."""
 SITES = ("saved", "forward")
 """What a format quantizes: what backward keeps, or what the forward pass reads too."""
 ROUNDINGS = ("nearest", "stochastic")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gnmr.controller.norms import Distinct
 from gnmr.controller.units import Unit
 
 EVIDENCE: dict[str, str] = {
@@ -45,16 +46,12 @@ def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
     return [name for name in needs if name not in given]
 
 
-def parameters_of(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
-    """Of each unit, in order."""
-    return [list(unit.parameters) for unit in units]
-
-
 class MicroNorms:
     """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of them."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._groups = parameters_of(units)
+        self._distinct = Distinct(unit.parameters for unit in units)
+        self._groups = self._distinct.groups
         self._before: list[list[Tensor | None]] = [[None] * len(group) for group in self._groups]
         self._sum: Tensor | None = None
         self._weighted = False
@@ -90,7 +87,7 @@ class MicroNorms:
                 "backward"
             )
         # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
-        return total / count if self._weighted else total * count
+        return self._distinct.of_each(total / count if self._weighted else total * count)
 
     def reset(self) -> None:
         """Forgets the micro-batches since the last `take`."""
@@ -102,7 +99,8 @@ class UpdateNorms:
     """Norms of what the optimizer does to the units' parameters. Keeps one copy of them over its step."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._groups = parameters_of(units)
+        self._distinct = Distinct(unit.parameters for unit in units)
+        self._groups = self._distinct.groups
         self._before: list[list[Tensor]] = []
 
     @torch.no_grad()
@@ -120,27 +118,27 @@ class UpdateNorms:
             ]
             norms.append(torch.stack(squares).sum().sqrt())
         self._before = []
-        return torch.stack(norms)
+        return self._distinct.of_each(torch.stack(norms))
 
 
 @torch.no_grad()
 def weight_std(units: Sequence[Unit]) -> Tensor:
     """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all)."""
-    stds = []
-    for unit in units:
-        matrices = [p for p in unit.parameters if p.ndim >= 2] or list(unit.parameters)
+    stds, distinct = [], Distinct(unit.parameters for unit in units)
+    for group in distinct.groups:
+        matrices = [p for p in group if p.ndim >= 2] or list(group)
         stds.append(torch.cat([p.detach().float().flatten() for p in matrices]).std(correction=0).double())
-    return torch.stack(stds)
+    return distinct.of_each(torch.stack(stds))
 
 
 @torch.no_grad()
 def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tensor:
     """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients."""
     betas = {p: group["betas"][1] for group in optimizer.param_groups for p in group["params"] if "betas" in group}
-    shares = []
-    for unit in units:
-        spikes = torch.zeros((), dtype=torch.float64, device=unit.parameters[0].device)
-        for parameter in unit.parameters:
+    shares, distinct = [], Distinct(unit.parameters for unit in units)
+    for group in distinct.groups:
+        spikes = torch.zeros((), dtype=torch.float64, device=group[0].device)
+        for parameter in group:
             state = optimizer.state.get(parameter, {})
             second = state.get("exp_avg_sq")
             if second is None or parameter.grad is None:
@@ -148,5 +146,5 @@ def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tens
             # Without the correction every coordinate of the first steps is a spike: v starts at 0.
             corrected = second.float() / (1 - betas[parameter] ** state["step"])
             spikes = spikes + (parameter.grad.float().square() > SPIKE * corrected).sum()
-        shares.append(spikes / sum(p.numel() for p in unit.parameters))
-    return torch.stack(shares)
+        shares.append(spikes / sum(p.numel() for p in group))
+    return distinct.of_each(torch.stack(shares))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -40,13 +40,40 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.zeros(len(parameters), dtype=torch.float64, device=device).masked_scatter_(present, norms)
 
 
+class Distinct:
+    """The different ones of some groups of parameters, in order: what is made of each is made once.
+
+    Units may share all their parameters (the GEMMs of an operator).
+    """
+
+    def __init__(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
+        known: dict[tuple[int, ...], int] = {}
+        self.groups: list[Sequence[nn.Parameter]] = []
+        self.first: list[int] = []
+        """The place of each one's first occurrence."""
+        places: list[int] = []
+        for group in groups:
+            if (place := known.setdefault(tuple(map(id, group)), len(known))) == len(self.groups):
+                self.groups.append(group)
+                self.first.append(len(places))
+            places.append(place)
+        shared = len(known) < len(places)
+        self._places = torch.tensor(places, device=self.groups[0][0].device) if shared else None
+
+    def of_each(self, values: Tensor) -> Tensor:
+        """From numbers of the distinct groups (G,) to those of all groups. Does not wait for the device."""
+        return values if self._places is None else values[self._places]
+
+
 class UnitNorms:
     """Norms of units that own several parameters each."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._distinct = Distinct(groups)
+        groups = self._distinct.groups
         self._parameters = [p for group in groups for p in group]
         device = self._parameters[0].device
-        self._num_units = len(groups)
+        self._num_groups = len(groups)
         # Row u holds the places of unit u's norms, filled up with the place of a zero behind the last: summing rows has
         # one order, where adding by index has none on a GPU, and every rank must find the same set.
         ends = list(accumulate(len(group) for group in groups))
@@ -56,13 +83,18 @@ class UnitNorms:
         ]
         self._places = torch.tensor(rows, device=device)
         self._warned = False
-        self._all_observed = torch.ones(self._num_units, dtype=torch.bool, device=device)
+        self._all_observed = torch.ones(self._num_groups, dtype=torch.bool, device=device)
         self._groups = groups
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """(norm (U,) float64, observed (U,) bool): a unit without any gradient is not observed."""
+        norms, observed = self._of_groups()
+        return self._distinct.of_each(norms), self._distinct.of_each(observed)
+
+    def _of_groups(self) -> tuple[Tensor, Tensor]:
+        """The same of the distinct groups of parameters."""
         norms = gradient_norms(self._parameters)
-        if self._num_units < len(norms):
+        if self._num_groups < len(norms):
             squares = torch.cat([norms.square(), norms.new_zeros(1)])
             norms = squares[self._places].sum(dim=1).sqrt()
         if all(p.grad is not None for p in self._parameters):
@@ -74,6 +106,6 @@ class UnitNorms:
                 "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
                 "parameters that the model had when the controller was made; where they are sharded or exchanged "
                 "afterwards, or the optimizer steps in backward, use observe='input_grad'",
-                stacklevel=4,
+                stacklevel=5,
             )
         return norms, flags(observed, norms.device)

@@ -71,7 +71,9 @@ class OutputGradients:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Watches the modules of these names until `close`. ValueError for one that is not there or never runs."""
+        """Watches the modules of these names until `close`; several units may watch one.
+
+        ValueError for one that is not there or never runs."""
         modules = [watched(model, unit) for unit in units]
         for unit, module in zip(units, modules, strict=True):
             if type(module).forward is nn.Module.forward:
@@ -82,6 +84,10 @@ class OutputGradients:
         self.enabled = True
         """While False, backward passes are not this step's (`Plan.no_side_effects`) and do not count."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
+        place = {module: i for i, module in enumerate(dict.fromkeys(modules))}
+        shared = len(place) < len(modules)
+        self._places = torch.tensor([place[module] for module in modules], device=device) if shared else None
+        modules = list(place)
         self._squares = torch.zeros(len(modules), dtype=torch.float64, device=device)
         self._all_observed = torch.ones(len(modules), dtype=torch.bool, device=device)
         self._seen: set[int] = set()
@@ -106,7 +112,7 @@ class OutputGradients:
                 stacklevel=4,
             )
         self.reset()
-        return norms, observed
+        return (norms, observed) if self._places is None else (norms[self._places], observed[self._places])
 
     def reset(self) -> None:
         """Forgets the passes since the last call: they were not this step's."""

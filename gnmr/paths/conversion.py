@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from gnmr.paths.linear import PathLinear
 from gnmr.paths.memory import SHARDED, is_sharded
 from gnmr.paths.pair import named, pinned, resolve
 from gnmr.paths.plan import Plan
-from gnmr.paths.recipes import KEPT, ExecutionPath, Gemm, Recipe
+from gnmr.paths.recipes import KEPT, RECIPES, ExecutionPath, Gemm, Recipe
 from gnmr.paths.shared import SharedState
 from gnmr.paths.spec import PathSpec
 from gnmr.paths.units import check_unit, grouped, operator_names
@@ -81,6 +82,8 @@ def convert(
     run = _as_run(known, spec, chosen, device or here, shown)
     paths = {gemms: (run[ours], run[theirs]) for gemms, (ours, theirs) in of_pins.items()}
     paths[()] = run[low], run[recovery]
+    routed = _routed(spec, low, recovery) if spec.unit == "gemm" else []
+    routes = {gemms: _routes(spec, *both, chosen, device or here) for gemms, both in paths.items() if routed}
     shared = _shared_state(model, spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
     kind = Int8Linear if integer else PathLinear
     operators = [
@@ -89,9 +92,11 @@ def convert(
     ]
     for operator in operators:
         operator.pinned = pins[operator.operator_name]
+        if routed:
+            _route(operator, routes[operator.pinned])
     low_here, recovery_here = paths[()]
     assert low_here is not None
-    units = grouped(operators, spec.unit)
+    units = grouped(operators, spec.unit, routed)
     plan = Plan(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
     if store:
         plan.store(spec.weights)
@@ -211,11 +216,56 @@ def _exchanged(
     low, module.recovery = paths
     assert low is not None
     module.operator_name, module.index, module.low, module.pinned = name, index, low, ()
-    module.recovering, module.shared, module.fault, module.read, module._node = False, shared, None, None, None
+    module.gemms, module.mixed, module.shared = (), {}, shared
+    module.put(frozenset())
+    module.fault = module.read = module._node = None
     module.in_graphs = module.tally = None
     if isinstance(module, Int8Linear):
         module.store("online")
     return module
+
+
+def _routed(spec: PathSpec, low: ExecutionPath | None, recovery: ExecutionPath | None) -> list[str]:
+    """The GEMMs that recovery changes, or bf16 would in a static plan, where they are watched alone. ValueError where
+    there are none."""
+    other = RECIPES["bf16"] if recovery is None else recovery
+    found = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
+    if not found:
+        raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
+    return found
+
+
+def _routes(
+    spec: PathSpec,
+    low: ExecutionPath | None,
+    recovery: ExecutionPath | None,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+) -> dict[frozenset[str], Recipe]:
+    """Of unit=gemm the recipe of each set of GEMMs in recovery, as a backend runs it; pinned ones are in no set.
+
+    ValueError where no backend runs one.
+    """
+    other = RECIPES["bf16"] if recovery is None else recovery
+    assert isinstance(low, Recipe) and isinstance(other, Recipe)
+    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
+    found = {}
+    for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
+        name = f"{other.name.partition(' in ')[0]} in {', '.join(gemms)}"
+        one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
+        simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of low and recovery it was told
+            one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
+        found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
+    return found
+
+
+def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
+    """Has the operator's GEMMs routed one by one; `wgrad` of a frozen weight never runs."""
+    runs = {"fprop", "dgrad", *(["wgrad"] if operator.weight.requires_grad else [])}
+    operator.mixed = {gemms: recipe for gemms, recipe in routes.items() if gemms <= runs}
+    operator.gemms = tuple(gemm for gemm in GEMMS if frozenset([gemm]) in operator.mixed)
 
 
 def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:

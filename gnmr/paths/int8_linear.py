@@ -106,9 +106,10 @@ class Int8Linear(PathLinear):
         *,
         weight: Tensor | None = None,
         fault: FaultInjection | None = None,
+        sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
     ) -> GemmContext:
-        context = super().gemm_context(recipe, fault=fault, dry_run=dry_run)
+        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run)
         if isinstance(context, IntContext) and weight is not None:
             context.weight_codes = self.kept_codes(weight)
         return context

@@ -38,6 +38,7 @@ from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.recipes import ExecutionPath, Recipe
 from gnmr.paths.scaling import decompress
 from gnmr.paths.shared import SharedState
+from gnmr.vocabulary import GEMMS
 
 
 class _Linear(torch.autograd.Function):
@@ -90,7 +91,7 @@ class _Linear(torch.autograd.Function):
 class PathLinear(nn.Linear):
     """`nn.Linear` with two paths; `gnmr.paths.convert` makes it of an existing linear, in place.
 
-    `recovering` says which path is in force and is all that a switch changes: nothing is reallocated.
+    `recovered` says which path is in force and is all that a switch changes: nothing is reallocated.
     """
 
     operator_name: str
@@ -101,6 +102,13 @@ class PathLinear(nn.Linear):
     pinned: tuple[str, ...]
     """GEMMs that are on the recovery recipe on both paths."""
     recovering: bool
+    """Whether the recovery path is in force, or of an operator with `gemms` any GEMM of it."""
+    recovered: frozenset[str]
+    """The GEMMs that are on the recovery path; without `gemms` all of them or none."""
+    gemms: tuple[str, ...]
+    """Those that are routed one by one (unit=gemm); else none."""
+    mixed: dict[frozenset[str], Recipe]
+    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a plan."""
     shared: SharedState
     fault: FaultInjection | None
     """What may break the low path."""
@@ -113,17 +121,35 @@ class PathLinear(nn.Linear):
     tally: Tensor | None
     """Leaf whose gradient are the counts of the casts in graphs."""
 
-    def switch(self, recovering: bool) -> None:
-        """Puts the operator on the recovery (True) or low-cost path from its next forward pass on."""
+    def switch(self, recovering: bool, gemm: str | None = None) -> None:
+        """Puts the operator, or one of its `gemms`, on the recovery (True) or low-cost path from its next forward pass
+        on."""
         assert self.recovery is not None or not recovering, f"{self.operator_name} has no recovery path"
-        self.recovering = recovering
+        if gemm is None:
+            self.put(frozenset(self.gemms or GEMMS) if recovering else frozenset())
+        else:
+            self.put(self.recovered | {gemm} if recovering else self.recovered - {gemm})
+
+    def put(self, recovered: frozenset[str]) -> None:
+        """Puts these GEMMs on the recovery path and the others on the low-cost path."""
+        self.recovered, self.recovering = recovered, bool(recovered)
+
+    def path_of(self, recovered: frozenset[str]) -> ExecutionPath:
+        """The format or recipe that is in force with these GEMMs on the recovery path."""
+        if not recovered or self.recovery is None:
+            return self.low
+        return self.mixed[recovered] if self.gemms else self.recovery
 
     @property
     def path(self) -> ExecutionPath:
         """The format or recipe in force."""
-        if not self.recovering or self.recovery is None:
-            return self.low
-        return self.recovery if self.shared.warmup is None else self.shared.warmup
+        warmup = self.shared.warmup if self.recovering else None
+        return self.path_of(self.recovered) if warmup is None else warmup
+
+    @property
+    def sound(self) -> frozenset[str]:
+        """GEMMs that a fault of the low path does not hit: those in recovery; without `gemms` all or none of them."""
+        return self.recovered if self.gemms and self.shared.warmup is None else frozenset(GEMMS * self.recovering)
 
     @property
     def routable(self) -> bool:
@@ -211,9 +237,11 @@ class PathLinear(nn.Linear):
         *,
         weight: Tensor | None = None,
         fault: FaultInjection | None = None,
+        sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
     ) -> GemmContext:
-        """A pass of this operator under `recipe` that begins now. `weight`: as the GEMMs are given it."""
+        """A pass of this operator under `recipe` that begins now. `weight`: as the GEMMs are given it; `sound`: see
+        `GemmContext`."""
         assert self.shared.amax is not None
         return context_kind(recipe)(
             recipe,
@@ -221,6 +249,7 @@ class PathLinear(nn.Linear):
             self.index,
             self.operator_name,
             fault=fault,
+            sound=sound,
             dry_run=dry_run,
             no_side_effects=self.shared.no_side_effects,
         )
@@ -239,7 +268,9 @@ class PathLinear(nn.Linear):
         """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
         path that is in force, whatever the operator's path."""
         read, probe = self.shared.read_of(input, self.operator_name), self.shared.probe
-        context = self.gemm_context(recipe, weight=weight, fault=None if self.recovering else fault)
+        sound: frozenset[str] = frozenset() if fault is None else self.sound
+        broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
+        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound)
         observe = None
         if probe is not None and probe.enabled:
             observe = partial(probe.measure_casts, self.index, read, fault)

@@ -126,7 +126,7 @@ class Plan:
         """
         self._collect()
         shared, state = self.shared, self.state_dict()
-        in_force = [(operator.recovering, operator.fault) for operator in self.operators]
+        in_force = [(operator.recovered, operator.fault) for operator in self.operators]
         before, shared.no_side_effects = shared.no_side_effects, True
         warmup, shared.warmup = shared.warmup, None
         try:
@@ -136,8 +136,8 @@ class Plan:
             shared.no_side_effects, shared.warmup = before, warmup
             shared.forget()
             self._load(state)  # unlooked at: that waits for the device
-            for operator, (recovering, fault) in zip(self.operators, in_force, strict=True):
-                operator.switch(recovering)
+            for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
+                operator.put(recovered)
                 operator.fault = fault
 
     def begin_step(self, step: int) -> None:
@@ -208,7 +208,7 @@ class Plan:
         if gaps and _same_wgrad(self.low, self.recovery):
             warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
         self.shared.forget()  # and what an earlier probe measured of the last tensor
-        self.shared.probe = Probe(self.units, names, tokens)
+        self.shared.probe = Probe(self.operators, self.units, names, tokens)
         return self.shared.probe
 
     def unprobe(self) -> None:
@@ -244,7 +244,7 @@ class Plan:
         first: dict[object, str] = {}
         """Operator by what it keeps: where a tensor lies is another place in each step."""
         reads = [
-            (o.recovering, o.read and (o.read[0], first.setdefault(o.read[1], o.operator_name), o.read[2]))
+            (o.recovered, o.read and (o.read[0], first.setdefault(o.read[1], o.operator_name), o.read[2]))
             for o in self.operators
         ]
         now = self.shared.warmup, reads
@@ -272,7 +272,7 @@ class Plan:
         """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep; `extra_bytes` exceeds it in
         a warm-up alone."""
         pinned = [sum(self._extra(o, o.low) for o in unit.operators) for unit in self.units]
-        whole = [sum(self._extra(o, o.recovery or o.low) for o in unit.operators) for unit in self.units]
+        whole = [sum(self._extra(o, unit.path_of(o)) for o in unit.operators) for unit in self.units]
         more = (a - b for a, b in zip(whole, pinned, strict=True))
         return sum(sorted(more, reverse=True)[:max_o]) + sum(pinned)
 
@@ -295,7 +295,7 @@ class Plan:
         if not operator.recovering:
             return operator.pinned
         everything = self.shared.warmup is not None or isinstance(operator.low, Format)
-        return GEMMS if everything else {*operator.pinned, *self.recovers}
+        return GEMMS if everything else {*operator.pinned, *(operator.recovered if operator.gemms else self.recovers)}
 
     def _extra(self, operator: PathLinear, path: ExecutionPath | None) -> float:
         if path is None or operator.read is None:
@@ -346,7 +346,7 @@ class Plan:
         rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
-        if len(self.units) < len(self.operators):
+        if self.units and len(self.units) != len(self.operators):
             first, last = self.units[0].name, self.units[-1].name
             lines.append(f"{len(self.units)} units of {len(self.operators)} operators: {first} ... {last}")
         if pinned := sum(len(operator.pinned) for operator in self.operators):

@@ -19,7 +19,8 @@ error's norms are taken in forward, one float32 a token, and meet the norms of g
     input_std               standard deviation of the elements of x
 
 Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
-the shares, means and deviations those of all their elements together.
+the shares, means and deviations those of all their elements together. Of the GEMMs of an operator (unit=gemm) the gaps
+are those of `wgrad`, underflow and mse those of `fprop`, 0 for the others; input_std is that of each.
 
 x is the operand as `wgrad` is given it (under autocast: after the cast), Q(x) the compressed copy brought back to its
 dtype. The low path is described whatever path the unit ran on, a fault in it included.
@@ -62,7 +63,7 @@ from gnmr.paths.linear import PathLinear
 from gnmr.paths.reads import Read
 from gnmr.paths.recipes import Cast, Recipe
 from gnmr.paths.scaling import compress, decompress
-from gnmr.paths.units import PathUnit
+from gnmr.paths.units import EVIDENCE_OF, ByUnit, PathUnit
 
 STATISTICS = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
 _SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_error", "x", "x_square", "elements")
@@ -74,8 +75,10 @@ class Probe:
     Set `enabled` to False in steps whose numbers are not read: they cost nothing then.
     """
 
-    def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 1) -> None:
-        """`units`: what their operators add up to is theirs.
+    def __init__(
+        self, operators: Sequence[PathLinear], units: Sequence[PathUnit], names: Collection[str], tokens: int = 1
+    ) -> None:
+        """`operators`: all of the plan. `units`: what their operators add up to is theirs.
 
         `tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
         divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1.
@@ -86,10 +89,11 @@ class Probe:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._index = {operator.index: i for i, unit in enumerate(units) for operator in unit.operators}
-        self._operators = {operator.index: operator for unit in units for operator in unit.operators}
-        device = units[0].operators[0].weight.device
-        self._sums = {name: torch.zeros(len(units), dtype=torch.float64, device=device) for name in _SUMS}
+        self._by_unit = ByUnit(units, operators)
+        self._index = self._by_unit.group
+        self._operators = {operator.index: operator for operator in operators}
+        device, groups = operators[0].weight.device, self._by_unit.num_groups
+        self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
     def read(self) -> dict[str, Tensor]:
         """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
@@ -112,7 +116,7 @@ class Probe:
             "mse": ratio(sums["square_error"], sums["elements"]),
             "input_std": (ratio(sums["x_square"], sums["elements"]) - mean.square()).clamp(min=0).sqrt(),
         }
-        return {name: values[name] for name in self.names}
+        return {name: self._by_unit(values[name], EVIDENCE_OF.get(name)) for name in self.names}
 
     def reset(self) -> None:
         """Forgets everything measured so far."""

@@ -17,6 +17,7 @@ from gnmr.paths.faults import Fault, Injector
 from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import Recipe
+from gnmr.paths.units import module_of
 from gnmr.vocabulary import GEMMS
 
 
@@ -56,6 +57,8 @@ class FaultSchedule:
                 the run); drawn for each unit by itself, those of a unit do not overlap.
             seed: of the drawn windows and of everything random within them.
 
+        With unit=gemm a fault hits an operator's low-path casts of its input, so its `fprop` and its `wgrad`.
+
         ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
         or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
         """
@@ -68,17 +71,25 @@ class FaultSchedule:
             )
         names = [one.name for one in plan.units]
         self._seed, self._num_units = seed, len(names)
-        self._unit = _targeted(plan, targets)  # the unit of each operator that may be hit, by their places in the plan
-        hit = sorted(set(self._unit.values()))
+        self._group = _targeted(plan, targets)  # of each operator that may be hit, by its place in the plan
+        members = _members(plan, self._group)
+        hit = sorted(members)
         if windows:
             spans = {i: _checked(windows, steps) for i in hit}
         else:
             spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in hit}
         self.windows: list[Window] = sorted(
-            (Window(names[i], *span, fault.kind, fault.magnitude) for i in hit for span in spans[i]),
+            (
+                Window(names[unit], *span, fault.kind, fault.magnitude)
+                for i in hit
+                for unit in members[i]
+                for span in spans[i]
+            ),
             key=lambda window: window.start,
         )
-        self._spans = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
+        self._armed = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
+        of_units = [(unit, *span) for i in hit for unit in members[i] for span in spans[i]]
+        self._spans = np.array(of_units, dtype=np.int64).reshape(-1, 3)
         if not self.windows:
             warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
 
@@ -86,9 +97,9 @@ class FaultSchedule:
         self._history = None
         if fault.kind == "stale_scale":  # row 0 is the current step's
             device = plan.operators[0].weight.device
-            self._history = torch.zeros(len(self._unit), 1 + fault.history, dtype=torch.float64, device=device)
+            self._history = torch.zeros(len(self._group), 1 + fault.history, dtype=torch.float64, device=device)
         self._injectors: list[Injector] = []
-        for k, i in enumerate(self._unit):
+        for k, i in enumerate(self._group):
             self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
             if plan.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
                 plan.operators[i].fault = self._injectors[-1]
@@ -106,10 +117,11 @@ class FaultSchedule:
             self._history.copy_(self._history.roll(1, dims=1))
             self._history[:, 0] = 0
         self._step = step
-        at = self.at(step)
-        for (index, unit), injector in zip(self._unit.items(), self._injectors, strict=True):
+        group, start, end = self._armed.T
+        armed = set(group[(start <= step) & (step <= end)].tolist())
+        for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
-            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if at[unit] else None)
+            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sizes that stale_scale remembers; empty for every other kind."""
@@ -121,19 +133,42 @@ class FaultSchedule:
 
 
 def _targeted(plan: Plan, targets: Sequence[str]) -> dict[int, int]:
-    """{operator: its unit} of those that the patterns name, or whose unit they name. ValueError for one without any."""
+    """{operator: its unit; with unit=gemm itself} of those that the patterns name, or whose unit they name, by place.
+    ValueError for a pattern without any, and where a single GEMM is named: a fault hits all that read the input."""
     names = [one.name for one in plan.units]
     chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
-    whole, no_unit = select(names, targets)
+    by_gemm = any(one.gemm is not None for one in plan.units)
+    whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
     if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
         units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        raise ValueError(f"targets {empty}: no unit has such a name; the units are {', '.join(units)}")
+        if by_gemm:
+            units = dict.fromkeys(module_of(name) for name in units)
+        what = "operator" if by_gemm else "unit"
+        raise ValueError(f"targets {empty}: no {what} has such a name; the {what}s are {', '.join(units)}")
+    if by_gemm:
+        return {operator.index: operator.index for operator in plan.operators if operator.operator_name in chosen}
     return {
         operator.index: unit
         for unit, one in enumerate(plan.units)
         for operator in one.operators
         if one.name in whole or operator.operator_name in chosen
     }
+
+
+def _members(plan: Plan, group_of: dict[int, int]) -> dict[int, list[int]]:
+    """The units of each group of operators that are hit together, by their places: itself, with unit=gemm the GEMMs
+    that read the operator's input. ValueError where those are not routed."""
+    found: dict[int, list[int]] = {}
+    for i, unit in enumerate(plan.units):
+        index, low = unit.operators[0].index, unit.operators[0].low
+        if unit.gemm is None:
+            if i in group_of.values():
+                found[i] = [i]
+        elif index in group_of and isinstance(low, Recipe) and getattr(low, unit.gemm).input is not None:
+            found.setdefault(index, []).append(i)
+    if not found:
+        raise ValueError("a fault breaks the casts of the input, and no GEMM that reads it is routed (paths.recovers)")
+    return found
 
 
 def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:

@@ -30,8 +30,9 @@ class PathSpec:
     layer's, layers.2.* is not layer 20's. Under recipes they pass over output heads, gates of experts and linears tied
     to an embedding."""
     unit: str = "operator"
-    """What one decision moves: operator, expert (all its operators), layer (an attention, or an MLP with all its
-    experts) or block (5.2); of the operators that targets chooses."""
+    """What one decision moves: gemm (fprop, dgrad or wgrad of an operator, of those in recovers; under recipes),
+    operator, expert (all its operators), layer (an attention, or an MLP with all its experts) or block (5.2); of the
+    operators that targets chooses."""
     site: str = "saved"
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too. Recipes
     say themselves what each GEMM reads."""
@@ -85,13 +86,17 @@ class PathSpec:
         self._check_pins()
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         one_of(UNITS, unit=self.unit)
+        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+        right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
+        require(self.unit != "gemm" or not formats, "unit", self.unit, right)
+        right = "backend=te runs the three GEMMs of an operator under one recipe; use scaled_mm or simulated"
+        require(self.unit != "gemm" or self.backend != "te", "unit", self.unit, right)
         one_of(BACKENDS, backend=self.backend)
         one_of(WEIGHTS, weights=self.weights)
         positive(or_null=True, outlier_threshold=self.outlier_threshold)
         for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
             value = getattr(self, name)
             one_of(choices, **{name: value})
-            formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
             right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
             require(formats or value == choices[0], name, value, right)
 

@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from gnmr.attachment import AttachedController
 from gnmr.controller import Controller, Decision
 from gnmr.controller.evidence import UpdateNorms, spike_share
-from gnmr.controller.norms import UnitNorms, gradient_norms
+from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.data.batch import Batch, model_inputs
 from gnmr.models import Decoder
 from gnmr.names import select
 from gnmr.paths import Plan
+from gnmr.paths.units import module_of
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms.base import StepContext, Transform
 
@@ -125,10 +126,12 @@ class TrainStep:
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
         # The units first, then every other parameter by itself: all norms of a step in one batched call.
-        groups = [unit.parameters for unit in controller.units] + [(p,) for _, p in others]
-        names = controller.names + [name.removesuffix(".weight") for name, _ in others]
+        self._of_units = Distinct(unit.parameters for unit in controller.units)
+        groups = [*self._of_units.groups, *((p,) for _, p in others)]
+        names = [module_of(controller.names[i]) for i in self._of_units.first]
+        names += [name.removesuffix(".weight") for name, _ in others]
         self._norms = UnitNorms(groups)
-        place = {id(p): len(controller.units) + i for i, (_, p) in enumerate(others)}
+        place = {id(p): len(self._of_units.groups) + i for i, (_, p) in enumerate(others)}
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
         }
@@ -149,8 +152,8 @@ class TrainStep:
         loss, statistics, saved, predicted = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         norms, present = self._norms()
-        num_units = len(controller.units)
-        evidence |= controller.measure(norms=(norms[:num_units], present[:num_units]))
+        number, of_each = len(self._of_units.groups), self._of_units.of_each
+        evidence |= controller.measure(norms=(of_each(norms[:number]), of_each(present[:number])))
         if "spike_share" in controller.needs:
             evidence["spike_share"] = spike_share(controller.units, self.optimizer)
         grad_norm = norms.square().sum().sqrt()

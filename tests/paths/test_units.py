@@ -87,7 +87,7 @@ def test_the_units_of_a_plan(unit: str, names: list[str]) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="unit=blocks: must be one of operator, expert, layer, block"):
+    with pytest.raises(ValueError, match="unit=blocks: must be one of gemm, operator, expert, layer, block"):
         PathSpec(unit="blocks")
     model = Net()
     with pytest.raises(ValueError, match="unit='expert': no operator is part of an expert"):

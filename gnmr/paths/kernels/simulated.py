@@ -39,6 +39,10 @@ Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] |
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
 
 
+_READS_INPUT = ("wgrad", "fprop")
+"""By the dimension of the input that it contracts."""
+
+
 class GemmContext:
     """One forward pass of an operator and its backward pass: their casts, and the statistics of these.
 
@@ -47,6 +51,7 @@ class GemmContext:
         amax: where counts and magnitudes are written.
         index, name: the operator's.
         fault: breaks the casts of the input.
+        sound: GEMMs whose casts it leaves as they are.
         dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
         no_side_effects: this pass is not the run's own, so at its end nothing is written.
     """
@@ -59,11 +64,12 @@ class GemmContext:
         name: str = "",
         *,
         fault: FaultInjection | None = None,
+        sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
         no_side_effects: bool = False,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
-        self._dry_run, self._no_side_effects = dry_run, no_side_effects
+        self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
         self._found: dict[int, tuple[int, CastStats]] = {}
         """By identity: two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
@@ -84,12 +90,15 @@ class GemmContext:
                 self._largest[place] = largest_magnitude(x.float(), (0, 1))
             return x
         key = self.key(cast, contraction_dim)
+        broken = operand == "input" and self.fault is not None and _READS_INPUT[contraction_dim] not in self._sound
+        if broken:
+            key = *key, "broken"
         found = None if made is None else made.get(key)
         if found is None:
             reference = None
             if cast.scale == "delayed":
                 reference = partial(self.amax.delayed, self.index, place, cast.history)
-            if operand == "input" and self.fault is not None:
+            if broken:
                 found = self.break_input(x, cast, contraction_dim, reference)
             else:
                 found = self.quantize(x, cast, contraction_dim, reference)
