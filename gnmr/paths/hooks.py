@@ -67,6 +67,15 @@ class Observer(Protocol):
         """Under a recipe: `rows` (T, D) are the input, of which the `GemmContext` has `made` casts."""
 
 
+class PriceObserver(Protocol):
+    """Measures the prices of operators (`price.py`)."""
+
+    enabled: bool
+
+    def watch(self, operator: Any, input: Tensor, output: Tensor) -> None:
+        """Has the backward pass of this forward pass measured."""
+
+
 class Engine(Protocol):
     """Runs the linears of a plan by kernels of its own, whose casts are not counted."""
 

@@ -171,7 +171,8 @@ class PathLinear(nn.Linear):
 
     def _fits_graph(self, input: Tensor) -> bool:
         """Whether no probe or fault is at work, and there is a backward pass in which casts can be counted."""
-        disturbed = self.fault is not None or (self.shared.probe is not None and self.shared.probe.enabled)
+        measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
+        disturbed = self.fault is not None or bool(measuring)
         disturbed = disturbed or is_sharded(input, self.weight)  # refused there
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
@@ -180,6 +181,13 @@ class PathLinear(nn.Linear):
     # the identity of tensors.
     @torch.compiler.disable
     def _between_graphs(self, input: Tensor) -> Tensor:
+        output, prices = self._on_path(input), self.shared.prices
+        if prices is not None and prices.enabled and not self.shared.high_precision:
+            prices.watch(self, input, output)
+        return output
+
+    def _on_path(self, input: Tensor) -> Tensor:
+        """`forward`, between graphs."""
         shared, path = self.shared, self.path
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnmr.paths.cast_stats import AmaxHistory
-from gnmr.paths.hooks import Engine, Observer
+from gnmr.paths.hooks import Engine, Observer, PriceObserver
 from gnmr.paths.memory import seen_by_numpy
 from gnmr.paths.reads import Read
 from gnmr.paths.recipes import ExecutionPath
@@ -25,6 +25,7 @@ class SharedState:
     - `high_precision`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
     - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
     - `probe`: what measures the paths' errors, if anything does;
+    - `prices`: what measures the paths' prices, if anything does;
     - `amax`: counts and magnitudes of what recipes cast (None: the paths are formats, or an engine's);
     - `engine`: what runs the recipes in place of our kernels (Transformer Engine), if anything does.
     """
@@ -47,6 +48,7 @@ class SharedState:
         self.warmup: ExecutionPath | None = None
         self.no_side_effects = False
         self.probe: Observer | None = None
+        self.prices: PriceObserver | None = None
         self._last: Read | None = None
 
     @property
@@ -83,4 +85,4 @@ class SharedState:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what belongs to a step."""
-        return {**self.__dict__, "_last": None, "probe": None}
+        return {**self.__dict__, "_last": None, "probe": None, "prices": None}

@@ -1,0 +1,395 @@
+"""The price of a path: what each GEMM of each operator costs on it, measured in the passes that training makes anyway.
+
+`fprop`, in nats. On a path an operator gives y_t + D_t in place of y_t at token t. dy_t is the gradient of the mean loss
+over T tokens with respect to y_t. To second order, with the empirical Fisher matrix in place of the Hessian, the mean
+loss is higher by
+
+    price_fprop = T/2 * sum_t u_t^2        u_t = <dy_t, D_t>
+
+With Q the path's casts and W the weight (O, I)
+
+    u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
+        + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
+
+so it needs no output again: one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are
+measured. The elements of these inner products, squared one by one, are a second form (`elements`): where errors are
+large they grow together, and the square of their sum loses the order of the operators; the sum of their squares keeps
+it.
+
+`dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
+give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
+dy W, for wgrad dy^T x of the measured tokens.
+
+An operator that several tokens reach only in part (an expert) has the loss's T all the same: the largest number of rows
+of any operator of the step, or `loss_tokens`.
+
+What is measured is the path's own numbers, whatever path is in force and whatever runs it (kernels of hardware, of
+Transformer Engine): the casts of `casting.py`, in float32, with the scales that the whole tensors have, delayed scales
+as they are, a fault that is in force in the low path. dy is the one that came back. One token in `tokens` is measured,
+or one group of tokens where some share a scale; which ones depends on the step's number alone.
+
+Prior art: second-order sensitivities and Fisher-weighted quantization error (HAWQ; FIT, ICLR 2023), ModelOpt's
+AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it and holds it against the
+true increase of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gnmr.paths.casting import Reference, quantize
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.hooks import FaultInjection
+from gnmr.paths.int8_linear import Int8Linear
+from gnmr.paths.kernels.int8 import Integers
+from gnmr.paths.linear import PathLinear, autocast_dtype
+from gnmr.paths.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.paths.scaling import compress, decompress, largest_magnitude
+from gnmr.paths.units import PathUnit
+from gnmr.vocabulary import GEMMS, OPERANDS
+
+PATHS = ("low", "recovery")
+_OF_PATH = (
+    "fprop",
+    "fprop_elements",
+    "fprop_input",
+    "fprop_weight",
+    "fprop_mean",
+    "dgrad",
+    "dgrad_bias",
+    "wgrad",
+    "wgrad_bias",
+)
+"""Sums of each path. `fprop_input`, `fprop_weight`: of each operand's error alone; `fprop_mean`: of u_t itself."""
+_SHARED = ("dgrad_square", "wgrad_square")
+PRICES = tuple(
+    f"price_{gemm}{suffix}" for suffix in ("", "_recovery") for gemm in GEMMS
+)  # as `gnmr.controller.evidence` names them
+
+
+class PriceMeter:
+    """Sums over all backward passes since the last `reset`; made by `Plan.price`.
+
+    Set `enabled` to False in steps whose prices are not read: they cost nothing then.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[PathUnit],
+        gemms: Collection[str] = GEMMS,
+        *,
+        tokens: int = 16,
+        paths: Collection[str] = PATHS,
+        loss_tokens: int | None = None,
+    ) -> None:
+        """Args:
+            units: what their operators' prices add up to is theirs.
+            gemms: those that are measured; the others have price 0.
+            tokens: one token in so many is measured.
+            paths: low, recovery or both.
+            loss_tokens: tokens in the mean of a step's loss; None: rows of the operator with the most.
+
+        ValueError for a GEMM or path that does not exist and a stride below 1.
+        """
+        for what, given, known in (("gemms", gemms, GEMMS), ("paths", paths, PATHS)):
+            if not given or not set(given) <= set(known):
+                raise ValueError(f"{what}={list(given)}: must be some of {', '.join(known)}")
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
+        self.gemms, self.tokens, self.paths, self.enabled = tuple(gemms), tokens, tuple(paths), True
+        self.loss_tokens = loss_tokens
+        self._step = 0
+        self._operators = {operator.index: operator for unit in units for operator in unit.operators}
+        self._place = {index: i for i, index in enumerate(self._operators)}
+        unit_of = {operator.index: i for i, unit in enumerate(units) for operator in unit.operators}
+        device = next(iter(self._operators.values())).weight.device
+        self._unit_of = torch.tensor([unit_of[index] for index in self._operators], device=device)
+        self._num_units = len(units)
+        self._sums = torch.zeros(
+            len(self._operators), len(PATHS) * len(_OF_PATH) + len(_SHARED), dtype=torch.float64, device=device
+        )
+        self._rows = dict.fromkeys(self._operators, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the operators, in the order of `by_operator`."""
+        return [operator.operator_name for operator in self._operators.values()]
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins: it says which tokens are measured."""
+        self._step = step
+
+    def reset(self) -> None:
+        """Forgets everything measured so far."""
+        self._sums.zero_()
+        self._rows = dict.fromkeys(self._operators, 0)
+
+    def by_operator(self, path: str = "low") -> dict[str, Tensor]:
+        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input` and `fprop_weight` in
+        nats, `fprop_mean` (first order, nats), `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
+
+        0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. Does not wait for
+        the device.
+        """
+        first = PATHS.index(path) * len(_OF_PATH)
+        sums = dict(zip(_OF_PATH, self._sums[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
+        squares = dict(zip(_SHARED, self._sums[:, -len(_SHARED) :].unbind(1), strict=True))
+        loss_tokens = self.loss_tokens or max(self._rows.values())
+        found = {name: loss_tokens / 2 * sums[name] for name in _OF_PATH[:4]}
+        found["fprop_mean"] = sums["fprop_mean"].clone()
+        for gemm in ("dgrad", "wgrad"):
+            for name in (gemm, f"{gemm}_bias"):
+                square = squares[f"{gemm}_square"]
+                found[name] = torch.where(square != 0, sums[name] / square, 0.0)
+        return found
+
+    def read(self) -> dict[str, Tensor]:
+        """{name: (num_units,) float64} on the device, in the plan's order: `PRICES` of the GEMMs and paths that are
+        measured. nats of a unit are the sum of its operators'; relative errors of its operators are their mean.
+        Does not wait for the device."""
+        found = {}
+        ones = torch.ones_like(self._sums[:, 0])
+        counts = torch.zeros_like(ones[: self._num_units]).index_add_(0, self._unit_of, ones)
+        for path in self.paths:
+            values = self.by_operator(path)
+            for gemm in self.gemms:
+                total = torch.zeros_like(counts).index_add_(0, self._unit_of, values[gemm])
+                name = f"price_{gemm}" if path == "low" else f"price_{gemm}_{path}"
+                found[name] = total if gemm == "fprop" else total / counts
+        return found
+
+    def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.
+
+        Without a graph, or without rows, there is nothing to measure.
+        """
+        if not output.requires_grad or input.numel() == 0 or operator.index not in self._place:
+            return
+        dtype = autocast_dtype(input) or input.dtype
+        rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
+        paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None}
+        chosen = self._chosen(len(rows), paths.values(), rows.device)
+        inputs = {name: _inputs(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
+        fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
+        if fault is not None and "low" in paths:
+            inputs["low"] = _broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
+        columns = {
+            name: kept
+            for name, path in paths.items()
+            if isinstance(path, Recipe) and (kept := _outliers(path.fprop.input, rows)) is not None
+        }
+        found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows))
+        output.register_hook(partial(self._measure, found))
+
+    def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
+        """Indices of the tokens that are measured, of `count`: groups of tokens that share a scale stay together."""
+        length = min(count, max((_group_rows(path) for path in paths), default=1))
+        stride = min(self.tokens, -(-count // length))
+        # A hash of the step's number: no period of the data meets the same tokens again and again.
+        first = (self._step * 2654435761 >> 8) % stride
+        starts = torch.arange(first * length, count, stride * length, device=device)
+        indices = (starts[:, None] + torch.arange(length, device=device)).flatten()
+        return indices if count % length == 0 else indices[indices < count]
+
+    @torch.no_grad()
+    def _measure(self, found: _Pass, grad: Tensor) -> None:
+        """Adds up one pass; `grad` (..., O) is the gradient of its output."""
+        operator, x = found.operator, found.x
+        grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
+        dy, weight = grad_2d[found.chosen].float(), _weight_of(operator, found.dtype)
+        dx = dy @ weight
+        gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
+        nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
+        parts: list[Tensor] = []
+        for name in PATHS:
+            sums = dict.fromkeys(_OF_PATH, nothing)
+            path = found.paths.get(name)
+            if isinstance(path, Recipe):
+                casts = _Casts(operator, path, weight, grad_2d, dy)
+                if "fprop" in self.gemms:
+                    sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, path.fprop.result)
+                if "dgrad" in self.gemms:
+                    product = casts.grad_output("dgrad", 1) @ casts.weight("dgrad")
+                    sums |= _relative("dgrad", _result(product, path.dgrad.result), dx)
+                if gradient is not None:
+                    product = casts.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
+                    sums |= _relative("wgrad", _result(product, path.wgrad.result), gradient)
+            elif path is not None:
+                if "fprop" in self.gemms:
+                    sums |= _fprop(found, name, weight, weight, dy, dx, None)
+                if gradient is not None:
+                    sums |= _relative("wgrad", dy.t() @ found.inputs[name]["wgrad"], gradient)
+            parts += sums.values()
+        parts += [_square(dx), nothing if gradient is None else _square(gradient)]
+        scale = found.count / len(found.chosen)
+        self._sums[self._place[operator.index]].add_(torch.stack(parts), alpha=scale)
+        self._rows[operator.index] += found.count
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass of an operator, until its backward pass."""
+
+    operator: PathLinear
+    paths: dict[str, ExecutionPath]
+    x: Tensor
+    """(n, I) float32: the measured tokens of the input."""
+    inputs: dict[str, dict[str, Tensor]]
+    """By path and GEMM: them as that reads them, float32."""
+    columns: dict[str, Tensor]
+    """By path: (I,) bool, columns of input and weight that fprop leaves in 16 bits (outliers)."""
+    dtype: torch.dtype
+    """What the GEMMs compute in."""
+    chosen: Tensor
+    """(n,): their rows."""
+    count: int
+    """All rows."""
+
+
+def _group_rows(path: ExecutionPath) -> int:
+    """Tokens that share a scale, 1 where that is each token's own or the tensor's."""
+    if isinstance(path, Format):
+        return 1
+    casts = [(path.fprop.input, 1), (path.wgrad.input, 0), (path.dgrad.grad_output, 1), (path.wgrad.grad_output, 0)]
+    return max(cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None) if path.casts else 1
+
+
+def _inputs(
+    operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
+) -> dict[str, Tensor]:
+    """By GEMM: the measured tokens of the input `rows` (T, I) as that reads them, (n, I) float32."""
+    some = rows[chosen]
+    if isinstance(path, Format):
+        copy = some
+        if not isinstance(path, KeepFormat):
+            copy = decompress(*compress(some, path), path, some.shape[1], some.dtype)
+        return {"fprop": (copy if operator.shared.quantize_forward else some).float(), "wgrad": copy.float()}
+    found = {}
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        cast = getattr(path, gemm).input
+        if gemm in gemms:
+            found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
+    return found
+
+
+def _broken_inputs(
+    operator: PathLinear, path: ExecutionPath, fault: FaultInjection, input: Tensor, sound: dict[str, Tensor], chosen: Tensor
+) -> dict[str, Tensor]:
+    """As `_inputs`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
+    if isinstance(path, Format):
+        if isinstance(path, KeepFormat):
+            return sound
+        packed, scale = fault.compress(input, path, operator.shared.generator is not None)
+        copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
+        return {"fprop": copy if operator.shared.quantize_forward else sound["fprop"], "wgrad": copy}
+    rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        cast = getattr(path, gemm).input
+        if cast is not None and gemm in sound:
+            found[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
+    return found
+
+
+def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
+    """Where a delayed scale comes from."""
+    amax = operator.shared.amax
+    if cast.scale != "delayed" or amax is None or amax.history is None:
+        return None
+    return partial(amax.delayed, operator.index, OPERANDS.index(operand), cast.history)
+
+
+def _cast(operator: PathLinear, operand: str, whole: Tensor, some: Tensor, cast: Cast, dim: int) -> Tensor:
+    """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
+    reference, kept = _reference(operator, operand, cast), _outliers(cast, whole)
+    if kept is not None:
+        whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
+    if cast.group(dim) == (None, None):
+        largest, delayed = largest_magnitude(whole.float(), (0, 1)), reference
+        reference = lambda _: largest if delayed is None else delayed(largest)  # noqa: E731
+    values = quantize(some, cast, dim, reference)[0].float()
+    return values if kept is None else torch.where(kept, own.float(), values)
+
+
+def _outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
+    """(I,) bool: columns of the input that stay in 16 bits; None: there cannot be any."""
+    if cast is None or cast.outliers is None:
+        return None
+    return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
+
+
+def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
+    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`."""
+    weight = operator.weight.detach()
+    if not weight.is_floating_point():
+        assert isinstance(operator, Int8Linear)
+        return Integers(weight, operator.weight_scale).values(dtype).float()
+    return weight.to(dtype).float()
+
+
+class _Casts:
+    """What the backward GEMMs, and of the weight all, read under a recipe, float32."""
+
+    def __init__(
+        self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor
+    ) -> None:
+        self._operator, self._recipe, self._weight = operator, recipe, weight
+        self._whole, self._dy = grad_2d, dy
+        self._known: dict[tuple[Cast, int | None], Tensor] = {}
+
+    def weight(self, gemm: str) -> Tensor:
+        """(O, I)."""
+        cast, dim = getattr(self._recipe, gemm).weight, 1 if gemm == "fprop" else 0
+        if cast is None or not self._operator.weight.is_floating_point():
+            return self._weight
+        key = cast, dim if cast.directed else None
+        if key not in self._known:
+            self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
+        return self._known[key]
+
+    def grad_output(self, gemm: str, dim: int) -> Tensor:
+        """(n, O)."""
+        cast = getattr(self._recipe, gemm).grad_output
+        return self._dy if cast is None else _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim)
+
+
+def _result(product: Tensor, cast: Cast | None) -> Tensor:
+    """A GEMM's result in `cast`."""
+    return product if cast is None else quantize(product, cast, 1)[0]
+
+
+def _fprop(
+    found: _Pass, path: str, w_low: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, result: Cast | None
+) -> dict[str, Tensor]:
+    """Sums of fprop's error, see the module."""
+    x_low, columns = found.inputs[path]["fprop"], found.columns.get(path)
+    if columns is not None and w_low is not weight:
+        w_low = torch.where(columns, weight, w_low)
+    by_input = dx * (x_low - found.x)
+    sums = {"fprop_input": _square(by_input.sum(dim=1))}
+    terms = by_input
+    if w_low is not weight:
+        by_weight = (dy @ (w_low - weight)) * x_low
+        sums["fprop_weight"], terms = _square(by_weight.sum(dim=1)), by_input + by_weight
+    u, elements = terms.sum(dim=1), _square(terms)
+    if result is not None:
+        bias = found.operator.bias
+        y = x_low @ w_low.t() if bias is None else torch.addmm(bias.detach().float(), x_low, w_low.t())
+        by_result = dy * (quantize(y, result, 1)[0] - y)
+        u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
+    return sums | {"fprop": _square(u), "fprop_elements": elements, "fprop_mean": u.sum(dtype=torch.float64)}
+
+
+def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:
+    """||low - exact||^2 and <exact, low - exact>."""
+    error = low - exact
+    return {gemm: _square(error), f"{gemm}_bias": (exact * error).sum(dtype=torch.float64)}
+
+
+def _square(x: Tensor) -> Tensor:
+    """The squared norm, accumulated in float32, as float64."""
+    return torch.linalg.vector_norm(x).double().square_()
