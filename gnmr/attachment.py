@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
-from gnmr.controller.evidence import PATH_EVIDENCE
+from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.controller.norms import Distinct
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
@@ -28,6 +28,7 @@ from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.plan import nominal_bits
+from gnmr.paths.price import PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.units import PathUnit, module_of
 
@@ -110,7 +111,7 @@ class AttachedController(Controller):
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
 
-    def attach_plan(self, plan: Plan, model: nn.Module, probe_tokens: int = 1) -> None:
+    def attach_plan(self, plan: Plan, model: nn.Module, probe_tokens: int = 1, price_tokens: int = 16) -> None:
         """Takes the plan of `model` and has its operators measure what the signal needs of them."""
         self.plan, self._model = plan, model
         observe = self.spec.observe
@@ -121,12 +122,14 @@ class AttachedController(Controller):
         self._links = _links(model, self._modules, self._read)
         names = [name for name in self.needs if name in PATH_EVIDENCE]
         self._probe = plan.probe(names, probe_tokens) if names else None
+        prices = [name for name in self.needs if name in PRICE_EVIDENCE]
+        self._prices = plan.price(prices, price_tokens) if prices else None
         self._begin()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of pickle and deepcopy: a copy of the model alone has no probe."""
         self.__dict__.update(state)
-        self.plan.shared.probe = self._probe
+        self.plan.shared.probe, self.plan.shared.prices = self._probe, self._prices
 
     def _check_attached(self) -> None:
         """RuntimeError after `detach`."""
@@ -158,6 +161,9 @@ class AttachedController(Controller):
         self.plan.begin_step(self.t + 1)
         if self._probe is not None:
             self._probe.enabled = self.reads_next()
+        if self._prices is not None:
+            self._prices.enabled = self.reads_next()
+            self._prices.begin_step(self.t + 1)
 
     def _end(self) -> None:
         """The step's passes are over for the paths."""
@@ -171,7 +177,8 @@ class AttachedController(Controller):
         super().micro_step(fraction)
 
     def _own_evidence(self) -> set[str]:
-        return super()._own_evidence() | set(() if self._probe is None else self._probe.names)
+        measured = [one.names for one in (self._probe, self._prices) if one is not None]
+        return super()._own_evidence().union(*measured)
 
     def measure(self, grad_scale: float = 1.0, norms: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured; their step ends. RuntimeError after `detach`."""
@@ -184,6 +191,9 @@ class AttachedController(Controller):
                 for name, value in self._probe.read().items()
             }
             self._probe.reset()
+        if self._prices is not None:
+            found |= self._prices.read(grad_scale)
+            self._prices.reset()
         self._end()
         return found
 
@@ -225,7 +235,11 @@ class AttachedController(Controller):
     @contextmanager
     def _unmeasured(self) -> Iterator[None]:
         """Inside, passes leave nothing in the probe and in norms of outputs."""
-        watching = [one for one in (self._probe, self.norms) if isinstance(one, (Probe, OutputGradients))]
+        watching = [
+            one
+            for one in (self._probe, self._prices, self.norms)
+            if isinstance(one, (Probe, PriceMeter, OutputGradients))
+        ]
         enabled = [one.enabled for one in watching]
         for one in watching:
             one.enabled = False
@@ -246,8 +260,9 @@ class AttachedController(Controller):
         """As `Controller.discard`, with what the paths measured and remember of the step."""
         self._check_attached()
         super().discard()
-        if self._probe is not None:
-            self._probe.reset()
+        for measured in (self._probe, self._prices):
+            if measured is not None:
+                measured.reset()
         self._end()
         self._begin()
 
@@ -367,7 +382,7 @@ def attach(
         norms = norms_of(model, units, control.observe)
         controller = AttachedController(units, control, steps=steps, seed=seed, record=record, norms=norms)
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
-        controller.attach_plan(converted, model, paths.probe_tokens)
+        controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
         converted.store(paths.weights)  # late: it cannot be undone to the bit
         controller._follow()  # or the units would hold the 16-bit weights
     except BaseException:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, MicroNorms, missing, weight_std
+from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Choice, decide
@@ -192,7 +192,9 @@ class Controller:
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         _check_signal(self.signal, self.needs, self.record, norms is not None)
-        _check_ranks(units, norms is not None or bool({"micro_square", *PATH_EVIDENCE} & set(self.needs)))
+        _check_ranks(
+            units, norms is not None or bool({"micro_square", *PATH_EVIDENCE, *PRICE_EVIDENCE} & set(self.needs))
+        )
         _check_cap(units, self.signal, spec.max_o)
         self.max_o, self.t_lock, self.warmup_steps, self.hold = spec.max_o, spec.t_lock, spec.warmup_steps, spec.hold
         self.ranked, self.trigger = spec.ranked, spec.trigger
@@ -316,7 +318,7 @@ class Controller:
     def reads_next(self) -> bool:
         """Whether anybody looks at the paths' evidence of the coming step; where not, nobody has to measure it."""
         reads = getattr(self.signal, "reads", None)
-        return bool(set(self.record) & set(PATH_EVIDENCE)) or reads is None or reads(self.t + 1)
+        return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
 
     @torch.no_grad()
     def observe(self, evidence: Evidence) -> HostPacket:

@@ -25,6 +25,15 @@ EVIDENCE: dict[str, str] = {
     "the paths differ in the weight gradient alone",
     "underflow": "share of the x != 0 that the low-cost path turns into 0; of a recipe the forward pass's cast",
     "mse": "mean of (x - Q(x))^2 on the low-cost path; of a recipe the forward pass's cast",
+    "price": "what recovery saves: price_fprop - price_fprop_recovery in nats where a path casts what fprop reads, else "
+    "the squared error that recovery takes off the weight gradient, as a share of the squared gradient of all units",
+    "price_fprop": "by how much the loss is higher because fprop is on the low-cost path, nats, by the empirical Fisher "
+    "matrix; the sum of the unit's operators",
+    "price_dgrad": "||d||^2 / ||g||^2 of the gradient that dgrad hands on from the low-cost path, mean of the operators",
+    "price_wgrad": "the same of the weight gradient, of the measured tokens",
+    "price_fprop_recovery": "price_fprop of the recovery path",
+    "price_dgrad_recovery": "price_dgrad of the recovery path",
+    "price_wgrad_recovery": "price_wgrad of the recovery path",
     "input_std": "standard deviation of the elements of the unit's input",
     "weight_std": "standard deviation of the elements of the unit's weights",
     "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's bias-corrected second moment before the "
@@ -34,6 +43,11 @@ EVIDENCE: dict[str, str] = {
 }
 PATH_EVIDENCE = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
 """What the paths themselves measure; of the low-cost path, whichever path the unit ran on."""
+PRICE_EVIDENCE = (
+    "price",
+    *(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in ("fprop", "dgrad", "wgrad")),
+)
+"""What price meters measure of the paths; of both, whichever path the unit ran on."""
 SPIKE = 5000.0
 """g^2 over Adam's second moment from which a coordinate spikes (SPAM, arXiv 2501.06842)."""
 

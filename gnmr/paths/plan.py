@@ -20,7 +20,7 @@ from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.paths.linear import PathLinear
-from gnmr.paths.price import PriceMeter
+from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import RECIPES, ExecutionPath, Recipe
 from gnmr.paths.scaling import row_bytes, scale_dtype
@@ -212,22 +212,14 @@ class Plan:
         self.shared.probe = Probe(self.operators, self.units, names, tokens)
         return self.shared.probe
 
-    def price(
-        self,
-        gemms: Collection[str] = GEMMS,
-        *,
-        tokens: int = 16,
-        paths: Collection[str] = ("low",),
-        loss_tokens: int | None = None,
-    ) -> PriceMeter:
-        """Starts measuring the prices of these GEMMs on these paths (see `PriceMeter`), in place of an earlier meter.
-
-        ValueError for a GEMM or path that does not exist, and the recovery path of a static plan.
-        """
-        if self.recovery is None and "recovery" in paths:
-            raise ValueError("price: this plan has no recovery path")
-        self.shared.prices = PriceMeter(self.units, gemms, tokens=tokens, paths=paths, loss_tokens=loss_tokens)
-        return self.shared.prices
+    def price(self, names: Collection[str] = PRICES[:3], tokens: int = 16) -> PriceMeter:
+        """Starts measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier
+        meter. ValueError for an unknown name, a stride below 1, and the recovery path of a static plan."""
+        of_recovery = [name for name in names if name == "price" or name.endswith("recovery")]
+        if of_recovery and self.recovery is None:
+            raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
+        self.shared.prices = meter = PriceMeter(self.units, names, tokens)
+        return meter
 
     def unprice(self) -> None:
         """Ends it."""

@@ -67,9 +67,10 @@ _OF_PATH = (
 )
 """Sums of each path. `fprop_input`, `fprop_weight`: of each operand's error alone; `fprop_mean`: of u_t itself."""
 _SHARED = ("dgrad_square", "wgrad_square")
-PRICES = tuple(
-    f"price_{gemm}{suffix}" for suffix in ("", "_recovery") for gemm in GEMMS
-)  # as `gnmr.controller.evidence` names them
+
+
+PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
+"""What is measured, as `gnmr.controller.evidence` describes it."""
 
 
 class PriceMeter:
@@ -78,47 +79,44 @@ class PriceMeter:
     Set `enabled` to False in steps whose prices are not read: they cost nothing then.
     """
 
-    def __init__(
-        self,
-        units: Sequence[PathUnit],
-        gemms: Collection[str] = GEMMS,
-        *,
-        tokens: int = 16,
-        paths: Collection[str] = PATHS,
-        loss_tokens: int | None = None,
-    ) -> None:
-        """Args:
-            units: what their operators' prices add up to is theirs.
-            gemms: those that are measured; the others have price 0.
-            tokens: one token in so many is measured.
-            paths: low, recovery or both.
-            loss_tokens: tokens in the mean of a step's loss; None: rows of the operator with the most.
-
-        ValueError for a GEMM or path that does not exist and a stride below 1.
-        """
-        for what, given, known in (("gemms", gemms, GEMMS), ("paths", paths, PATHS)):
-            if not given or not set(given) <= set(known):
-                raise ValueError(f"{what}={list(given)}: must be some of {', '.join(known)}")
+    def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 16) -> None:
+        """`units`: what their operators add up to is theirs. `names`: of `PRICES`; `price` is of both paths. `tokens`: one
+        token in so many is measured. ValueError for an unknown name and a stride below 1."""
+        unknown = [name for name in names if name not in PRICES]
+        if unknown or not names:
+            raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
-        self.gemms, self.tokens, self.paths, self.enabled = tuple(gemms), tokens, tuple(paths), True
-        self.loss_tokens = loss_tokens
+        self.names, self.tokens, self.enabled = tuple(names), tokens, True
+        self.loss_tokens: int | None = None
+        """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
         self._step = 0
-        self._operators = {operator.index: operator for unit in units for operator in unit.operators}
-        self._place = {index: i for i, index in enumerate(self._operators)}
-        unit_of = {operator.index: i for i, unit in enumerate(units) for operator in unit.operators}
-        device = next(iter(self._operators.values())).weight.device
-        self._unit_of = torch.tensor([unit_of[index] for index in self._operators], device=device)
+        self._operators = [operator for unit in units for operator in unit.operators]
+        self._place = {operator.index: i for i, operator in enumerate(self._operators)}
+        device = self._operators[0].weight.device
+        members = [(i, len(unit.operators)) for i, unit in enumerate(units) for _ in unit.operators]
+        self._unit_of = torch.tensor([i for i, _ in members], device=device)
+        self._members = torch.tensor([count for _, count in members], device=device)
+        """Operators of the unit that each is in."""
         self._num_units = len(units)
+        paths_of = [path for operator in self._operators for path in (operator.low, operator.recovery)]
+        saving = "fprop" if any(_casts_fprop(path, self._operators[0]) for path in paths_of) else "wgrad"
+        asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
+        self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
+        """(GEMM, path)."""
+        self.gemms = {gemm for gemm, _ in self._asked}
+        self.paths = [path for path in PATHS if any(path == one for _, one in self._asked)]
+        self._saving = saving
+        """The GEMM of which `price` is."""
         self._sums = torch.zeros(
             len(self._operators), len(PATHS) * len(_OF_PATH) + len(_SHARED), dtype=torch.float64, device=device
         )
-        self._rows = dict.fromkeys(self._operators, 0)
+        self._rows = [0] * len(self._operators)
 
     @property
-    def names(self) -> list[str]:
-        """Of the operators, in the order of `by_operator`."""
-        return [operator.operator_name for operator in self._operators.values()]
+    def operators(self) -> list[str]:
+        """Names, in the order of `by_operator`."""
+        return [operator.operator_name for operator in self._operators]
 
     def begin_step(self, step: int) -> None:
         """Step `step` begins: it says which tokens are measured."""
@@ -127,7 +125,7 @@ class PriceMeter:
     def reset(self) -> None:
         """Forgets everything measured so far."""
         self._sums.zero_()
-        self._rows = dict.fromkeys(self._operators, 0)
+        self._rows = [0] * len(self._operators)
 
     def by_operator(self, path: str = "low") -> dict[str, Tensor]:
         """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input` and `fprop_weight` in
@@ -139,7 +137,7 @@ class PriceMeter:
         first = PATHS.index(path) * len(_OF_PATH)
         sums = dict(zip(_OF_PATH, self._sums[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
         squares = dict(zip(_SHARED, self._sums[:, -len(_SHARED) :].unbind(1), strict=True))
-        loss_tokens = self.loss_tokens or max(self._rows.values())
+        loss_tokens = self.loss_tokens or max(self._rows)
         found = {name: loss_tokens / 2 * sums[name] for name in _OF_PATH[:4]}
         found["fprop_mean"] = sums["fprop_mean"].clone()
         for gemm in ("dgrad", "wgrad"):
@@ -148,20 +146,24 @@ class PriceMeter:
                 found[name] = torch.where(square != 0, sums[name] / square, 0.0)
         return found
 
-    def read(self) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the plan's order: `PRICES` of the GEMMs and paths that are
-        measured. nats of a unit are the sum of its operators'; relative errors of its operators are their mean.
-        Does not wait for the device."""
-        found = {}
-        ones = torch.ones_like(self._sums[:, 0])
-        counts = torch.zeros_like(ones[: self._num_units]).index_add_(0, self._unit_of, ones)
-        for path in self.paths:
-            values = self.by_operator(path)
-            for gemm in self.gemms:
-                total = torch.zeros_like(counts).index_add_(0, self._unit_of, values[gemm])
-                name = f"price_{gemm}" if path == "low" else f"price_{gemm}_{path}"
-                found[name] = total if gemm == "fprop" else total / counts
-        return found
+    def read(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+        """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the gradients
+        carry. Does not wait for the device."""
+        found, both = {}, {path: self.by_operator(path) for path in self.paths}
+        for gemm, path in self._asked:
+            value = both[path][gemm] / (grad_scale**2 if gemm == "fprop" else self._members)
+            found[f"price_{gemm}{'' if path == 'low' else '_recovery'}"] = self._of_units(value)
+        if "price" in self.names and self._saving == "fprop":
+            found["price"] = (found["price_fprop"] - found["price_fprop_recovery"]).clamp(min=0)
+        elif "price" in self.names:
+            squares = self._sums[:, -1]
+            saved = self._of_units((both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares).clamp(min=0)
+            found["price"] = torch.where(squares.sum() != 0, saved / squares.sum(), saved)
+        return {name: found[name] for name in self.names}
+
+    def _of_units(self, values: Tensor) -> Tensor:
+        """(num_units,): the sums of (num_operators,)."""
+        return values.new_zeros(self._num_units).index_add_(0, self._unit_of, values)
 
     def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
         """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.
@@ -227,8 +229,9 @@ class PriceMeter:
             parts += sums.values()
         parts += [_square(dx), nothing if gradient is None else _square(gradient)]
         scale = found.count / len(found.chosen)
-        self._sums[self._place[operator.index]].add_(torch.stack(parts), alpha=scale)
-        self._rows[operator.index] += found.count
+        place = self._place[operator.index]
+        self._sums[place].add_(torch.stack(parts), alpha=scale)
+        self._rows[place] += found.count
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,13 @@ class _Pass:
     """(n,): their rows."""
     count: int
     """All rows."""
+
+
+def _casts_fprop(path: ExecutionPath | None, operator: PathLinear) -> bool:
+    """Whether fprop is not exact on that path."""
+    if isinstance(path, Recipe):
+        return bool(path.fprop.casts)
+    return path is not None and not isinstance(path, KeepFormat) and operator.shared.quantize_forward
 
 
 def _group_rows(path: ExecutionPath) -> int:
@@ -278,7 +288,12 @@ def _inputs(
 
 
 def _broken_inputs(
-    operator: PathLinear, path: ExecutionPath, fault: FaultInjection, input: Tensor, sound: dict[str, Tensor], chosen: Tensor
+    operator: PathLinear,
+    path: ExecutionPath,
+    fault: FaultInjection,
+    input: Tensor,
+    sound: dict[str, Tensor],
+    chosen: Tensor,
 ) -> dict[str, Tensor]:
     """As `_inputs`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
     if isinstance(path, Format):
@@ -334,9 +349,7 @@ def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
 class _Casts:
     """What the backward GEMMs, and of the weight all, read under a recipe, float32."""
 
-    def __init__(
-        self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor
-    ) -> None:
+    def __init__(self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor) -> None:
         self._operator, self._recipe, self._weight = operator, recipe, weight
         self._whole, self._dy = grad_2d, dy
         self._known: dict[tuple[Cast, int | None], Tensor] = {}

@@ -53,6 +53,8 @@ class PathSpec:
     """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
     probe_tokens: int = 1
     """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
+    price_tokens: int = 16
+    """The same where it needs their prices (evidence price, price_fprop, ...)."""
 
     @classmethod
     def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
@@ -71,7 +73,7 @@ class PathSpec:
     def __post_init__(self) -> None:
         for name in ("targets", "recovers"):
             object.__setattr__(self, name, listed(name, getattr(self, name)))
-        whole(probe_tokens=self.probe_tokens)
+        whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
         self._check_recipes()
         recipes = (*RECIPES, *self.recipes)
         choices = tuple(dict.fromkeys((*FORMATS, *recipes)))

@@ -176,7 +176,7 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
             units, spec, steps=training.steps, seed=training.seed, record=record, norms=norms
         )
     _check_evidence(config, controller.needs, plan, model)
-    controller.attach_plan(plan, model, config.paths.probe_tokens)
+    controller.attach_plan(plan, model, config.paths.probe_tokens, config.paths.price_tokens)
     with told_as("records.monitor: "):
         monitored(model, controller, config.records.monitor)
     return controller

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gnmr.paths import PathSpec, Plan, convert
 from gnmr.paths.faults import Fault, Injector
-from gnmr.paths.price import PriceMeter
+from gnmr.paths.price import PRICES, PriceMeter
 
 TOKENS, WIDTH = 96, 128
 
@@ -105,7 +105,9 @@ def test_the_price_is_that_of_the_paths_own_passes(spec: dict[str, object]) -> N
         operator.switch(True)
     found = measured(plan, model, batch).by_operator()
     for gemm, prices in expected.items():
-        torch.testing.assert_close(found[gemm].tolist(), prices, rtol=2e-3, atol=1e-9, msg=lambda m, g=gemm: f"{g}: {m}")
+        torch.testing.assert_close(
+            found[gemm].tolist(), prices, rtol=2e-3, atol=1e-9, msg=lambda m, g=gemm: f"{g}: {m}"
+        )
 
 
 def test_in_bfloat16_the_price_leaves_the_rounding_of_products_out() -> None:
@@ -141,10 +143,26 @@ def test_a_fault_in_force_is_in_the_price_of_the_low_path(spec: dict[str, object
 def test_both_paths_are_priced_whatever_path_is_in_force() -> None:
     model, batch = model_of(), batch_of()
     plan = planned(model, low="int4", recovery="int8", site="forward")
-    meter = measured(plan, model, batch, paths=("low", "recovery"))
+    meter = measured(plan, model, batch, names=PRICES)
     low, recovery = meter.by_operator("low"), meter.by_operator("recovery")
     assert (low["fprop"] > 50 * recovery["fprop"]).all() and (recovery["fprop"] > 0).all()
-    assert set(meter.read()) == {f"price_{gemm}{path}" for gemm in ("fprop", "dgrad", "wgrad") for path in ("", "_recovery")}
+    read = meter.read(grad_scale=2.0)
+    assert tuple(read) == PRICES
+    torch.testing.assert_close(read["price"], (low["fprop"] - recovery["fprop"]) / 4)
+    torch.testing.assert_close(read["price_wgrad"], low["wgrad"])
+
+
+def test_where_fprop_is_exact_the_price_is_what_the_weight_gradient_loses() -> None:
+    model, batch = model_of(), batch_of()
+    plan = planned(model, low="int4", recovery="int8", unit="operator")
+    meter = measured(plan, model, batch, names=["price", "price_fprop"])
+    low, recovery = meter.by_operator("low")["wgrad"], meter.by_operator("recovery")["wgrad"]
+    exact = planned(other := model_of(), low="bf16", recovery=None)
+    loss_of(other, batch).backward()
+    squares = torch.stack([o.weight.grad.double().square().sum() for o in exact.operators])
+    read = meter.read(grad_scale=3.0)
+    torch.testing.assert_close(read["price"], (low - recovery) * squares / squares.sum(), rtol=1e-3, atol=0)
+    assert (read["price_fprop"] == 0).all()
 
 
 def test_accumulation_adds_up_to_the_price_of_the_whole_batch() -> None:
@@ -187,7 +205,7 @@ def test_measuring_changes_nothing_that_the_passes_give() -> None:
         model, batch = model_of(), batch_of()
         plan = planned(model, low="fp8_delayed", recovery="bf16", backend="simulated")
         if priced:
-            plan.price(paths=("low", "recovery"))
+            plan.price(PRICES)
         for _ in range(2):
             model.zero_grad()
             loss_of(model, batch).backward()
@@ -212,9 +230,8 @@ def test_evaluation_and_steps_that_are_not_measured_leave_no_price() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gemms": ["bprop"]}, "gemms=['bprop']: must be some of fprop, dgrad, wgrad"),
-        ({"gemms": []}, "gemms=[]: must be some of"),
-        ({"paths": ["high"]}, "paths=['high']: must be some of low, recovery"),
+        ({"names": ["price_bprop"]}, "price ['price_bprop']: use some of price_fprop"),
+        ({"names": []}, "price []: use some of"),
         ({"tokens": 0}, "tokens=0: the stride"),
     ],
 )
@@ -229,4 +246,4 @@ def test_a_senseless_request_is_refused_in_one_line(options: dict[str, object], 
 def test_a_static_plan_has_no_recovery_path_to_price() -> None:
     plan = planned(model_of(), low="sim_e2m1", recovery=None)
     with pytest.raises(ValueError, match="no recovery path"):
-        plan.price(paths=("low", "recovery"))
+        plan.price(["price"])

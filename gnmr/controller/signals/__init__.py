@@ -21,6 +21,7 @@ from gnmr.controller.signals.gsnr import Gsnr
 from gnmr.controller.signals.history import Cumulative, Ema, Window
 from gnmr.controller.signals.jacobian import Jacobian
 from gnmr.controller.signals.levels import GradNorm, GradToNoise, Mse, Oracle, SpikeShare, Underflow
+from gnmr.controller.signals.price import Price
 from gnmr.controller.signals.random import Random
 from gnmr.controller.signals.round_robin import RoundRobin
 from gnmr.controller.signals.static_k import StaticK
@@ -43,6 +44,7 @@ SIGNALS: dict[str, type[SignalBase]] = {
     "update_norm": UpdateNorm,
     "gap": Gap,
     "gap_exact": GapExact,
+    "price": Price,
     "oracle": Oracle,
     "random": Random,
     "static_k": StaticK,
