@@ -25,11 +25,11 @@ EVIDENCE: dict[str, str] = {
     "the paths differ in the weight gradient alone",
     "underflow": "share of the x != 0 that the low-cost path turns into 0; of a recipe the forward pass's cast",
     "mse": "mean of (x - Q(x))^2 on the low-cost path; of a recipe the forward pass's cast",
-    "price": "what recovery saves: price_fprop - price_fprop_recovery in nats where a path casts what fprop reads, else "
-    "the squared error that recovery takes off the weight gradient, as a share of the squared gradient of all units",
-    "price_fprop": "by how much the loss is higher because fprop is on the low-cost path, nats, by the empirical Fisher "
-    "matrix; the sum of the unit's operators",
-    "price_dgrad": "||d||^2 / ||g||^2 of the gradient that dgrad hands on from the low-cost path, mean of the operators",
+    "price": "what recovery saves: price_fprop - price_fprop_recovery, nats, where a path casts what fprop reads; "
+    "elsewhere the squared error that it takes off the weight gradient, as a share of all units' squared gradient",
+    "price_fprop": "by how much the loss is higher because fprop is on the low-cost path, nats, by the empirical "
+    "Fisher matrix; the sum of the unit's operators",
+    "price_dgrad": "||d||^2 / ||g||^2 of the gradient that dgrad hands on from the low-cost path; the operators' mean",
     "price_wgrad": "the same of the weight gradient, of the measured tokens",
     "price_fprop_recovery": "price_fprop of the recovery path",
     "price_dgrad_recovery": "price_dgrad of the recovery path",

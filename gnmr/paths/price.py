@@ -1,8 +1,8 @@
-"""The price of a path: what each GEMM of each operator costs on it, measured in the passes that training makes anyway.
+"""The price of a path: what each GEMM of each operator costs on it, measured in the passes of training.
 
-`fprop`, in nats. On a path an operator gives y_t + D_t in place of y_t at token t. dy_t is the gradient of the mean loss
-over T tokens with respect to y_t. To second order, with the empirical Fisher matrix in place of the Hessian, the mean
-loss is higher by
+`fprop`, in nats. On a path an operator gives y_t + D_t in place of y_t at token t. dy_t is the gradient of the mean
+loss over T tokens with respect to y_t. To second order, with the empirical Fisher matrix in place of the Hessian, the
+mean loss is higher by
 
     price_fprop = T/2 * sum_t u_t^2        u_t = <dy_t, D_t>
 
@@ -48,7 +48,7 @@ from gnmr.paths.hooks import FaultInjection
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels.int8 import Integers
 from gnmr.paths.linear import PathLinear, autocast_dtype
-from gnmr.paths.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.paths.recipes import Cast, ExecutionPath, Recipe
 from gnmr.paths.scaling import compress, decompress, largest_magnitude
 from gnmr.paths.units import PathUnit
 from gnmr.vocabulary import GEMMS, OPERANDS
@@ -80,8 +80,8 @@ class PriceMeter:
     """
 
     def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 16) -> None:
-        """`units`: what their operators add up to is theirs. `names`: of `PRICES`; `price` is of both paths. `tokens`: one
-        token in so many is measured. ValueError for an unknown name and a stride below 1."""
+        """`units`: what their operators add up to is theirs. `names`: of `PRICES`; `price` is of both paths. `tokens`:
+        one token in so many is measured. ValueError for an unknown name and a stride below 1."""
         unknown = [name for name in names if name not in PRICES]
         if unknown or not names:
             raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
@@ -128,7 +128,7 @@ class PriceMeter:
         self._rows = [0] * len(self._operators)
 
     def by_operator(self, path: str = "low") -> dict[str, Tensor]:
-        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input` and `fprop_weight` in
+        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input`, `fprop_weight` in
         nats, `fprop_mean` (first order, nats), `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
 
         0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. Does not wait for
@@ -147,8 +147,8 @@ class PriceMeter:
         return found
 
     def read(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the gradients
-        carry. Does not wait for the device."""
+        """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the
+        gradients carry. Does not wait for the device."""
         found, both = {}, {path: self.by_operator(path) for path in self.paths}
         for gemm, path in self._asked:
             value = both[path][gemm] / (grad_scale**2 if gemm == "fprop" else self._members)
@@ -324,10 +324,14 @@ def _cast(operator: PathLinear, operand: str, whole: Tensor, some: Tensor, cast:
     if kept is not None:
         whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
     if cast.group(dim) == (None, None):
-        largest, delayed = largest_magnitude(whole.float(), (0, 1)), reference
-        reference = lambda _: largest if delayed is None else delayed(largest)  # noqa: E731
+        reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
     values = quantize(some, cast, dim, reference)[0].float()
     return values if kept is None else torch.where(kept, own.float(), values)
+
+
+def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
+    """A `Reference`: the magnitude of a whole tensor, of which some rows are cast."""
+    return largest if delayed is None else delayed(largest)
 
 
 def _outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:

@@ -235,6 +235,16 @@ def test_levels_by_hand(name: str, value: float, risk: float) -> None:
     assert 0 < feed(make(name), **{need: 0.0})[0][0] < 1e-300, "a rank, and no trigger whatever the calibration"
 
 
+def test_price_is_the_mean_of_what_was_measured() -> None:
+    signal = make("price", 2, every=2, decay=0.5, threshold=2.0)
+    assert [signal.reads(step) for step in (1, 2, 3)] == [True, False, True]
+    risks = []
+    for step, price in enumerate(((4.0, 1.0), (9.0, 9.0), (8.0, torch.nan), (0.0, 0.0)), start=1):
+        evidence = {"norm": torch.ones(2), "observed": torch.ones(2, dtype=torch.bool), "price": torch.tensor(price)}
+        risks.append(signal.observe({k: v if v.dtype == torch.bool else v.double() for k, v in evidence.items()}, step))
+    assert [risk.tolist() for risk, _ in risks] == [[2, 0.5], [2, 0.5], [3, torch.inf], [3, 0.5]]
+
+
 def test_grad_norm_compares_units_with_each_other() -> None:
     assert feed(make("grad_norm", threshold=2.0), 3.0) == ([1.5], [3.0])
     assert feed(make("grad_norm"), 0.0)[0][0] > 0, "a rank"
