@@ -218,7 +218,7 @@ class Plan:
         of_recovery = [name for name in names if name == "price" or name.endswith("recovery")]
         if of_recovery and self.recovery is None:
             raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
-        self.shared.prices = meter = PriceMeter(self.units, names, tokens)
+        self.shared.prices = meter = PriceMeter(self.operators, self.units, names, tokens)
         return meter
 
     def unprice(self) -> None:

@@ -49,7 +49,7 @@ from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels.int8 import Integers
 from gnmr.paths.linear import PathLinear, autocast_dtype
 from gnmr.paths.recipes import Cast, ExecutionPath, Recipe
-from gnmr.paths.scaling import compress, decompress, largest_magnitude
+from gnmr.paths.scaling import TINY, compress, decompress, largest_magnitude
 from gnmr.paths.units import PathUnit
 from gnmr.vocabulary import GEMMS, OPERANDS
 
@@ -79,9 +79,12 @@ class PriceMeter:
     Set `enabled` to False in steps whose prices are not read: they cost nothing then.
     """
 
-    def __init__(self, units: Sequence[PathUnit], names: Collection[str], tokens: int = 16) -> None:
-        """`units`: what their operators add up to is theirs. `names`: of `PRICES`; `price` is of both paths. `tokens`:
-        one token in so many is measured. ValueError for an unknown name and a stride below 1."""
+    def __init__(
+        self, operators: Sequence[PathLinear], units: Sequence[PathUnit], names: Collection[str], tokens: int = 16
+    ) -> None:
+        """`operators`: all of the plan. `units`: what their operators add up to is theirs; of a unit that is a GEMM
+        that GEMM's price, 0 for the others. `names`: of `PRICES`; `price` is of both paths. `tokens`: one token in so
+        many is measured. ValueError for an unknown name and a stride below 1."""
         unknown = [name for name in names if name not in PRICES]
         if unknown or not names:
             raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
@@ -91,16 +94,19 @@ class PriceMeter:
         self.loss_tokens: int | None = None
         """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
         self._step = 0
-        self._operators = [operator for unit in units for operator in unit.operators]
-        self._place = {operator.index: i for i, operator in enumerate(self._operators)}
-        device = self._operators[0].weight.device
-        members = [(i, len(unit.operators)) for i, unit in enumerate(units) for _ in unit.operators]
-        self._unit_of = torch.tensor([i for i, _ in members], device=device)
-        self._members = torch.tensor([count for _, count in members], device=device)
-        """Operators of the unit that each is in."""
+        self._operators = list(operators)
+        self._place = {operator.index: i for i, operator in enumerate(operators)}
+        device = operators[0].weight.device
+        members = [(i, self._place[o.index], unit) for i, unit in enumerate(units) for o in unit.operators]
+        self._of_unit, self._of_operator = torch.tensor([pair[:2] for pair in members], device=device).T
+        self._counts = {
+            gemm: torch.tensor([unit.gemm in (None, gemm) for *_, unit in members], device=device) for gemm in GEMMS
+        }
+        """Of each member of a unit, whether that GEMM of it counts."""
+        self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
         self._num_units = len(units)
-        paths_of = [path for operator in self._operators for path in (operator.low, operator.recovery)]
-        saving = "fprop" if any(_casts_fprop(path, self._operators[0]) for path in paths_of) else "wgrad"
+        paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
+        saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
         asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
         self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
         """(GEMM, path)."""
@@ -151,19 +157,21 @@ class PriceMeter:
         gradients carry. Does not wait for the device."""
         found, both = {}, {path: self.by_operator(path) for path in self.paths}
         for gemm, path in self._asked:
-            value = both[path][gemm] / (grad_scale**2 if gemm == "fprop" else self._members)
-            found[f"price_{gemm}{'' if path == 'low' else '_recovery'}"] = self._of_units(value)
+            value = self._of_units(both[path][gemm], gemm)
+            name = f"price_{gemm}{'' if path == 'low' else '_recovery'}"
+            found[name] = value / (grad_scale**2 if gemm == "fprop" else self._members)
         if "price" in self.names and self._saving == "fprop":
             found["price"] = (found["price_fprop"] - found["price_fprop_recovery"]).clamp(min=0)
         elif "price" in self.names:
             squares = self._sums[:, -1]
-            saved = self._of_units((both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares).clamp(min=0)
-            found["price"] = torch.where(squares.sum() != 0, saved / squares.sum(), saved)
+            saved = (both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares
+            found["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
         return {name: found[name] for name in self.names}
 
-    def _of_units(self, values: Tensor) -> Tensor:
-        """(num_units,): the sums of (num_operators,)."""
-        return values.new_zeros(self._num_units).index_add_(0, self._unit_of, values)
+    def _of_units(self, values: Tensor, gemm: str) -> Tensor:
+        """(num_units,): the sums of a GEMM's (num_operators,)."""
+        own = torch.where(self._counts[gemm], values[self._of_operator], 0.0)
+        return own.new_zeros(self._num_units).index_add_(0, self._of_unit, own)
 
     def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
         """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.

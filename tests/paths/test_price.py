@@ -82,7 +82,17 @@ def measured(plan: Plan, model: nn.Module, batch: tuple[Tensor, Tensor], **optio
     return meter
 
 
-RECIPES = ("sim_e2m1", "sim_int4", "fp8_hybrid", "fp8_delayed", "deepseek_v3", "deepseek_v3_blocks", "mxfp8")
+RECIPES = (
+    "sim_e2m1",
+    "sim_int4",
+    "fp8_hybrid",
+    "fp8_delayed",
+    "deepseek_v3",
+    "deepseek_v3_blocks",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)
 PATHS = [
     *({"low": name, "recovery": "bf16", "backend": "simulated"} for name in RECIPES),
     {"low": "llm_int8", "recovery": "bf16"},
@@ -247,3 +257,30 @@ def test_a_static_plan_has_no_recovery_path_to_price() -> None:
     plan = planned(model_of(), low="sim_e2m1", recovery=None)
     with pytest.raises(ValueError, match="no recovery path"):
         plan.price(["price"])
+
+
+def test_of_units_that_are_gemms_each_has_its_own_price() -> None:
+    whole, batch = model_of(), batch_of()
+    expected = measured(planned(whole, low="sim_e2m1", recovery="bf16"), whole, batch).by_operator()
+    model = model_of()
+    plan = planned(model, low="sim_e2m1", recovery="bf16", unit="gemm")
+    read = measured(plan, model, batch, names=[*PRICES]).read()
+    assert [unit.gemm for unit in plan.units] == ["fprop", "dgrad", "wgrad"] * 3
+    for place, gemm in enumerate(("fprop", "dgrad", "wgrad")):
+        own = read[f"price_{gemm}"].view(3, 3)
+        torch.testing.assert_close(own[:, place], expected[gemm])
+        assert (own[:, [i for i in range(3) if i != place]] == 0).all()
+    assert torch.equal(read["price"], read["price_fprop"])
+
+
+def test_of_a_unit_of_several_operators_nats_add_up_and_errors_are_averaged() -> None:
+    model, batch = model_of(), batch_of()
+    model = nn.Sequential(model)  # all in block 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", targets=["0.*"], unit="block"), shown=False)
+    meter = measured(plan, model, batch)
+    found, read = meter.by_operator(), meter.read()
+    assert len(plan.units) == 1
+    torch.testing.assert_close(read["price_fprop"], found["fprop"].sum()[None])
+    torch.testing.assert_close(read["price_wgrad"], found["wgrad"].mean()[None])
