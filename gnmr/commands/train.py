@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config, ControllerConfig, load
-from gnmr.config.compose import conf_dir, register, with_plan
+from gnmr.config.compose import conf_dir, register, with_base, with_plan
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
@@ -141,6 +141,7 @@ def run_cell(composed: DictConfig) -> None:
         if settings.mode == RunMode.MULTIRUN and _by_joblib(settings) and composed.records.live == "auto":
             composed.records.live = "plain"  # several pictures would paint over each other
     with_plan(composed, settings.overrides.task)
+    with_base(composed, settings.overrides.task)
     config = load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gnmr.checks import fields, require
 from gnmr.config.controller import ControllerConfig
 from gnmr.config.data import DataConfig
+from gnmr.config.fork import ForkConfig
 from gnmr.config.model import ModelConfig
 from gnmr.config.old_words import translated
 from gnmr.config.optim import OptimConfig
@@ -50,6 +51,10 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     records: RecordsConfig = field(default_factory=RecordsConfig)
     scores: ScoresConfig = field(default_factory=ScoresConfig)
+    base: str | None = None
+    """Run that this one is forked from: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or shipped, which
+    comes with the package; null: none, the run begins with new weights."""
+    fork: ForkConfig = field(default_factory=ForkConfig)
     experiment_name: str = "custom"
     """First folder of the run's path."""
     scale_name: str = "custom"
@@ -84,18 +89,44 @@ class Config:
             )
         storable("", to_dict(self))
         self._check_places()
-        tokens = training.steps * training.tokens_per_step
+        self._check_fork()
+        tokens = self.total_steps * training.tokens_per_step
         require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
         warmup = self.controller.warmup_frac
         right = "a high-fidelity warm-up needs paths.recovery; 0 in a static run"
         require(warmup == 0 or paths.recovery is not None, "controller.warmup_frac", warmup, right)
 
+    def _check_fork(self) -> None:
+        fork, seed = self.fork, self.training.seed
+        if self.base is None:
+            for key, value in fields(self, "fork.heal", "fork.order").items():
+                require(value == 0, key, value, "needs base=RUN, the run to be forked")
+            return
+        require(seed == fork.order, "training.seed", seed, f"a fork draws by its order: leave it, or use {fork.order}")
+        require(self.model.checkpoint is None, "base", self.base, "a model of Hugging Face's cannot be forked")
+        window = self.model.outlier_channels.window
+        require(not window, "model.outlier_channels.window", window, "a fork has none: its steps count anew")
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run: training.steps and, of a fork, the healing behind them."""
+        return self.training.steps + self.fork.heal
+
     def _check_places(self) -> None:
         names = ("experiment_name", "scale_name", "arm", "paths.name", "controller.name", "optim.transform.name")
         for key, value in fields(self, *names).items():
             folder_name(key, value)
-        places = ("plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer", "data.cache_dir")
-        for key, value in fields(self, *places, "scores.data").items():
+        places = (
+            "base",
+            "plan",
+            "run_dir",
+            "runs_dir",
+            "model.checkpoint",
+            "data.path",
+            "data.tokenizer",
+            "data.cache_dir",
+        )
+        for key, value in fields(self, *places, "data.path", "data.tokenizer", "data.cache_dir", "scores.data").items():
             place(key, value)
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
         length = len(self.arm_name.encode())
@@ -123,6 +154,7 @@ _OUTSIDE_THE_HASH = (
     "runs_dir",
     "data.cache_dir",
     "training.seed",
+    "fork.order",
     "training.resume",
     "training.checkpoint_every",
     "training.keep_checkpoints",
@@ -136,7 +168,7 @@ _OUTSIDE_THE_HASH = (
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
 # Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
-_CAME_LATER = {"controller.warmup_path": "recovery", "optim.schedule_steps": None}
+_CAME_LATER = {"controller.warmup_path": "recovery", "base": None, "fork.heal": 0, "optim.schedule_steps": None}
 
 
 @cache  # making it takes as long as all the rest of `load`

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.config import Config, load, one_line, schema
+from gnmr.config.base import with_base
 from gnmr.config.old_words import refuse_old
 from gnmr.doctor.plan import PATHS, read_plan
 from gnmr.errors import UserError
@@ -50,6 +51,7 @@ def load_composed(composed: DictConfig) -> Config:
     current = HydraConfig.instance()
     before = current.cfg
     with_plan(composed, composed.hydra.overrides.task)
+    with_base(composed, composed.hydra.overrides.task)
     try:
         current.set_config(composed)
         return load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -21,19 +22,33 @@ from gnmr.errors import UserError
 MOST_EPOCHS = 10_000  # in one batch: every epoch draws and saves an order
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Where the order of a fork leaves its base's, and which continuation it takes."""
+
+    seed: int
+    """Of the base, in the place of the fork's own."""
+    epoch: int
+    position: int
+    order: int
+    """0: the base's own. Any other draws the rest of this epoch, and the epochs behind it, anew."""
+
+
 class BlockOrder:
     """The numbers of `num_blocks` blocks in random order, each once an epoch.
 
     `folder` is the run folder, where the order of each epoch is saved as order/epoch-<k>.npy; None keeps it in memory.
+    With a `branch` it begins at that place, in the order of its seed.
     """
 
-    def __init__(self, num_blocks: int, seed: int, folder: Path | None) -> None:
+    def __init__(self, num_blocks: int, seed: int, folder: Path | None, branch: Branch | None = None) -> None:
         self.num_blocks = num_blocks
-        self._seed = seed
+        self._branch = branch or Branch(seed, 0, 0, 0)
+        self._seed = self._branch.seed
         self._folder = None if folder is None else Path(folder) / "order"
-        self._epoch = 0
-        self._position = 0
         self._order: np.ndarray | None = None
+        self._epoch = self._position = 0
+        self._place(self._branch.epoch, self._branch.position)
 
     def take(self, n: int, seq_len: int) -> list[int]:
         """The numbers of the next n blocks of `seq_len` tokens; crosses epoch borders.
@@ -71,15 +86,17 @@ class BlockOrder:
 
         UserError for a position outside of this corpus, and for a saved order that is not this seed's.
         """
-        epoch, position = state["epoch"], state["position"]
+        self._place(state["epoch"], state["position"])
+        if self._position:
+            self._order = self._epoch_order()
+
+    def _place(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position < self.num_blocks:
             raise UserError(
                 f"checkpoint at block {position} of epoch {epoch}, but an epoch has {self.num_blocks} blocks: "
                 "the run folder belongs to other data"
             )
         self._epoch, self._position, self._order = epoch, position, None
-        if position:
-            self._order = self._epoch_order()
 
     def _epoch_order(self) -> np.ndarray:
         """(num_blocks,) uint32 or int64: the permutation of this epoch, which is saved.
@@ -102,6 +119,9 @@ class BlockOrder:
 
     def _draw(self) -> np.ndarray:
         order = np.random.default_rng([self._seed, self._epoch]).permutation(self.num_blocks)
+        if (branch := self._branch).order and self._epoch >= branch.epoch:
+            begin = branch.position if self._epoch == branch.epoch else 0
+            order[begin:] = np.random.default_rng([self._seed, self._epoch, branch.order]).permutation(order[begin:])
         return order.astype(np.uint32) if self.num_blocks <= 2**32 else order
 
     def _compare(self, file: Path, drawn: np.ndarray) -> None:
@@ -125,12 +145,19 @@ class BlockOrder:
 class TrainBlocks(BlockOrder):
     """Training blocks in random order, each once an epoch.
 
-    tokens: (n,) unsigned integers, in memory or in a file. `folder` as in `BlockOrder`. Raises `UserError` if there is
-    not one block.
+    tokens: (n,) unsigned integers, in memory or in a file. `folder` and `branch` as in `BlockOrder`. Raises `UserError`
+    if there is not one block.
     """
 
-    def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, folder: Path | None) -> None:
-        super().__init__(_num_blocks(tokens, seq_len, "training"), seed, folder)
+    def __init__(
+        self,
+        tokens: np.ndarray | TokenFile,
+        seq_len: int,
+        seed: int,
+        folder: Path | None,
+        branch: Branch | None = None,
+    ) -> None:
+        super().__init__(_num_blocks(tokens, seq_len, "training"), seed, folder, branch)
         self._tokens = tokens
         self._seq_len = seq_len
 

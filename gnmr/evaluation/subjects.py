@@ -27,7 +27,6 @@ from gnmr.data import tokenizer as bpe
 from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
-from gnmr.paths.formats import KeepFormat
 from gnmr.paths.plan import described
 from gnmr.records.reader import read_json
 from gnmr.training.build import build_plan, pretrained_model
@@ -113,10 +112,7 @@ def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
         with plan.high_precision():
             yield
         return
-    with plan.no_side_effects():
-        for operator in plan.operators:
-            operator.switch(False)
-            operator.fault = None  # an injected fault belongs to the run, not to the model
+    with plan.on_low_path():
         yield
 
 
@@ -256,15 +252,14 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
 
 def check_low(plan: Plan, config: Config) -> None:
     """UserError where the low path's forward pass is that of the 16-bit path."""
+    if plan.casts_forward:
+        return
     low = plan.low
     if isinstance(low, Recipe):
-        differs = bool(low.fprop.casts)
         why = f"the recipe {low.name} casts nothing in fprop"
     else:
-        differs = plan.shared.quantize_forward and not isinstance(low, KeepFormat)
         why = f"paths.low={low.name} with paths.site={config.paths.site} touches nothing but what backward keeps"
-    if not differs:
-        raise UserError(f"path=low: {why}: its forward pass is the 16-bit one; use path=16bit")
+    raise UserError(f"path=low: {why}: its forward pass is the 16-bit one; use path=16bit")
 
 
 # ---- Hugging Face's checkpoints ----

@@ -69,6 +69,22 @@ class Plan:
         """
         return self.shared.in_high_precision()
 
+    @property
+    def casts_forward(self) -> bool:
+        """Whether a forward pass on the low path differs from the 16-bit one."""
+        if isinstance(self.low, Recipe):
+            return bool(self.low.fprop.casts)
+        return self.shared.quantize_forward and not isinstance(self.low, KeepFormat)
+
+    @contextmanager
+    def on_low_path(self) -> Iterator[None]:
+        """Inside, every operator is on its low path without an injected fault, and leaves no trace (evaluation)."""
+        with self.no_side_effects():
+            for operator in self.operators:
+                operator.switch(False)
+                operator.fault = None  # it belongs to the run, not to the model
+            yield
+
     def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
         """`block.compile(**options)` of each, the operators in them taken into the graphs where that makes few.
 

@@ -29,8 +29,8 @@ LISTED = (
     *("config.yaml", "header.json", "faults.jsonl", "steps.jsonl", "eval.jsonl", "events.jsonl", "scores.jsonl"),
     *("ratios.rows", "ratios.parquet", "summary.json", "FAILED"),
 )
-_MAY_GO = ("steps.jsonl", "ratios.rows", "ratios.parquet")
-"""The large ones, without which a run that is kept still tells its figures."""
+_MAY_GO = ("steps.jsonl", "ratios.rows", "ratios.parquet", "scores.jsonl", "scores.json", "scores-low.json")
+"""The large ones and scores, without which a run that is kept still tells its figures."""
 _MOST_BYTES = 1 << 33  # what is hashed of a file that others made
 _MOST_META = 1 << 26
 _MOST_NAMED = 1 << 16  # bytes of a ledger
@@ -66,7 +66,7 @@ def check_records(folder: Path) -> None:
     for name, digest in wanted.items():
         path = folder / name
         found = stored(path)
-        if found is None and (name in _MAY_GO or name.startswith("scores") or name in left_out(folder)):
+        if found is None and (name in _MAY_GO or name in left_out(folder)):
             continue
         if found is None or digest_of(found, found != path) != digest:
             raise UserError(f"{path}: {'missing' if found is None else 'damaged'} (it is not what {NAME} names)")

@@ -44,8 +44,9 @@ STEP_FIELDS: dict[str, str] = {
     "loss": "mean cross-entropy of the step's tokens, nats, FP32",
     "lr": "learning rate of this step",
     "grad_norm_pre_clip": "global gradient norm before clipping",
-    "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t)",
-    "num_active": "units on the recovery path during this step; in a warm-up all of them, on controller.warmup_path",
+    "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t); null while a fork heals",
+    "num_active": "units on the recovery path during this step; in a warm-up all of them, on controller.warmup_path; "
+    "null while a fork heals: all operators compute in 16 bits and no unit is routed, so the step has no ratios either",
     "over": "units over the threshold of each of the signal's columns: {column: number}",
     "statistics": "what the model tells of its forward passes, mean of the micro-batches: {name: number}; of moe, "
     "layer by layer, max_share and min_share of the assignments that an expert got, their entropy (nats) and the "
@@ -66,10 +67,14 @@ STEP_FIELDS: dict[str, str] = {
 }
 
 EVAL_FIELDS: dict[str, str] = {
-    "step": "evaluated after this step",
+    "step": "evaluated after this step; 0: before the first, of a fork",
     "tokens": "training tokens seen",
     "val_loss": "mean cross-entropy over the fixed validation blocks on the 16-bit path, nats",
     "val_ppl": "exp(val_loss)",
+    "val_loss_low": "of a fork the same with every operator on the low path; val_loss where that casts nothing in the "
+    "forward pass; else null",
+    "phase": "of a fork: base (before its first step), low (after training.steps), healed (after fork.heal more); else "
+    "null",
 }
 
 SCORE_FIELDS: dict[str, str] = {
@@ -125,7 +130,8 @@ SUMMARY_FIELDS: dict[str, str] = {
     "final_val_loss": "val_loss of the last evaluation, null if none",
     "final_val_ppl": "val_ppl of the last evaluation, null if none",
     "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none; the steps of "
-    "a high-fidelity warm-up (controller.warmup_frac), in which every unit is active, count as any other",
+    "a high-fidelity warm-up (controller.warmup_frac), in which every unit is active, count as any other; steps in "
+    "which a fork heals count nowhere in the shares of units and steps",
     "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps, those of a high-fidelity "
     "warm-up too",
     "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps; null under a signal without GNMR",

@@ -53,9 +53,9 @@ class Steps:
         self.times.append(row["step_time_s"])
         self.over.update(row["over"])
         saved = row["saved_bytes"]  # null under activation checkpointing
+        if (active := row["num_active"]) is not None:  # null while a fork heals
+            self.totals.update(routed=1, promoted=active, at_max_o=active >= self.max_o)
         self.totals.update(
-            promoted=row["num_active"],
-            at_max_o=row["num_active"] >= self.max_o,
             saved_bytes=saved or 0,
             measured=saved is not None,
         )
@@ -92,7 +92,7 @@ def summarize(
     final = evals[-1] if evals else {}
     last, totals, number = steps.last, steps.totals, len(steps.times)
     step_time_s = median(steps.times) if number else None
-    over_frac = {column: _share(over, number * num_recoverable) for column, over in steps.over.items()}
+    over_frac = {column: _share(over, totals["routed"] * num_recoverable) for column, over in steps.over.items()}
     summary = {
         "status": status,
         "reason": reason,
@@ -101,8 +101,8 @@ def summarize(
         "tokens": last["tokens"],
         "final_val_loss": final.get("val_loss"),
         "final_val_ppl": final.get("val_ppl"),
-        "promotion_frac": _share(totals["promoted"], number * num_recoverable),
-        "hit_max_o_frac": _share(totals["at_max_o"], number),
+        "promotion_frac": _share(totals["promoted"], totals["routed"] * num_recoverable),
+        "hit_max_o_frac": _share(totals["at_max_o"], totals["routed"]),
         "gnmr_over_frac": over_frac.get("gnmr"),
         "delta_gnmr_over_frac": over_frac.get("delta_gnmr"),
         "over_frac": over_frac,
@@ -121,7 +121,9 @@ def summarize(
 
 def _sound(row: dict[str, Any]) -> bool:
     """Whether a row of `STEP_FIELDS` holds what is counted here."""
-    if not _numbers(row, "step", "tokens", "num_active", "nonfinite_total", "step_time_s") or row["step"] < 1:
+    if not _numbers(row, "step", "tokens", "nonfinite_total", "step_time_s") or row["step"] < 1:
+        return False
+    if row.get("num_active", ()) is not None and not _numbers(row, "num_active"):
         return False
     over, norms, casts = (row.get(key) for key in ("over", "monitored", "saturation"))
     if not (isinstance(over, dict) and isinstance(norms, dict) and isinstance(casts, dict)):

@@ -134,7 +134,8 @@ class View:
         if self._eval:
             parts.append(f"ppl {self._eval['val_ppl']:.2f}")
         if self._info.num_units:
-            parts.append(f"recovery {row['num_active']}/{self._info.num_units}")
+            healing = row["num_active"] is None
+            parts.append("healing" if healing else f"recovery {row['num_active']}/{self._info.num_units}")
         if row["nonfinite_total"]:
             parts.append(f"skipped {row['nonfinite_total']}")
         return "  ".join([*parts, f"left {_duration(self._seconds_left())}"])
@@ -160,7 +161,8 @@ class View:
     def _figures(self, info: RunInfo, row: dict[str, Any]) -> Table:
         ppl = f"{self._eval['val_ppl']:.2f} (step {self._eval['step']})" if self._eval else "–"
         pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
-        active, skipped = row["num_active"], row["nonfinite_total"]
+        healing, skipped = row["num_active"] is None, row["nonfinite_total"]
+        active = "healing" if healing else f"{row['num_active']}/{info.num_units}, max {info.max_o}"
         cells: list[tuple[str, str, str]] = [  # label, figure, style; three to a line
             ("loss", f"{row['loss']:.4f}", "bold"),
             ("val ppl", ppl, "bold"),
@@ -174,8 +176,8 @@ class View:
         ]
         if info.num_units:
             cells += [
-                ("active", f"{active}/{info.num_units}, max {info.max_o}", "bold cyan" if active else ""),
-                ("candidates", str(row["num_candidates"]), ""),
+                ("active", active, "bold cyan" if row["num_active"] else ""),
+                ("candidates", "–" if healing else str(row["num_candidates"]), ""),
                 ("promotions", str(self._promotions_total), ""),
             ]
         grid = Table.grid(expand=True, padding=(0, 1))

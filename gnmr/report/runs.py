@@ -136,7 +136,8 @@ class Run:
     def _counted(self) -> dict[str, Any]:
         steps, evals = self.steps, self.evals
         number = len(steps["step"])
-        unit_steps = number * len(self.header.get("units") or [])
+        routed = np.isfinite(steps["num_active"])  # not while a fork heals
+        unit_steps = int(routed.sum()) * len(self.header.get("units") or [])
         max_o = self.settings.get("controller.max_o")
 
         def share(field: str) -> float | None:
@@ -148,7 +149,7 @@ class Run:
             "final_val_loss": _last(evals["val_loss"]),
             "final_val_ppl": _last(evals["val_ppl"]),
             "promotion_frac": share("num_active"),
-            "hit_max_o_frac": float(np.mean(steps["num_active"] >= max_o)) if number and max_o else None,
+            "hit_max_o_frac": float(np.mean(steps["num_active"][routed] >= max_o)) if routed.any() and max_o else None,
             "over_frac": {name: over / unit_steps for name, over in self._step_rows[2].items()} if unit_steps else {},
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
@@ -162,8 +163,9 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
-        """Optimizer steps that were asked for."""
-        return self.settings.get("training.steps")
+        """Optimizer steps that were asked for, a fork's healing counted."""
+        steps = self.settings.get("training.steps")
+        return None if steps is None else steps + (self.settings.get("fork.heal") or 0)
 
     @property
     def tokens_per_step(self) -> int | None:

@@ -272,7 +272,7 @@ def _prepare_data(cells: list[Cell]) -> None:
     for cell in cells:
         if cell.config is not None and not cell.done:
             tokens = cell.config.training.steps * cell.config.training.tokens_per_step
-            asked[repr((cell.config.data, cell.config.model.checkpoint, tokens))] = cell.config
+            asked[repr((cell.config.data, cell.config.model.checkpoint, cell.config.base, tokens))] = cell.config
     for config in asked.values():
         with suppress(UserError):  # which the cells themselves will say
             refuse_run(config, device_of(config.training.device))

@@ -30,7 +30,7 @@ class Cell:
         """words: its overrides. config: None if they make no sense, which the run itself will say."""
         self.words, self.config, self.number = words, config, number
         self.folder = None if config is None else run_folder(config)
-        self.steps = 0 if config is None else config.training.steps
+        self.steps = 0 if config is None else config.total_steps
         self.made = 0
         """Steps in its records when last looked at."""
         self.done = False

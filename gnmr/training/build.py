@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gnmr.attachment import AttachedController, norms_of, units_of
 from gnmr.config import Config, PathsConfig
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data.batch import Batch
-from gnmr.data.blocks import TrainBlocks, validation_blocks
+from gnmr.data.blocks import Branch, TrainBlocks, validation_blocks
 from gnmr.data.cache import Documents, TokenCorpus
 from gnmr.data.packing import PackedBlocks, packed_validation, prepare_packed
 from gnmr.data.token_file import TokenFile
@@ -29,9 +29,10 @@ from gnmr.models import pretrained
 from gnmr.paths import Fault, FaultSchedule, Plan, convert
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.kernels.te import UNREADABLE
+from gnmr.training.base import Base, open_base
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.memory_bound import refuse_run
-from gnmr.training.optim import build_optimizer
+from gnmr.training.optim import build_optimizer, learning_rate
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 
@@ -56,6 +57,17 @@ class Parts:
     faults: FaultSchedule | None = None
     checkpoint: str | None = None
     """Fingerprint of the weights that a pretrained model starts from."""
+    base: Base | None = None
+    """What a fork goes on from."""
+    branch: Branch | None = None
+    """Where a fork's data goes on."""
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
+        config = self.config
+        if self.base is not None:
+            return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
+        return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
 
 
 class Stress(Stateful, Protocol):
@@ -75,20 +87,47 @@ class Blocks(Stateful, Protocol):
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
-    """The parts of a run. The same config and seed give the same weights, order and plan."""
+    """The parts of a run at its start. The same config and seed give the same weights, order and plan."""
+    device = device_of(config.training.device)
+    refuse_run(config, device)
+    base = base_of(config)
+    _check_shapes(config, device)
+    corpus = open_data(config, say, base)
+    refuse_run(config, device, corpus.vocab_size)
+    branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
+    training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
+    validation(config, corpus, 1)
+    return build_parts(config, folder, corpus, say, base=base, branch=branch)
+
+
+def base_of(config: Config) -> Base | None:
+    """What the run is forked from. UserError for a base that is none, or one of another model, data or optimizer."""
+    if config.base is None:
+        return None
+    base = open_base(config.base)
+    base.check(config)
+    return base
+
+
+def build_parts(
+    config: Config,
+    folder: Path,
+    corpus: TokenCorpus,
+    say: Callable[[str], None],
+    *,
+    base: Base | None = None,
+    branch: Branch | None = None,
+    keep: bool = False,
+) -> Parts:
+    """`assemble` without its checks, of data that is open; `keep`: the base's state stays in memory for the next."""
     training = config.training
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
     device = device_of(training.device)
-    refuse_run(config, device)
-    _check_shapes(config, device)
-    corpus = open_data(config, say)
-    refuse_run(config, device, corpus.vocab_size)
-    training_blocks(config, corpus, None)  # refuses a corpus that is shorter than a block
-    validation(config, corpus, 1)
     stress = list[Stress]()
     if config.model.checkpoint is None:
-        model: nn.Module = _new_model(config, corpus.vocab_size, device, stress)
+        born = config if base is None else base.config  # outlier channels are drawn with the weights
+        model: nn.Module = _new_model(config, corpus.vocab_size, device, stress, born.training.seed)
         plan = with_paths(model, config)
     else:
         model, plan = pretrained_model(config, device)
@@ -105,8 +144,11 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
     faults = build_faults(config, plan)
     if faults is not None:
         stress.append(faults)
-    base = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
-    return Parts(config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, base)
+    if base is not None:
+        base.load_into(model, optimizer, keep)
+    of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
+    built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
+    return Parts(*built, base=base, branch=branch)
 
 
 def empty_model(config: Config) -> tuple[nn.Module, int]:
@@ -182,14 +224,18 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
     return controller
 
 
-def open_data(config: Config, say: Callable[[str], None]) -> TokenCorpus:
-    """The corpus of the config: one stream of tokens, for a pretrained model documents in its own tokens.
+def open_data(config: Config, say: Callable[[str], None], base: Base | None = None) -> TokenCorpus:
+    """The corpus of the config: one stream of tokens, for a pretrained model documents in its own tokens, for a fork
+    what its base read (`base_of` where none is given).
 
     UserError where it is shorter than a block.
     """
-    needed = config.training.steps * config.training.tokens_per_step
+    if base is None:
+        base = base_of(config)
+    steps = config.training.steps if base is None else base.config.training.steps
+    needed = steps * config.training.tokens_per_step
     if config.model.checkpoint is None:
-        return prepare(config.data, needed, say)
+        return prepare(config.data if base is None else base.data(config.data), needed, say)
     return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
 
 
@@ -198,11 +244,12 @@ def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     return split.tokens if isinstance(split, Documents) else split
 
 
-def training_blocks(config: Config, corpus: TokenCorpus, folder: Path | None) -> Blocks:
-    """The blocks in the order of `training.seed`; `folder` keeps the order, None: memory does."""
-    kind: Any = PackedBlocks if isinstance(corpus.train, Documents) else TrainBlocks
-    blocks: Blocks = kind(corpus.train, config.training.seq_len, config.training.seed, folder)
-    return blocks
+def training_blocks(config: Config, corpus: TokenCorpus, folder: Path | None, branch: Branch | None = None) -> Blocks:
+    """The blocks in the order of `training.seed`, of a fork in its `branch`; `folder` keeps the order, None: memory."""
+    training = config.training
+    if isinstance(corpus.train, Documents):
+        return PackedBlocks(corpus.train, training.seq_len, training.seed, folder)
+    return TrainBlocks(corpus.train, training.seq_len, training.seed, folder, branch)
 
 
 def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
@@ -212,11 +259,13 @@ def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
     return validation_blocks(corpus.val, config.training.seq_len, n)
 
 
-def _new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress]) -> models.Decoder:
-    """A model of ours as `training.seed` draws it; a window of outlier channels joins the `stress`."""
+def _new_model(
+    config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int
+) -> models.Decoder:
+    """A model of ours as `seed` draws it; a window of outlier channels joins the `stress`."""
     training = config.training
     # Drawn on the CPU in FP32, so that device and dtype do not change the initialisation.
-    generator = torch.Generator().manual_seed(training.seed)
+    generator = torch.Generator().manual_seed(seed)
     model = models.build(config.model, vocab_size, training.seq_len)
     model.init_weights(generator)
     stress += _outliers(config, model, generator)
@@ -344,12 +393,12 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
         )
 
 
-def train_step(parts: Parts) -> TrainStep:
-    """The step of a run, which benchmarks use too."""
+def train_step(parts: Parts, controller: AttachedController | None = None) -> TrainStep:
+    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own."""
     config = parts.config
     return TrainStep(
         parts.model,
-        parts.controller,
+        controller or parts.controller,
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
         measure_saved=not config.training.activation_checkpointing
@@ -363,7 +412,7 @@ def train_step(parts: Parts) -> TrainStep:
 def first_batch(parts: Parts) -> list[Tensor | Batch]:
     """The micro-batches of the run's first step, on its device."""
     training = parts.config.training
-    blocks = training_blocks(parts.config, parts.corpus, None)
+    blocks = training_blocks(parts.config, parts.corpus, None, parts.branch)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
 

@@ -23,6 +23,7 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ from gnmr.errors import RunFailed, UserError, writing
 from gnmr.paths import Plan
 
 _META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
+_NAME = r"step-(\d{8})"
 _INDEX_NAMES = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
@@ -214,29 +216,74 @@ class Checkpointer:
         return dict(host)
 
 
-def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
-    """Reads the weights of the newest whole checkpoint in `folder`, and the state of `plan`, and returns its step.
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
 
-    The folder stays as it is. A warning names newer ones that are corrupt. UserError where no checkpoint is whole, and
-    for one of other weights or paths.
+    path: Path
+    meta: _Meta
+
+    @property
+    def step(self) -> int:
+        """The step after which it was taken."""
+        return int(self.meta["step"])
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """The host's numbers, as `Checkpointer.save` was given them."""
+        return dict(self.meta["host"])
+
+    @property
+    def sha256(self) -> str:
+        """Of meta.json, which names the sha256 of every other file."""
+        return hashlib.sha256((self.path / _META).read_bytes()).hexdigest()
+
+
+def find(folder: Path) -> Found:
+    """The newest whole checkpoint in `folder`, or `folder` itself where it is one (step-...).
+
+    The folder stays as it is. A warning names newer ones that are corrupt. UserError where no checkpoint is whole.
     """
     steps = _steps(folder)
+    if re.fullmatch(_NAME, folder.name):
+        folder, steps = folder.parent, [int(folder.name.removeprefix("step-"))]
     if not steps:
         raise UserError(f"{folder}: holds no checkpoint")
     meta, corrupt = _newest_whole(folder, steps)
     for error in corrupt.values():
-        warnings.warn(f"{error}: step {meta['step']} is taken", stacklevel=2)
+        warnings.warn(f"{error}: step {meta['step']} is taken", stacklevel=3)
+    return Found(folder / f"step-{meta['step']:08d}", meta)
+
+
+def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Reads weights and optimizer state. UserError for a checkpoint of another model or optimizer."""
+    options = _trained(model)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    with _fitting(found.path, "model"):
+        _read(found.path, found.meta, state)
+        set_model_state_dict(model, state["model"], options=options)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
+    """Reads the weights of the checkpoint that `find` finds, and the state of `plan`, and returns its step.
+
+    UserError where no checkpoint is whole, and for one of other weights or paths.
+    """
+    found = find(folder)
     options = _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if plan is not None:
         state["plan"] = plan.state_dict()
-    path = folder / f"step-{meta['step']:08d}"
-    with _fitting(path, "model"):
-        _read(path, meta, state)
+    with _fitting(found.path, "model"):
+        _read(found.path, found.meta, state)
         if plan is not None:
             plan.load_state_dict(state["plan"])
         set_model_state_dict(model, state["model"], options=options)
-    return int(meta["step"])
+    return found.step
 
 
 def _trained(model: nn.Module) -> StateDictOptions:
@@ -247,7 +294,7 @@ def _trained(model: nn.Module) -> StateDictOptions:
 
 
 def _steps(folder: Path) -> list[int]:
-    names = (re.fullmatch(r"step-(\d{8})", p.name) for p in folder.glob("step-*"))
+    names = (re.fullmatch(_NAME, p.name) for p in folder.glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder
-from gnmr.training.build import Blocks, Parts, train_step
+from gnmr.training.build import Blocks, Parts
 from gnmr.training.checkpoint import Checkpointer
-from gnmr.training.optim import learning_rate
 from gnmr.training.rows import Counters, ratio_rows, step_row
-from gnmr.training.step import TrainStep, evaluate
+from gnmr.training.steps import Steps, heals, validated
 
 
 class Scorer(Protocol):
@@ -58,14 +55,16 @@ class Loop:
 
     def __call__(self, stop: list[int]) -> tuple[str, str | None]:
         """Steps until the end, or until `stop` holds a signal: ("done", None) or ("interrupted", why)."""
-        training, counters = self.parts.config.training, self.counters
-        take_step = train_step(self.parts)
+        training, counters, total = self.parts.config.training, self.counters, self.parts.config.total_steps
+        take_step = Steps(self.parts, self.blocks)
+        if counters.step == 0 and self.parts.base is not None:
+            self._validate()
         if self._score_is_due():
             self.score()
-        while counters.step < training.steps:
+        while counters.step < total:
             self._step(take_step)
-            step, last = counters.step, counters.step == training.steps
-            if last or step % training.eval_every == 0:
+            step, last = counters.step, counters.step == total
+            if last or step == training.steps or step % training.eval_every == 0:
                 self._validate()
             if stop or last or self._score_is_due() or step % training.checkpoint_every == 0:
                 self._save()
@@ -81,16 +80,12 @@ class Loop:
         if self.scorer is not None and step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
             self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
 
-    def _step(self, take_step: TrainStep) -> None:
+    def _step(self, take_step: Steps) -> None:
         """One step and its records; RunFailed after too many steps in a row that were not finite."""
-        parts, training, counters = self.parts, self.parts.config.training, self.counters
+        training, counters = self.parts.config.training, self.counters
         began = time.perf_counter()
         step = counters.step + 1
-        lr = learning_rate(step, parts.config.optim.schedule_steps or training.steps, parts.config.optim)
-        for stress in parts.stress:
-            stress.begin_step(step)
-        micro_batches = [self.blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
-        result = take_step(micro_batches, lr)
+        result = take_step(step)
 
         counters.step = step
         counters.tokens += training.tokens_per_step
@@ -99,7 +94,9 @@ class Loop:
         counters.nonfinite_streak = counters.nonfinite_streak + 1 if nonfinite else 0
         if counters.nonfinite_streak == 1:
             self._streak_began, self._streak_unit = step, str(result.nonfinite_unit)
-        self.recorder.step(step_row(result, counters, time.perf_counter() - began), ratio_rows(result.decision))
+        healing = heals(self.parts, step)
+        row = step_row(result, counters, time.perf_counter() - began, healing)
+        self.recorder.step(row, None if healing else ratio_rows(result.decision))
         self.recorder.events([asdict(event) for event in result.decision.events])
         if counters.nonfinite_streak >= training.max_nonfinite_streak:
             raise RunFailed(
@@ -108,12 +105,9 @@ class Loop:
             )
 
     def _validate(self) -> None:
-        parts, step = self.parts, self.counters.step
-        val_loss = evaluate(parts.model, parts.plan, self.held_out, parts.config.training.batch_size)
-        if not math.isfinite(val_loss):
-            raise RunFailed(f"the validation loss after step {step} is {val_loss}")
-        val_ppl = torch.tensor(val_loss, dtype=torch.float64).exp().item()
-        self.recorder.eval({"step": step, "tokens": self.counters.tokens, "val_loss": val_loss, "val_ppl": val_ppl})
+        step = self.counters.step
+        found = validated(self.parts, self.held_out, step)
+        self.recorder.eval({"step": step, "tokens": self.counters.tokens, **found})
 
     def _save(self) -> None:
         records = self.recorder.sync()
@@ -123,5 +117,5 @@ class Loop:
     def _score_is_due(self) -> bool:
         """Between the first and the last step; the last one's scores come after the export."""
         step, every = self.counters.step, self.parts.config.scores.every
-        tasks, steps = self.parts.config.scores.tasks, self.parts.config.training.steps
+        tasks, steps = self.parts.config.scores.tasks, self.parts.config.total_steps
         return bool(tasks) and every is not None and 0 < step < steps and step % every == 0

@@ -39,7 +39,7 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
         folder=parts.folder,
         arm=config.arm_name,
         device=str(parts.device),
-        total_steps=config.training.steps,
+        total_steps=config.total_steps,
         num_units=len(parts.controller.units),
         max_o=config.controller.max_o,
         num_parameters=sum(p.numel() for p in parts.model.parameters()),
@@ -48,8 +48,8 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
     )
 
 
-def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str, Any]:
-    """A row of `records.schema.STEP_FIELDS`."""
+def step_row(result: StepResult, counters: Counters, seconds: float, healing: bool = False) -> dict[str, Any]:
+    """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
     decision = result.decision
     return {
         "step": counters.step,
@@ -57,8 +57,8 @@ def step_row(result: StepResult, counters: Counters, seconds: float) -> dict[str
         "loss": result.loss,
         "lr": result.lr,
         "grad_norm_pre_clip": result.grad_norm_pre_clip,
-        "num_candidates": int(np.count_nonzero(decision.candidate)),
-        "num_active": int(np.count_nonzero(decision.in_force)),
+        "num_candidates": None if healing else int(np.count_nonzero(decision.candidate)),
+        "num_active": None if healing else int(np.count_nonzero(decision.in_force)),
         "over": {column: decision.over(column) for column in decision.columns},
         "statistics": result.statistics,
         "monitored": result.monitored,
@@ -123,6 +123,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "pinned": [unit.name for unit in parts.plan.units if not unit.routable and parts.plan.recovery is not None],
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
         "checkpoint": parts.checkpoint,
+        "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
         "arm": config.arm_name,

@@ -68,7 +68,7 @@ def run(
         if (folder / "DONE").exists():
             if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
-                if (newest := checkpointer.newest()) != config.training.steps:
+                if (newest := checkpointer.newest()) != config.total_steps:
                     raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
                 checkpointer.load(newest)
                 export(parts)
@@ -104,8 +104,9 @@ def _owner(parts: Parts) -> str:
     config = parts.config
     of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
     # Frozen weights are in no checkpoint of ours.
-    base = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
-    return f"{of_run}{base}{_backends(parts.plan)}"
+    begun = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
+    begun += "" if parts.base is None else f" from base {parts.base.found.sha256[:12]}"
+    return f"{of_run}{begun}{_backends(parts.plan)}"
 
 
 def _backends(plan: Plan) -> str:
@@ -116,7 +117,7 @@ def _backends(plan: Plan) -> str:
 
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
     config, folder, training = parts.config, parts.folder, parts.config.training
-    blocks = training_blocks(config, parts.corpus, folder)
+    blocks = training_blocks(config, parts.corpus, folder, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_blocks)
     if isinstance(blocks, PackedBlocks):
         say(blocks.packing.summary)

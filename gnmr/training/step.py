@@ -281,11 +281,12 @@ def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor | B
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int) -> float:
-    """Mean cross-entropy over the targets of `blocks` on the 16-bit path, nats. Waits for the device."""
+def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int, low: bool = False) -> float:
+    """Mean cross-entropy over the targets of `blocks` on the 16-bit path, or with every operator on the `low` one,
+    nats. Waits for the device."""
     was_training = model.training
     model.eval()
-    with plan.high_precision():
+    with plan.on_low_path() if low else plan.high_precision():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for batch in blocks.split(batch_size):
             total += loss_of(model, batch.to(total.device)).double() * num_targets(batch)

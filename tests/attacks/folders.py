@@ -400,7 +400,7 @@ def _rows(draw: random.Random) -> Iterator[Hostile]:
             *("monitored", "saturation", "saved_bytes", "saved_bytes_predicted", "skipped", "nonfinite_total"),
             *("nonfinite_streak", "nonfinite_unit", "step_time_s"),
         ),
-        "eval.jsonl": ("step", "tokens", "val_loss", "val_ppl"),
+        "eval.jsonl": ("step", "tokens", "val_loss", "val_ppl", "val_loss_low", "phase"),
         "events.jsonl": ("step", "unit", "event", "cause", "risk"),
         "faults.jsonl": ("step", "end", "unit", "kind", "magnitude"),
     }

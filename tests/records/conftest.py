@@ -44,7 +44,11 @@ def step_row() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def eval_row() -> Callable[[int], dict[str, Any]]:
-    return lambda step: {"step": step, "tokens": step * 2048, "val_loss": 2.0 + 1 / step, "val_ppl": 8.0 + 1 / step}
+    def row(step: int) -> dict[str, Any]:
+        no_fork = {"val_loss_low": None, "phase": None}
+        return {"step": step, "tokens": step * 2048, "val_loss": 2.0 + 1 / step, "val_ppl": 8.0 + 1 / step, **no_fork}
+
+    return row
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_one_process_at_a_time(train, tmp_path):
 
 
 def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "evaluate", lambda *_: 1 / 0)
+    monkeypatch.setattr(loop, "validated", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
     assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"

@@ -1,0 +1,80 @@
+"""The steps of a run, one after the other: what a batch, its rate and the stress of a step are.
+
+A fork's last steps heal: they are steps in 16 bits, whatever the plan; no unit is routed in them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnmr.attachment import AttachedController, units_of
+from gnmr.controller import ControlSpec, Unit
+from gnmr.data.batch import Batch
+from gnmr.errors import RunFailed
+from gnmr.training.build import Blocks, Parts, train_step
+from gnmr.training.step import StepResult, TrainStep, evaluate
+
+
+class Steps:
+    """Calling it with a step's number, from 1 on and each in its turn, takes that step."""
+
+    def __init__(self, parts: Parts, blocks: Blocks) -> None:
+        self._parts, self._blocks = parts, blocks
+        self._routed = train_step(parts)
+        self._healing: TrainStep | None = None
+
+    def __call__(self, step: int) -> StepResult:
+        """Takes one step, its batch from the blocks; waits for the device once."""
+        parts, training = self._parts, self._parts.config.training
+        for stress in parts.stress:
+            stress.begin_step(step)
+        micro_batches = [self._blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+        lr = parts.learning_rate(step)
+        if not heals(parts, step):
+            return self._routed(micro_batches, lr)
+        if self._healing is None:  # not before: it begins a step of the plan
+            self._healing = train_step(parts, _unrouted(parts))
+        with parts.plan.high_precision():
+            return self._healing(micro_batches, lr)
+
+
+def heals(parts: Parts, step: int) -> bool:
+    """Whether the step is one of a fork's healing."""
+    return step > parts.config.training.steps
+
+
+def _unrouted(parts: Parts) -> AttachedController:
+    """A controller of the same units that routes none of them."""
+    units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.plan)]
+    controller = AttachedController(units, ControlSpec(signal="always_low"), steps=parts.config.total_steps)
+    controller.attach_plan(parts.plan, parts.model)
+    return controller
+
+
+def phase(parts: Parts, step: int) -> str | None:
+    """What an evaluation after this step is of a fork: base, low (the end of training.steps) or healed; else None."""
+    config = parts.config
+    if parts.base is None:
+        return None
+    found = {0: "base", config.total_steps: "healed", config.training.steps: "low"}
+    return found.get(step)
+
+
+def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, Any]:
+    """The figures of `records.schema.EVAL_FIELDS`: validation losses after `step`, of a fork on both paths.
+
+    RunFailed for one that is not finite. Waits for the device.
+    """
+    batch_size = parts.config.training.batch_size
+    loss = evaluate(parts.model, parts.plan, held_out, batch_size)
+    low = None
+    if parts.base is not None:
+        low = evaluate(parts.model, parts.plan, held_out, batch_size, low=True) if parts.plan.casts_forward else loss
+    if not all(math.isfinite(found) for found in (loss, low) if found is not None):
+        raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
+    ppl = torch.tensor(loss, dtype=torch.float64).exp().item()
+    return {"val_loss": loss, "val_ppl": ppl, "val_loss_low": low, "phase": phase(parts, step)}
