@@ -22,6 +22,8 @@ model.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -30,9 +32,9 @@ from typing import Any
 
 from gnmr.checks import require, within
 from gnmr.errors import UserError, nearest
-from gnmr.names import select
+from gnmr.names import by_end
 from gnmr.paths.spec import PathSpec
-from gnmr.untrusted import MAX_NAME, bounded, content, first_line
+from gnmr.untrusted import MAX_NAME, Damaged, bounded, content, first_line
 
 VERSION = 1
 MAX_PLAN = 1 << 24
@@ -133,8 +135,9 @@ class PinPlan:
             raise UserError(
                 f"{where}: is the plan of another model: of {len(ours)} operators; this one, of {len(theirs)}, {how}"
             )
+        ends = by_end(operators)
         for name in _bare(self.pins):
-            if len(found := select(operators, [name])[0]) > 1:
+            if len(found := ends[name]) > 1:
                 raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
 
 
@@ -144,21 +147,35 @@ def budget_share(value: object) -> None:
     require(sound, "budget", value, "must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)")
 
 
+def budget_of(word: str) -> float:
+    """The share that a word says, 10% or 0.1. ValueError: see `budget_share`."""
+    try:
+        value = float(word[:-1]) / 100 if word.endswith("%") else float(word)
+    except ValueError:
+        value = math.nan
+    require(0 < value <= 1, "budget", word, "must be a share of the GEMM time, above 0 and at most 1, as 10% or 0.1")
+    return value
+
+
 def read_plan(path: str | PathLike[str]) -> PinPlan:
     """The plan that a file holds. UserError, one line that names file and key, for anything that is none."""
-    file = Path(path).expanduser()
     try:
-        raw = content(file.resolve(), MAX_PLAN)
+        file = Path(path).expanduser().resolve()
+        raw = content(file, MAX_PLAN)
     except FileNotFoundError as error:
         raise UserError(f"plan={path}: there is no such file") from error
-    except (OSError, RuntimeError) as error:
+    except Damaged as error:
+        raise UserError(str(error).replace(str(file), f"plan={path}", 1)) from error
+    except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"plan={path}: cannot be read ({first_line(error)})") from error
     try:
         return _parsed(json.loads(raw, object_pairs_hook=_once, parse_constant=_no_constant))
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"plan={path}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no plan of gnmr's ({first_line(error).removeprefix('ValueError: ')})") from error
+        raise UserError(
+            f"plan={path}: is no plan of gnmr's ({first_line(error).removeprefix('ValueError: ')})"
+        ) from error
 
 
 def _parsed(tree: Any) -> PinPlan:
@@ -198,8 +215,8 @@ def _known(what: str, tree: object, keys: Iterable[str]) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        keys = Counter(key for key, _ in pairs)
+        raise ValueError(f"{keys.most_common(1)[0][0]!r:.80} stands twice")
     return found
 
 

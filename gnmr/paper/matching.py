@@ -95,8 +95,9 @@ def compared(arm: Arm) -> bool:
 
 
 def undisturbed(arm: Arm, outliers: bool = False) -> bool:
-    """Whether the optimizer is plain AdamW and nothing disturbs the run; outlier channels may, where `outliers`."""
-    return meets(arm, UNDISTURBED, *(() if outliers else (NO_OUTLIERS,)))
+    """Whether the optimizer is plain AdamW, nothing is pinned and nothing disturbs the run; outlier channels may, where
+    `outliers`."""
+    return not arm.pinned and meets(arm, UNDISTURBED, *(() if outliers else (NO_OUTLIERS,)))
 
 
 def max_o(arm: Arm) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from gnmr.names import select
+from gnmr.names import by_end, select
 from gnmr.paths.backends import with_backend
 from gnmr.paths.cast_stats import AmaxHistory
 from gnmr.paths.int8_linear import Int8Linear
@@ -151,9 +151,10 @@ def _as_run(
 def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
     """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
     found: dict[str, set[str]] = {name: set() for name in names}
+    ends = by_end(names)  # a plan has a pin for each of thousands of experts
     for pattern, gemms in spec.pins.items():
-        chosen, empty = select(names, [pattern])
-        if empty:
+        chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
+        if not chosen:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
         for name in chosen:

@@ -125,14 +125,20 @@ class Arm:
         return None if found is None else found.mean
 
     @property
+    def pinned(self) -> bool:
+        """Whether some GEMMs are on the recovery path whatever is routed."""
+        return any(key.startswith("paths.pins.") for key in self.settings)
+
+    @property
     def always(self) -> str | None:
-        """The one format that every unit has throughout: a static arm's, or that of the signals that never choose.
+        """The one format that every unit has throughout: a static arm's, or that of the signals that never choose;
+        with pins there is no low one.
 
         `always_high` counts from 99 % promotion on, since its set acts one step late and max_o caps it; the done seeds
         decide where there are any, since in a run that diverged at once that step weighs more.
         """
         if not self.routed or self.signal == "always_low":
-            return self.settings.get("paths.low")
+            return None if self.pinned else self.settings.get("paths.low")
         in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
         promoted = self.mean("promotion_frac") or self.promoted or 0
         if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:

@@ -14,7 +14,7 @@ from torch import nn
 import gnmr
 from gnmr import config
 from gnmr.config.compose import compose
-from gnmr.doctor.plan import PinPlan, read_plan
+from gnmr.doctor.plan import PinPlan, budget_of, read_plan
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear
 
@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line(change: dict[str, Any], line: str, tmp_path: Path
     file = written(tmp_path, PLAN | change)
     with pytest.raises(UserError) as told:
         read_plan(file)
-    assert f"{file}: " in str(told.value) and line in str(told.value) and "\n" not in str(told.value)
+    assert str(told.value).startswith(f"plan={file}: ") and line in str(told.value) and "\n" not in str(told.value)
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
@@ -130,6 +130,13 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
         large.truncate(1 << 25)
     with pytest.raises(UserError, match=r"16,777,216 are the most"):
         read_plan(tmp_path / "large")
+
+
+def test_a_budget_in_a_word() -> None:
+    assert [budget_of(word) for word in ("10%", "0.1", "100%", "2.5%")] == [0.1, 0.1, 1.0, 0.025]
+    for word in ("0", "200%", "2", "-1%", "%", "much", "nan", "inf%"):
+        with pytest.raises(ValueError, match=f"^budget={word}: must be a share of the GEMM time"):
+            budget_of(word)
 
 
 @pytest.mark.parametrize("layout", ["", "model."])

@@ -90,6 +90,7 @@ def test_table_2_has_the_perplexity_along_the_run() -> None:
         {"controller__trigger": 2.0},
         {"controller__init_frac": 0.1},
         {"paths__recovers": ["fprop"]},
+        {"paths__pins__down_proj": ["fprop"]},
         {"stress__kind": "noise"},
         {"optim__name": "scale"},
         {"model__outlier_channels__number": 2},

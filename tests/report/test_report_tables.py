@@ -290,6 +290,18 @@ def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recor
     assert row(table, "int4_int8-always_high")["gap closed"] == "-"
 
 
+def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
+    runs.add("int4", 3.0)
+    runs.add("int8", 2.9)
+    runs.add("int4", 2.95, paths__name="int4_pins", paths__pins__down_proj=["fprop", "dgrad", "wgrad"])
+    (comparison,) = runs.comparisons()
+    low, pinned = (
+        next(arm for arm in comparison.arms if arm.pinned == yes and arm.low_bits == 4) for yes in (False, True)
+    )
+    assert (low.always, pinned.always) == ("int4", None)
+    assert comparison.low(pinned) is low and comparison.low(low) is low
+
+
 def test_failed_and_unfinished_cells_are_named_and_not_averaged(write_run: Write, comparisons: Callable) -> None:
     write_run(arm="int4", seed=0, val_ppl=40.0)
     write_run(arm="int4", seed=1, val_ppl=42.0)
