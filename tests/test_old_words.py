@@ -78,7 +78,7 @@ def saved(name: str, options: dict) -> dict:
     return tree | {"controller": tree["controller"] | {"signal": {"name": name, "options": options}}}
 
 
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("name", [*_DEFAULTS, "always_low", "always_high"])
 def test_options_that_repeat_the_defaults_are_left_out(name: str) -> None:
     own = {key: value for key, value in SIGNALS[name].options().items() if key not in ("alpha", "beta", "delta")}
     own = {key: value for key, value in own.items() if key != "eps" or "gnmr" not in name}
