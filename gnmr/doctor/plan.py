@@ -89,7 +89,7 @@ class PinPlan:
             both = isinstance(self.expected, list | tuple) and len(self.expected) == 2
             require(both, "expected", self.expected, "must be {before: nats, after: nats}, or null")
             for key, nats in zip(("before", "after"), self.expected, strict=True):
-                within(0, 1e9, **{f"expected.{key}": nats})  # type: ignore[arg-type]
+                within(-1e9, 1e9, **{f"expected.{key}": nats})  # type: ignore[arg-type]
         _known("triggers", self.triggers, ("price",))
         for key, threshold in self.triggers.items():
             within(0, 1e9, or_null=True, **{f"triggers.{key}": threshold})

@@ -431,7 +431,8 @@ model=gpt data.name=gsm8k | model=gpt training.export_hf=true | model.checkpoint
 paths.recovery=null controller.warmup_frac=0.1 | paths.unit=expert
 paths.low=sim_int4 paths.recovery=null paths.site=forward
 preset=6/8 paths.recovery=int8 | preset.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
-paths.recipes.mine=3 | paths.recipes.mine.nosuch.input=e4m3
+paths.recipes.mine=3 | paths.recipes.mine.nosuch.input=e4m3 | paths.pins=3 | paths.pins.down_proj=[bprop]
+paths.pins.nosuch=[fprop,dgrad,wgrad] | paths.pins.down_proj=[] | paths.pins.down_proj=[fprop]
 paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true
 controller.signal=gap paths.recovery=null
 controller.signal=../x:Y | controller.signal=x: | controller.signal=:Y | controller.signal=.:Y
@@ -461,6 +462,7 @@ run_dir=RUN training.resume=never | run_dir=@300
 runs_dir=@300 | run_dir=@deep | experiment_name=@300 | run_dir=loop.txt | run_dir=loop.txt/x | data.cache_dir=device/x
 data.cache_dir=plain_file | data.cache_dir=/proc/x | data.cache_dir=@300 | run_dir=a\0b | data.path=a\0b
 
+plan='' | plan=nowhere.json | plan=photos | plan=/dev/zero | plan=pipe.txt | plan=photo.jpg | plan=deep.json | plan=@300
 data.path= | data.path=nowhere | data.path=empty.txt | data.path=blank.txt | data.path=short.txt | data.path=photo.jpg
 data.path=photos | data.path=empty_folder | data.path=folder.txt | data.path=pipe.txt | data.path=device
 data.path=loop.txt | data.path=lost.txt | data.path=deep.jsonl | data.path=deep.json | data.path=half.jsonl

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import gnmr
 from gnmr import config
 from gnmr.config.compose import compose
 from gnmr.doctor.plan import PinPlan, budget_of, read_plan
-from gnmr.errors import UserError
+from gnmr.errors import MAX_LINE, UserError
 from gnmr.paths import PathLinear
 
 Z = {"operators": {"layers.0.up_proj": [8, 16], "layers.1.up_proj": [8, 16], "layers.1.down_proj": [16, 8]}}
@@ -91,7 +93,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"operators": {"a": [3, True]}}, "operators.a=[3, True]: must be [inputs, outputs]"),
     ({"operators": {"a*": [3, 3]}}, "operators='a*': an operator's name is printable"),
     ({"targets": [3]}, "targets=[3]: must be a list of names"),
-    ({"expected": {"before": 1}}, "expected.after=None: must be a number from 0"),
+    ({"expected": {"before": 1}}, "expected.after=None: must be a number from -1e+09"),
     ({"expected": 3}, "expected=3: must be {before, after}"),
     ({"expected": {"before": 1, "then": 2}}, "expected.then: is no key of a plan"),
     ({"triggers": {"prices": 1}}, "triggers.prices: is no key of a plan: did you mean price?"),
@@ -130,6 +132,24 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
         large.truncate(1 << 25)
     with pytest.raises(UserError, match=r"16,777,216 are the most"):
         read_plan(tmp_path / "large")
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(list(PLAN)),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["a", *PLAN]), inside, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from([*PLAN, "more"]), value=JUNK)
+def test_whatever_a_key_says_is_read_or_refused_in_one_line(key: str, value: object, tmp_path: Path) -> None:
+    try:
+        plan = read_plan(written(tmp_path, PLAN | {key: value}))
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) <= MAX_LINE
+    else:
+        assert read_plan(written(tmp_path, plan.text())) == plan
 
 
 def test_a_budget_in_a_word() -> None:
@@ -203,6 +223,7 @@ def of_tiny(tiny: Callable[..., config.Config]) -> PinPlan:
     return PinPlan(operators=operators, low="sim_e2m1", recovery="bf16", pins=pins)
 
 
+@pytest.mark.slow
 def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr: Any, tiny_words: list[str]) -> None:
     file = tmp_path / "plan.json"
     file.write_text(of_tiny.text())
@@ -218,6 +239,7 @@ def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr
     assert (config.read(saved).paths, config.read(saved).plan) == (found.paths, None), "it needs no plan.json"
 
 
+@pytest.mark.slow
 def test_train_refuses_another_model_and_paths_beside_it(
     of_tiny: PinPlan, tmp_path: Path, gnmr: Any, tiny_words: list[str]
 ) -> None:
