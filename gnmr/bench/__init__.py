@@ -41,6 +41,11 @@ BENCHMARKS = {
         "steps and bytes of saved activations of few bits, steps under recipes, switching",
     ),
     "decision": Bench("gnmr.bench.decision", ("decision",), "signal and policy alone, for 10,000 units"),
+    "price": Bench(
+        "gnmr.bench.price",
+        ("truth", "sampling", "atlas"),
+        "prices against the true rise of the loss, of few tokens against all, against what forks gain",
+    ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
     "theory": Bench(

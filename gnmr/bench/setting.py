@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 from gnmr.config import Config, PathsConfig
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,13 @@ class Setting:
         if not shown:
             self.say(text)
         return track(range(-warm_up, repeats), text, console=self.console, transient=True, disable=not shown)
+
+    def over(self, work: Sequence[T], what: str) -> Iterable[T]:
+        """The pieces of work, with progress and time left on a terminal, else one line."""
+        shown = self.console.is_terminal
+        if not shown:
+            self.say(f"{what} ({len(work)} pieces)")
+        return track(work, what, console=self.console, transient=True, disable=not shown)
 
     def static(self, fmt: str) -> Config:
         """The config with that format on every operator and nothing to recover to."""

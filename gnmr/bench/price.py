@@ -1,0 +1,276 @@
+"""Prices held against the truth: by how much the loss rises when one operator's fprop is on the low path, and what
+training gains when one GEMM of it is not.
+
+    truth       the loss of a trained base with a single operator on the low path, on other tokens than the prices'
+    sampling    prices of few tokens against those of all
+    atlas       forks of the base with a single GEMM of an operator on the recovery path, against forks with none
+
+`run=` names the bases, one or several with commas between (runs of ours, `shipped` without). Beside the price stand
+what others rank by: gradient norm, update norm, gap estimate, mean squared error, underflow, and ModelOpt's score, the
+sum over tokens and outputs of (grad_output * output error)^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import pearsonr, spearmanr
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnmr.bench.figures import Figure
+from gnmr.bench.setting import Setting
+from gnmr.config import Config
+from gnmr.paths.linear import PathLinear
+from gnmr.training.build import Parts, validation
+from gnmr.training.fork import Forks
+from gnmr.training.step import loss_of
+from gnmr.vocabulary import GEMMS
+
+LOW: dict[str, dict[str, str]] = {
+    "sim_e2m1": {},
+    "sim_int4": {},
+    "nvfp4": {},
+    "mxfp4": {},
+    "sim_e3m2": {},
+    "fp8_hybrid": {},
+    "llm_int8": {},
+    "int4": {"site": "forward"},
+    "int2": {"site": "forward"},
+}
+"""Low path: what else of `paths` it needs. Recovery is bf16."""
+MEASURED, HELD_OUT = 16, 96
+"""Validation blocks of which prices are measured, and on which the loss is."""
+STRIDES = (4, 16, 64)
+SCORES = ("price", "price, by elements", "gradient norm", "update norm", "gap", "MSE", "underflow", "ModelOpt's score")
+
+
+def bases(setting: Setting) -> Iterator[tuple[str, Forks]]:
+    """Name and forks of each base."""
+    for name in (setting.config.run_dir or "shipped").split(","):
+        yield Path(name).name, Forks(name, setting.say)
+
+
+def forked(forks: Forks, low: str, *words: str) -> Config:
+    """The config of forks of that low path, static otherwise."""
+    more = [f"paths.{key}={value}" for key, value in LOW.get(low, {}).items()]
+    return forks.config(f"paths.low={low}", "paths.recovery=bf16", "controller.signal=always_low", *more, *words)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Of one low path at one base; (operators,) each."""
+
+    operators: list[str]
+    scores: dict[str, np.ndarray]
+    rises: np.ndarray
+    """nats by which the loss is higher with that operator alone on the low path."""
+    errors: np.ndarray
+    """Standard errors of these, over the batches."""
+    together: float
+    """nats by which it is higher with all of them there."""
+    sampled: dict[int, np.ndarray]
+    """By stride: prices of one token in so many."""
+
+
+def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int] = ()) -> Truth:
+    """Prices and scores of `MEASURED` blocks, the truth of `HELD_OUT` others. Every operator is in recovery."""
+    config, plan, model = parts.config, parts.plan, parts.model
+    size = config.training.batch_size
+    blocks = validation(config, parts.corpus, MEASURED + HELD_OUT)
+    model.eval()
+    for operator in plan.operators:
+        operator.switch(True)
+    scores, sampled = _scores(parts, blocks[:MEASURED].split(size), strides)
+
+    def losses() -> np.ndarray:
+        with torch.no_grad():
+            return np.array([float(loss_of(model, batch)) for batch in blocks[MEASURED:].split(size)])
+
+    high = losses()
+    rises = []
+    for operator in setting.over(plan.operators, what):
+        operator.switch(False)
+        rises.append(losses() - high)
+        operator.switch(True)
+    for operator in plan.operators:
+        operator.switch(False)
+    each = np.array(rises)
+    return Truth(
+        [operator.operator_name for operator in plan.operators],
+        scores,
+        each.mean(axis=1),
+        each.std(axis=1, ddof=1) / each.shape[1] ** 0.5,
+        float((losses() - high).mean()),
+        sampled,
+    )
+
+
+def _scores(
+    parts: Parts, batches: Sequence[Tensor], strides: Sequence[int]
+) -> tuple[dict[str, np.ndarray], dict[int, np.ndarray]]:
+    """By name, and prices by stride; (operators,) each."""
+    plan, model = parts.plan, parts.model
+
+    def backward() -> None:
+        for batch in batches:
+            (loss_of(model, batch) / len(batches)).backward()
+
+    sampled = {}
+    for stride in strides:
+        meter = plan.price(["price_fprop"], stride)
+        backward()
+        sampled[stride] = meter.by_operator()["fprop"].numpy().copy()
+        model.zero_grad(set_to_none=True)
+    meter = plan.price(["price_fprop"], tokens=1)
+    probe = plan.probe(["gap_low", "mse", "underflow"])
+    with _modelopt(plan.operators) as modelopt:
+        backward()
+    own, seen = meter.by_operator(), probe.read()
+    norms = [float(operator.weight.grad.norm()) for operator in plan.operators if operator.weight.grad is not None]
+    plan.unprice()
+    plan.unprobe()
+    model.zero_grad(set_to_none=True)
+    return {
+        "price": own["fprop"].numpy().copy(),
+        "price, by elements": own["fprop_elements"].numpy().copy(),
+        "gradient norm": np.array(norms),
+        "update norm": np.array([_update_norm(parts.optimizer, operator.weight) for operator in plan.operators]),
+        "gap": seen["gap_low"].numpy(),
+        "MSE": seen["mse"].numpy(),
+        "underflow": seen["underflow"].numpy(),
+        "ModelOpt's score": np.array([modelopt[operator.index] for operator in plan.operators]),
+    }, sampled
+
+
+@contextmanager
+def _modelopt(operators: Sequence[PathLinear]) -> Iterator[dict[int, float]]:
+    """By index: the sum of (grad_output * output error)^2 over all passes inside, of the low path's outputs."""
+    found = dict.fromkeys((operator.index for operator in operators), 0.0)
+
+    def add(operator: PathLinear, error: Tensor, grad: Tensor) -> None:
+        found[operator.index] += float((grad.double() * error).square().sum())
+
+    def watch(operator: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(operator, PathLinear)
+        (x,) = inputs
+        if not output.requires_grad:
+            return
+        with torch.no_grad():
+            operator.shared.forget()
+            operator.switch(False)
+            low = operator._between_graphs(x.detach().clone())
+            operator.switch(True)
+            operator.shared.forget()
+            error = low.double() - F.linear(x, operator.weight, operator.bias).double()
+        output.register_hook(partial(add, operator, error))
+
+    handles = [operator.register_forward_hook(watch) for operator in operators]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _update_norm(optimizer: torch.optim.Optimizer, weight: Tensor) -> float:
+    """Of Adam's last update, over the rate."""
+    state = optimizer.state[weight]
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    step = float(state["step"])
+    first, second = state["exp_avg"].double() / (1 - beta1**step), state["exp_avg_sq"].double() / (1 - beta2**step)
+    return float((first / (second.sqrt() + 1e-8)).norm())
+
+
+def truth(setting: Setting) -> list[Figure]:
+    """Spearman of every score with the true rise, Pearson and slope of the price, sums against all at once."""
+    figures = []
+    for base, forks in bases(setting):
+        for low in LOW:
+            parts = forks.parts(forked(forks, low))
+            found = measured(parts, setting, f"price: {base}, {low}")
+            figures += _of_truth(f"{base}, {low}", found)
+    return figures
+
+
+def _of_truth(where: str, found: Truth) -> list[Figure]:
+    above, price = int((found.rises > 2 * found.errors).sum()), found.scores["price"]
+    total = found.rises.sum()
+    note = (
+        f"{above} of {len(price)} operators rise by more than two standard errors ({found.errors.mean():.1e} nats in the "
+        f"mean); rises add up to {total:.4f} nats, all at once {found.together:.4f}, prices {price.sum():.4f}"
+    )
+    figures = [
+        Figure(f"{where}: Spearman, {name}", _spearman(score, found.rises), "", n=len(price), note=note * (name == "price"))
+        for name, score in found.scores.items()
+    ]
+    return [
+        *figures,
+        Figure(f"{where}: Pearson, price", float(pearsonr(price, found.rises)[0]), "", n=len(price)),
+        Figure(f"{where}: prices over rises", float(price.sum() / total), "x", n=len(price)),
+        Figure(f"{where}: rises over all at once", float(total / found.together), "x", n=len(price)),
+    ]
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    return float(spearmanr(a, b)[0]) if np.ptp(a) and np.ptp(b) else 0.0
+
+
+def sampling(setting: Setting) -> list[Figure]:
+    """Of one batch: Spearman and mean relative distance of sampled prices to those of all tokens."""
+    figures = []
+    for base, forks in bases(setting):
+        for low in ("sim_e2m1", "nvfp4"):
+            parts = forks.parts(forked(forks, low))
+            for operator in parts.plan.operators:
+                operator.switch(True)
+            parts.model.eval()
+            blocks = validation(parts.config, parts.corpus, MEASURED)
+            batches = blocks.split(parts.config.training.batch_size)
+            all_tokens = [_scores(parts, [batch], STRIDES) for batch in batches]
+            for stride in STRIDES:
+                pairs = [(sampled[stride], scores["price"]) for scores, sampled in all_tokens]
+                rank = float(np.mean([_spearman(a, b) for a, b in pairs]))
+                distance = float(np.mean([np.median(np.abs(np.log(a / b))) for a, b in pairs]))
+                where = f"{base}, {low}: one token in {stride}"
+                figures.append(Figure(f"{where}, Spearman with all tokens'", rank, "", n=len(pairs)))
+                figures.append(Figure(f"{where}, median |log ratio|", distance, "", n=len(pairs)))
+    return figures
+
+
+def atlas(setting: Setting) -> list[Figure]:
+    """What training gains of one GEMM in 16 bits: loss of a fork without less that with, after its low stretch."""
+    figures = []
+    for base, forks in bases(setting):
+        low, orders = "sim_e2m1", range(setting.repeats or 3)
+        found = measured(forks.parts(forked(forks, low)), setting, f"atlas: {base}, prices")
+        gains = {gemm: np.zeros((len(found.operators), len(orders))) for gemm in GEMMS}
+        work = [(i, gemm, order) for order in orders for gemm in GEMMS for i in range(len(found.operators))]
+        without = {order: _fork_loss(forks, forked(forks, low, f"fork.order={order}"), {}) for order in orders}
+        for i, gemm, order in setting.over(work, f"atlas: {base}, forks"):
+            pins = {found.operators[i]: [gemm]}
+            gains[gemm][i, order] = without[order] - _fork_loss(forks, forked(forks, low, f"fork.order={order}"), pins)
+        for gemm, values in gains.items():
+            mean, spread = values.mean(axis=1), values.std(axis=1, ddof=1).mean() if len(orders) > 1 else float("nan")
+            note = f"gains add up to {mean.sum():.4f} nats; standard deviation over orders {spread:.4f}"
+            for name in ("price", "gradient norm", "gap", "MSE"):
+                rank = _spearman(found.scores[name], mean)
+                figures.append(
+                    Figure(f"{base}, {low}, {gemm}: Spearman, {name}", rank, "", n=len(orders), note=note * (name == "price"))
+                )
+    return figures
+
+
+def _fork_loss(forks: Forks, config: Config, pins: dict[str, list[str]]) -> float:
+    """Validation loss on the 16-bit path after the low stretch, nats."""
+    config = replace(config, paths=replace(config.paths, pins=pins), fork=replace(config.fork, heal=0))
+    return forks(config, phases=("low",)).validation["low"].high
+
+
+PARTS: dict[str, Callable[[Setting], list[Figure]]] = {"truth": truth, "sampling": sampling, "atlas": atlas}
