@@ -27,6 +27,8 @@ class Bench:
     module: str
     parts: tuple[str, ...]
     what: str
+    usual: bool = True
+    """Whether it runs where no benchmark is named."""
 
 
 BENCHMARKS = {
@@ -45,6 +47,7 @@ BENCHMARKS = {
         "gnmr.bench.price",
         ("truth", "sampling", "atlas"),
         "prices against the true rise of the loss, of few tokens against all, against what forks gain",
+        usual=False,
     ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
@@ -77,8 +80,13 @@ class Part:
         return self.bench if self.bench == self.name else f"{self.bench}: {self.name}"
 
 
+def usual() -> list[str]:
+    """Names of the benchmarks that run where none is named."""
+    return [name for name, bench in BENCHMARKS.items() if bench.usual]
+
+
 def measurable(names: Sequence[str], only: Sequence[str], setting: Setting) -> list[Part]:
-    """Parts of the named benchmarks, all of them without names; `only` those, where it names some.
+    """Parts of the named benchmarks, the usual ones without names; `only` those, where it names some.
 
     A part that cannot be measured here is left out with a line that says why. Raises `UserError` instead where that
     leaves nothing of a benchmark that was named.
@@ -86,7 +94,7 @@ def measurable(names: Sequence[str], only: Sequence[str], setting: Setting) -> l
     from gnmr.bench.figures import show
 
     chosen = list[Part]()
-    for name in names or BENCHMARKS:
+    for name in names or usual():
         mine, refused = list[Part](), list[UserError]()
         module = import_module(BENCHMARKS[name].module)
         for part in (part for part in BENCHMARKS[name].parts if not only or part in only):

@@ -203,11 +203,13 @@ def _of_truth(where: str, found: Truth) -> list[Figure]:
     above, price = int((found.rises > 2 * found.errors).sum()), found.scores["price"]
     total = found.rises.sum()
     note = (
-        f"{above} of {len(price)} operators rise by more than two standard errors ({found.errors.mean():.1e} nats in the "
-        f"mean); rises add up to {total:.4f} nats, all at once {found.together:.4f}, prices {price.sum():.4f}"
+        f"{above} of {len(price)} operators rise by more than two standard errors ({found.errors.mean():.0e} nats); "
+        f"rises add up to {total:.4f} nats, all at once {found.together:.4f}, prices {price.sum():.4f}"
     )
     figures = [
-        Figure(f"{where}: Spearman, {name}", _spearman(score, found.rises), "", n=len(price), note=note * (name == "price"))
+        Figure(
+            f"{where}: Spearman, {name}", _spearman(score, found.rises), "", n=len(price), note=note * (name == "price")
+        )
         for name, score in found.scores.items()
     ]
     return [
@@ -262,7 +264,13 @@ def atlas(setting: Setting) -> list[Figure]:
             for name in ("price", "gradient norm", "gap", "MSE"):
                 rank = _spearman(found.scores[name], mean)
                 figures.append(
-                    Figure(f"{base}, {low}, {gemm}: Spearman, {name}", rank, "", n=len(orders), note=note * (name == "price"))
+                    Figure(
+                        f"{base}, {low}, {gemm}: Spearman, {name}",
+                        rank,
+                        "",
+                        n=len(orders),
+                        note=note * (name == "price"),
+                    )
                 )
     return figures
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 from gnmr.config import Config, PathsConfig
-
 
 T = TypeVar("T")
 

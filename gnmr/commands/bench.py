@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from gnmr.bench import BENCHMARKS, RENAMED, measurable
+from gnmr.bench import BENCHMARKS, RENAMED, measurable, usual
 from gnmr.commands.words import Parser, names_of, one_of, path, text, whole
 from gnmr.errors import UserError, nearest
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gnmr.bench.figures import Figure
 
 _TEXT = """\
-benchmarks (default: all of them, one after the other):
+benchmarks (default: all but price, one after the other):
 {names}
 
 Overrides of the config are those of gnmr train; default: its default run (scale=cpu).
@@ -41,7 +41,11 @@ def _parser() -> Parser:
         "startup is measured by the wall clock always",
         "wall",
     )
-    parser.option("run", text, "theory: a run folder, whose recorded norms are counted and resampled too")
+    parser.option(
+        "run",
+        text,
+        "theory: a run folder, whose recorded norms are counted and resampled too; price: bases, with commas between",
+    )
     parser.option("out", path, "the figures as JSON, with commit, machine, versions and date")
     return parser
 
@@ -56,7 +60,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"bench {old[0]}: is now gnmr bench {RENAMED[old[0]]}")
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark {unknown[0]!r}{nearest(unknown[0], BENCHMARKS)}")
-    parts = [part for name in names or BENCHMARKS for part in BENCHMARKS[name].parts]
+    parts = [part for name in names or usual() for part in BENCHMARKS[name].parts]
     if unknown := [part for part in given.only if part not in parts]:
         raise UserError(f"only={unknown[0]}: must be of {', '.join(parts)}")
     if given.run is not None:
