@@ -98,14 +98,16 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
     compose()  # stores the schema
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweeper = hydra.compose("config", [f"sweep={sweep}", *base], return_hydra_config=True).hydra.sweeper
-    assert len(sweeper.params["training.seed"].split(",")) in (3, 5)
-    combinations = combinations_of(["training.seed=0", *words], sweeper.params, sweeper.arms)
+    seed = "fork.order" if sweep == "fork" else "training.seed"
+    assert len(sweeper.params[seed].split(",")) in (3, 5)
+    combinations = combinations_of([f"{seed}=0", *words], sweeper.params, sweeper.arms)
     return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
 
 
 CELLS = {
     "act_quant_stress": 4,
     "faults": 8,
+    "fork": 8,
     "hold": 6,
     "neighbours": 18,
     "operands": 4,
@@ -127,7 +129,7 @@ def test_the_cells_of_a_sweep(sweep):
     cells = cells_of(sweep)
     assert len({(cell.arm_name, config.config_hash(cell)) for cell in cells}) == len(cells) == CELLS[sweep]
     assert len({cell.experiment_name for cell in cells}) == 1
-    assert all("cpu" in cell.scale_name for cell in cells)
+    assert all("cpu" in cell.scale_name or cell.scale_name == "fork_small" for cell in cells)
 
 
 def test_what_all_cells_are_made_of():

@@ -32,6 +32,8 @@ class Kind:
     seq_len: int | None
     tokens_per_step: int | None
     steps: int | None
+    base: str | None = None
+    """What forks were made of: its name and the beginning of its checksum."""
 
     @property
     def tokens(self) -> int | None:
@@ -54,8 +56,9 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """Experiment and scale, as headings have them."""
-        return f"{self.kind.experiment}, scale {self.kind.scale}"
+        """Experiment, scale and base, as headings have them."""
+        base = f", base {self.kind.base}" if self.kind.base else ""
+        return f"{self.kind.experiment}, scale {self.kind.scale}{base}"
 
     @property
     def runs(self) -> list[Run]:
@@ -168,7 +171,7 @@ class Comparison:
         """What keeps this comparison apart from its rivals: {what: (here, there)}."""
         kinds = [self.kind, *self.rivals]
         columns = zip(*map(_told_kind, kinds), strict=True)
-        told = zip(("data", "seq_len", "tokens per step", "steps"), columns, strict=True)
+        told = zip(("data", "seq_len", "tokens per step", "steps", "base"), columns, strict=True)
         return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told if set(others) - {mine}}
 
     def told_apart(self) -> str:
@@ -252,7 +255,7 @@ def short(fingerprint: str | None) -> str:
 
 def _told_kind(kind: Kind) -> list[str]:
     numbers = ["unknown" if one is None else f"{one:,}" for one in (kind.tokens_per_step, kind.steps)]
-    return [short(kind.fingerprint), str(kind.seq_len), *numbers]
+    return [short(kind.fingerprint), str(kind.seq_len), *numbers, str(kind.base)]
 
 
 def _kind(run: Run) -> Kind:
@@ -263,12 +266,13 @@ def _kind(run: Run) -> Kind:
         run.settings.get("training.seq_len"),
         run.tokens_per_step,
         run.planned_steps,
+        run.base,
     )
 
 
 def _order(kind: Kind) -> tuple[str, int, str, int, str]:
     place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
-    return kind.experiment, place, kind.scale, kind.tokens or 0, kind.fingerprint or ""
+    return kind.experiment, place, kind.scale, kind.tokens or 0, f"{kind.fingerprint} {kind.base}"
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:
@@ -286,7 +290,7 @@ def _label(comparisons: list[Comparison]) -> None:
     for comparison in comparisons:
         for name in {arm.name for arm in comparison.arms}:
             for key in varying([arm for arm in comparison.arms if arm.name == name]):
-                if key not in keys[name]:
+                if key not in keys[name] and key != "base":  # the comparison's
                     keys[name].append(key)
     arms = [arm for comparison in comparisons for arm in comparison.arms]
     for name in {arm.name for arm in arms}:

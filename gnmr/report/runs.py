@@ -168,6 +168,14 @@ class Run:
         return None if steps is None else steps + (self.settings.get("fork.heal") or 0)
 
     @property
+    def base(self) -> str | None:
+        """Of a fork its base: name and the beginning of its checksum."""
+        if (name := self.settings.get("base")) is None:
+            return None
+        base = self.header.get("base")
+        return f"{name} {str(base.get('sha256', ''))[:8]}" if isinstance(base, dict) else str(name)
+
+    @property
     def tokens_per_step(self) -> int | None:
         """Of an optimizer step; None where the settings do not say."""
         sizes = [self.settings.get(key) for key in _OF_A_STEP]

@@ -29,9 +29,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 LEVEL = 0.05
+POWER = 0.8
+"""With which the smallest effect of a table is shown."""
 FEWEST, FEWEST_DIVERGED = 3, 5
 """Pairs that a verdict needs: with finite numbers alone, and where a run diverged."""
 
@@ -125,6 +127,35 @@ def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
     direction = int(np.sign(losses - wins if sign < fisher else mine - theirs))
     p = min(1.0, 2 * float(min(sign, fisher))) if n >= FEWEST_DIVERGED else None
     return Paired(n, (mine, theirs), p=p, direction=direction)
+
+
+def two_way(cells: Sequence[Mapping[int, float]]) -> tuple[float, int] | None:
+    """What is left beside an additive effect of the arm and one of the seed: (standard deviation, degrees of freedom).
+
+    `cells`: of each arm {seed: value}, all finite; cells may be missing. Least squares, pooled over all of them. None
+    where nothing is left to tell it by.
+    """
+    rows = [(arm, seed, value) for arm, found in enumerate(cells) for seed, value in found.items()]
+    seeds = sorted({seed for _, seed, _ in rows})
+    design = np.zeros((len(rows), len(cells) + len(seeds)))
+    for row, (arm, seed, _) in enumerate(rows):
+        design[row, arm] = design[row, len(cells) + seeds.index(seed)] = 1
+    values = np.array([value for *_, value in rows])
+    freedom = len(rows) - int(np.linalg.matrix_rank(design)) if rows else 0
+    if freedom < 1:
+        return None
+    left = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    return float(np.sqrt(left @ left / freedom)), freedom
+
+
+def smallest_effect(sd: float, freedom: int, n: int) -> float:
+    """The difference of two arms' means over n seeds that a two-sided t-test at `LEVEL` shows with `POWER`.
+
+    `sd`, `freedom`: as `two_way` gives them. By the noncentral t distribution; the other tail is left out.
+    """
+    critical = stats.t.ppf(1 - LEVEL / 2, freedom)
+    shift = optimize.brentq(lambda x: stats.nct.sf(critical, freedom, x) - POWER, 0, 10 * critical + 10)
+    return float(shift) * sd * math.sqrt(2 / n)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

@@ -11,6 +11,7 @@ from gnmr.records.reader import stored
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
+from gnmr.report.forks import fork_tables
 from gnmr.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routing import routing
@@ -35,7 +36,13 @@ def tables(comparisons: list[Comparison], further: Further = lambda _: []) -> li
 def comparison_tables(comparison: Comparison) -> list[Table]:
     """Quality, the tested comparisons, quality against promotion, cost, experts' routing, casts and what is watched;
     those that have rows."""
-    found = [quality(comparison), *against_baseline(comparison), against_random(comparison), lost(comparison)]
+    found = [
+        quality(comparison),
+        *fork_tables(comparison),
+        *against_baseline(comparison),
+        against_random(comparison),
+        lost(comparison),
+    ]
     found += [tradeoff(comparison), control(comparison), routing(comparison), casts(comparison), watched(comparison)]
     return [table for table in found if table.rows]
 

@@ -234,8 +234,12 @@ def _combinations(overrides: list[Override]) -> list[list[str]]:
 
 
 def step_seconds(config: Config) -> float:
-    """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one."""
-    from gnmr.training.build import assemble, first_batch, train_step
+    """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one.
+
+    Of a fork, which has few steps, its share of the validations too.
+    """
+    from gnmr.training.build import assemble, first_batch, train_step, validation
+    from gnmr.training.steps import validated
 
     parts = assemble(config, run_folder(config), say)
     step, micro_batches = train_step(parts), first_batch(parts)
@@ -244,7 +248,12 @@ def step_seconds(config: Config) -> float:
         began = time.perf_counter()
         step(micro_batches, config.optim.lr)
         times.append(time.perf_counter() - began)
-    return mean(times[1:])
+    if config.base is None:
+        return mean(times[1:])
+    began = time.perf_counter()
+    validated(parts, validation(config, parts.corpus, config.training.eval_blocks), 0)
+    phases = 3 if config.fork.heal else 2
+    return mean(times[1:]) + phases * (time.perf_counter() - began) / config.total_steps
 
 
 def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:

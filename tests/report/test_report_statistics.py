@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gnmr.report.statistics import Paired, as_percent, gap_closed, holm, paired, verdict, verdicts
+from gnmr.report.statistics import (
+    Paired,
+    as_percent,
+    gap_closed,
+    holm,
+    paired,
+    smallest_effect,
+    two_way,
+    verdict,
+    verdicts,
+)
 
 INF = math.inf
 
@@ -115,3 +125,29 @@ def test_gap_closed() -> None:
 def test_as_percent() -> None:
     assert as_percent(math.log(1.05)) == pytest.approx(5.0)
     assert math.isfinite(as_percent(1e6))
+
+
+def test_what_is_left_beside_arm_and_seed_by_hand() -> None:
+    """Two arms over three seeds: half of the differences' variance is left, with two degrees of freedom."""
+    one, other = {0: 1.0, 1: 2.0, 2: 5.0}, {0: 1.5, 1: 2.1, 2: 5.6}
+    differences = np.array([0.5, 0.1, 0.6])
+    assert two_way([one, other]) == pytest.approx((differences.std(ddof=1) / math.sqrt(2), 2))
+    assert two_way([one, {seed: value + 7 for seed, value in one.items()}]) == pytest.approx((0, 2), abs=1e-12)
+
+
+def test_missing_cells_and_too_few_of_them() -> None:
+    one, other = {0: 1.0, 1: 2.0, 2: 5.0}, {0: 1.5, 1: 2.1, 2: 5.6}
+    sd, freedom = two_way([one, other, {1: 3.0}]) or (0, 0)
+    assert (sd, freedom) == pytest.approx(two_way([one, other])), "a cell that nothing is beside tells nothing"
+    assert two_way([one]) is None and two_way([{0: 1.0}, {0: 2.0}]) is None and two_way([]) is None
+
+
+def test_the_smallest_effect_is_shown_in_80_of_100_tables() -> None:
+    """Drawn: two arms of two and the noise of eight, by the t-test that the tables would take."""
+    draw, n, freedom = np.random.default_rng(0), 4, 21
+    effect = smallest_effect(0.3, freedom, n)
+    means = draw.normal(effect, 0.3 * math.sqrt(2 / n), 40_000)
+    sds = 0.3 * np.sqrt(draw.chisquare(freedom, 40_000) / freedom)
+    shown = means / (sds * math.sqrt(2 / n)) > stats.t.ppf(0.975, freedom)
+    assert shown.mean() == pytest.approx(0.8, abs=0.01)
+    assert smallest_effect(0.3, 10**6, 2) == pytest.approx(0.3 * (1.959964 + 0.841621), rel=1e-4)
