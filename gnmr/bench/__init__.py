@@ -49,6 +49,12 @@ BENCHMARKS = {
         "prices against the true rise of the loss, of few tokens against all, against what forks gain",
         usual=False,
     ),
+    "spend": Bench(
+        "gnmr.bench.spend",
+        ("spend",),
+        "forks: the share of the gap that pins close, against what they spend (hours)",
+        usual=False,
+    ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
     "theory": Bench(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gnmr.bench.figures import Figure
 
 _TEXT = """\
-benchmarks (default: all but price, one after the other):
+benchmarks (default: all but price and spend, one after the other):
 {names}
 
 Overrides of the config are those of gnmr train; default: its default run (scale=cpu).
@@ -44,7 +44,7 @@ def _parser() -> Parser:
     parser.option(
         "run",
         text,
-        "theory: a run folder, whose recorded norms are counted and resampled too; price: bases, with commas between",
+        "theory: a run folder, whose recorded norms are counted and resampled too; price, spend: bases, with commas",
     )
     parser.option("out", path, "the figures as JSON, with commit, machine, versions and date")
     return parser

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 
-from gnmr.bench import measurable, price, usual
+from gnmr.bench import measurable, price, spend, usual
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.training.fork import Forks
@@ -54,3 +59,40 @@ def test_scores_by_hand(setting: Setting) -> None:
 def test_it_runs_only_where_it_is_named(setting: Setting) -> None:
     assert "price" not in usual()
     assert [part.name for part in measurable(["price"], ["truth"], setting)] == ["truth"]
+
+
+def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(spend, "LOW", ("sim_e2m1",))
+    monkeypatch.setattr(spend, "BUDGETS", (0.1,))
+    monkeypatch.setattr(spend, "SCORES", ("price",))
+    monkeypatch.setattr(spend, "GUESSES", ("random",))
+    made = forked_in(monkeypatch, spend)
+    setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
+    found = {figure.name: figure for figure in spend.spend(setting)}
+    rows = [json.loads(line) for line in (tmp_path / "bench/spend.jsonl").read_text().splitlines()]
+    assert [row["fork"]["arm"] for row in rows] == ["never", "always", "price", "random"] == made
+    assert all(set(gemms) == {"fprop"} for gemms in rows[2]["pins"].values())
+    assert 0.08 < rows[2]["share"] <= 0.1 and rows[1]["share"] == 1
+    losses = [row["validation"]["low"]["high"] for row in rows]
+    assert found["shipped, sim_e2m1: price at 10.0%"].value == pytest.approx(
+        (losses[0] - losses[2]) / (losses[0] - losses[1])
+    )
+    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]) + '{"fork": {"ba')
+    again = spend.spend(setting)
+    assert made[4:] == ["random"] and [figure.value for figure in again] == [figure.value for figure in found.values()]
+    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 4, "the line that was cut off is gone"
+
+
+def forked_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
+    """The arms that are forked from now on; of two steps."""
+    made, run, forked = [], module._run, module.forked
+
+    def counted(forks: Forks, cell: spend.Fork, *more: object) -> dict[str, object]:
+        made.append(cell.arm)
+        return run(forks, cell, *more)
+
+    monkeypatch.setattr(module, "_run", counted)
+    monkeypatch.setattr(module, "forked", lambda forks, low, *words: forked(forks, low, "training.steps=2", *words))
+    return made
