@@ -68,7 +68,9 @@ RECIPES = [
     "fp8_delayed",
     "fp8_hybrid",
     "llm_int8",
+    "mxfp4",
     "mxfp8",
+    "nvfp4",
     "sim_e2m1",
     "sim_e2m3",
     "sim_e3m2",
@@ -185,10 +187,12 @@ def main() -> int:
     if asked.against is None:
         return 0
     before = {name: kept for name, kept in json.loads(asked.against.read_text()).items() if only.search(name)}
-    changed = [name for name in before | found if kept_digits(before, name) != kept_digits(found, name)]
+    if new := [name for name in found if name not in before]:
+        print(f"new: {', '.join(new)}")
+    changed = [name for name in before if kept_digits(before, name) != kept_digits(found, name)]
     for name in changed:
         print(f"{name}: {before.get(name)} -> {found.get(name)}")
-    print(f"{len(found) - len(changed)} of {len(before | found)} runs equal")
+    print(f"{len(before) - len(changed)} of {len(before)} runs equal")
     return 1 if changed else 0
 
 

@@ -36,6 +36,15 @@ def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
     }
 
 
+def _nvfp4(weight: str = "e2m1/nv2d", hadamard: str = "/hadamard", stochastic: str = "/stochastic") -> Words:
+    """NVIDIA's recipe, or without one of its parts."""
+    return {
+        "fprop": {"input": "e2m1/nv", "weight": weight},
+        "dgrad": {"weight": weight, "grad_output": f"e2m1/nv{stochastic}"},
+        "wgrad": {"input": f"e2m1/nv{hadamard}", "grad_output": f"e2m1/nv{hadamard}{stochastic}"},
+    }
+
+
 def _everywhere(cast: str) -> Words:
     """Operands and results."""
     return {gemm: {**operands, "result": cast} for gemm, operands in _alike(cast, cast).items()}
@@ -49,7 +58,10 @@ RECIPES: dict[str, Words] = {
     "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
     "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
     "mxfp4": _alike("e2m1/mx", "e2m1/mx"),
-    "nvfp4": _alike("e2m1/nv", "e2m1/nv", weight="e2m1/nv2d"),
+    "nvfp4": _nvfp4(),
+    "nvfp4_no_sr": _nvfp4(stochastic=""),
+    "nvfp4_no_rht": _nvfp4(hadamard=""),
+    "nvfp4_1d": _nvfp4(weight="e2m1/nv"),
     **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
     "llm_int8_dgrad": {

@@ -8,6 +8,7 @@ CPUs, where looking at a value waits for nothing.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,17 +18,22 @@ from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.formats import FORMATS, Format
-from gnmr.paths.recipes import Cast
+from gnmr.paths.recipes import HADAMARD, Cast
 from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
 
 Reference: TypeAlias = Callable[[Tensor], Tensor] | None
-"""Makes of max|x| the magnitude that becomes the format's largest (delayed scales); None: that very one."""
+"""Makes of max|x| the magnitude that becomes the format's largest (delayed scales, and of two levels the tensor's);
+None: that very one."""
 
 _AT_ONCE = 2**17
 """Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
 _MOST = 2**26
 """Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
 
+SIGNS = tuple(random.Random(16).choices((1, -1), k=HADAMARD))
+"""Of the rotation: random, the same in all operators and steps (2509.25149, appendix C) and in all runs."""
+_ROTATIONS: dict[torch.device, Tensor] = {}
+"""By device, made once."""
 _E4M3 = FORMATS["e4m3"]
 _LARGEST = torch.finfo(torch.float32).max
 BEYOND = 1 + 2.0**-20
@@ -35,12 +41,24 @@ BEYOND = 1 + 2.0**-20
 own scale, may come out a rounding error above the format's."""
 
 
-def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference = None) -> tuple[Tensor, CastStats]:
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    contraction_dim: int,
+    reference: Reference = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, CastStats]:
     """(`x` (N, D) in the nearest values of `cast`, same dtype; what the cast found).
+
+    Of a cast with `hadamard` the values are those of `rotated`, which may have more rows or columns. A `stochastic` one
+    draws from `generator`, on the device of x, and rounds to nearest without.
 
     `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
     delayed scale is that of the tensor.
     """
+    source = x
+    if cast.hadamard:
+        x = rotated(x, contraction_dim)
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     one_scale = group == (None, None)
@@ -49,25 +67,28 @@ def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference =
     padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
     # As groups (rows, rows of a group, columns, columns of a group).
     groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    values = torch.empty_like(groups, memory_format=torch.contiguous_format)
+    values = torch.empty_like(groups, dtype=source.dtype, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
     # Pieces of one size: a short last one would cost its dozen calls for little.
     pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
     at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
+    noise = noise_room = None
+    if cast.stochastic and generator is not None:
+        noise, noise_room = random_bits(groups, generator).split(at_once), torch.empty_like(wide)
     may_saturate = _may_saturate(cast)
     each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
     known: list[Tensor] | None = None  # the scales of the pieces, where they need to be seen all together
     if one_scale:
         each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
-        scale = scale_under(cast, each[0] if reference is None else reference(each[0]))
+        scale = scale_under(cast, each[0], reference)
         if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
             may_saturate = bool(each[0] > _limit(scale, cast))
             saturated.append(torch.zeros(1, dtype=torch.int64))
     elif cast.two_levels:
         each.append(largest_magnitude(groups, (1, 3)).float())
-        known = list(scale_under(cast, each[0]).split(at_once))
+        known = list(scale_under(cast, each[0], reference).split(at_once))
     for number, (piece, out) in enumerate(zip(groups.split(at_once), values.split(at_once), strict=True)):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
         worked = wide[: len(piece)].copy_(piece)
@@ -87,13 +108,57 @@ def quantize(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference =
         over_scale(worked, scale, cast, out=worked)
         if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
-        out.copy_(cast.format.round(worked, room).mul_(scale))
+        steps = None
+        if noise is not None and noise_room is not None:
+            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5).mul_(2.0**-16)
+        out.copy_(cast.format.round(worked, room, steps).mul_(scale))
     largest = each[0] if len(each) == 1 else torch.cat(each)
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     over = torch.cat(saturated).sum(dtype=torch.int64) if saturated else None
-    return values, CastStats(largest, over, count_nonfinite(x, largest))
+    return values, CastStats(largest, over, count_nonfinite(source, largest))
+
+
+def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
+    """`x` (N, D), each `HADAMARD` elements along the contracted dimension times the matrix H S, float32.
+
+    H is Sylvester's Hadamard matrix over 4, S the diagonal matrix of `SIGNS`: orthonormal, so that the product of two
+    operands that are both rotated is what it was. Filled up with zeros to whole groups. `back`: by the transpose.
+    """
+    short = -x.shape[contraction_dim] % HADAMARD
+    wide = x.detach().float()
+    if short:
+        wide = F.pad(wide, (0, 0, 0, short) if contraction_dim == 0 else (0, short))
+    matrix = _rotation(x.device)
+    if back:
+        matrix = matrix.t()
+    # With `out` autocast leaves it in float32.
+    if contraction_dim == 0:
+        groups = wide.reshape(wide.shape[0] // HADAMARD, HADAMARD, wide.shape[1])
+        out = torch.empty_like(groups, memory_format=torch.contiguous_format)
+        torch.bmm(matrix.expand(len(groups), -1, -1), groups, out=out)
+    else:
+        groups = wide.reshape(-1, HADAMARD)
+        out = torch.empty_like(groups, memory_format=torch.contiguous_format)
+        torch.mm(groups, matrix.t(), out=out)
+    return out.view(wide.shape)
+
+
+def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
+    """int16 in the shape of `like` and on its device, uniform over all values: four of a draw of 64 bits."""
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    if not like.is_meta:
+        draws.random_(-(2**63), None, generator=generator)
+    return draws.view(torch.int16)[: like.numel()].view(like.shape)
+
+
+def _rotation(device: torch.device) -> Tensor:
+    """(16, 16) float32: H S."""
+    if device not in _ROTATIONS:
+        rows = [[(-1) ** (i & j).bit_count() * SIGNS[j] / 4 for j in range(HADAMARD)] for i in range(HADAMARD)]
+        _ROTATIONS[device] = torch.tensor(rows, device=device)
+    return _ROTATIONS[device]
 
 
 def scaled(
@@ -105,19 +170,23 @@ def scaled(
     """
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest if reference is None else reference(largest))
+    scale = scale_under(cast, largest, reference)
     saturated = None
     if _may_saturate(cast):
         saturated = as_matrix(groups.abs() > _limit(scale, cast), x).sum()
     return over_scale(groups, scale, cast).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
 
 
-def scale_under(cast: Cast, largest: Tensor) -> Tensor:
-    """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf."""
+def scale_under(cast: Cast, largest: Tensor, reference: Reference = None) -> Tensor:
+    """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf.
+
+    `reference`: of a scale of all of the tensor."""
+    if cast.two_levels:
+        return _two_level_scale(largest, cast.format, reference)
+    if reference is not None:
+        largest = reference(largest)
     if cast.scale == "mx":
         return _power_of_two_scale(largest, cast.format)
-    if cast.two_levels:
-        return _two_level_scale(largest, cast.format)
     return scale_of(largest, cast.format, torch.float32)
 
 
@@ -146,7 +215,7 @@ def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Refere
     """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize`."""
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest if reference is None else reference(largest))
+    scale = scale_under(cast, largest, reference)
     return as_matrix(scale.expand_as(groups), x).contiguous(), largest
 
 
@@ -174,10 +243,12 @@ def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
     return scale.add_(nan_unless_finite(largest))
 
 
-def _two_level_scale(largest: Tensor, fmt: Format) -> Tensor:
+def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference) -> Tensor:
     """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite."""
     bad = nan_unless_finite(largest)
     of_tensor = torch.where(bad == 0, largest, 0).amax()
+    if reference is not None:
+        of_tensor = reference(of_tensor)
     encode = torch.full_like(of_tensor, _E4M3.max * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
     numbers = _E4M3.round((largest / fmt.max).mul_(encode).clamp_(max=_E4M3.max))
     return numbers.mul_(encode.reciprocal()).add_(bad)

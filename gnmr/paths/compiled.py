@@ -47,6 +47,8 @@ def missing(*paths: object) -> str | None:
             return f"{path.name} is run by {path.backend}"
         if path.history:
             return f"{path.name} has delayed scales, which remember earlier steps"
+        if path.stochastic or any(cast.hadamard for cast in path.casts):
+            return f"{path.name} {'draws random numbers' if path.stochastic else 'rotates its operands'}"
     return None
 
 

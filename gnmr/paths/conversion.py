@@ -189,7 +189,8 @@ def _shared_state(
     """What the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
     engine, generator, amax = te.engine_for(paths), None, None
-    if spec.rounding == "stochastic":
+    draws = engine is None and any(recipe.stochastic for recipe in recipes)
+    if draws or spec.rounding == "stochastic":
         generator = torch.Generator(device="cpu" if here.type == "meta" else here)
         generator.manual_seed(seed)
     if recipes and engine is None:

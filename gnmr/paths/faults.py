@@ -19,7 +19,8 @@ tensor; evaluation is exact as ever.
 
 **Choice**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the rows
 that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means the
-same everywhere; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
+same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds to
+nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
 codes of `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken
 rows are rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe;
 one whose GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from gnmr.paths.cast_stats import CastStats
-from gnmr.paths.casting import BEYOND, Reference, over_scale, scale_of_each, scale_under
+from gnmr.paths.casting import BEYOND, Reference, over_scale, rotated, scale_of_each, scale_under
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast
 from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
@@ -108,8 +109,10 @@ class Fault:
 
         `reference`: of delayed scales, see `casting`; `largest` as above. Does not wait for the device.
         """
-        fmt, count = cast.format, len(x)
+        fmt, count, nonfinite = cast.format, len(x), (~x.isfinite()).sum()
         hit = self._order(count, generator)[: self._hits(count)]
+        if cast.hadamard:
+            x = rotated(x, contraction_dim)
         scale, groups = scale_of_each(x, cast, contraction_dim, reference)
         lost = scale.isnan()  # they share a scale with an Inf or NaN, fault or no fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
@@ -128,7 +131,7 @@ class Fault:
         if flipped is not None:
             values[hit] = flipped
         values.mul_(scale)
-        nonfinite = torch.where(lost, ~x.isfinite(), ~values.isfinite()).sum()
+        nonfinite += (~lost & ~values.isfinite()).sum()
         return values, scale, CastStats(groups, saturated, nonfinite)
 
     def _hits(self, count: int) -> int:

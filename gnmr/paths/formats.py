@@ -47,10 +47,11 @@ class Format:
         """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
         raise NotImplementedError
 
-    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
         `encode`, without the codes and up to the sign of zero. NaN stays NaN. `scratch`: int32 of the same shape,
-        overwritten; None: allocated."""
+        overwritten; None: allocated. `noise`: uniform numbers (float32) between -1/2 and 1/2, both excluded, of the
+        same shape for stochastic rounding: as many steps are added before."""
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class IntFormat(Format):
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
 
-    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
-        return scaled.round_()
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        return (scaled if noise is None else scaled.add_(noise)).round_()
 
     def step(self, scaled: Tensor) -> Tensor:
         return torch.ones_like(scaled)
@@ -151,10 +152,12 @@ class FloatFormat(Format):
         table = self._table("values", codes.device).to(dtype)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
-    def round(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         # As in `_nearest`, with 1.5 M in place of M: around it float32 are as far apart on both sides, so signs need no
         # care of their own.
         power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
+        if noise is not None:
+            scaled.addcmul_(power, noise, value=2.0**-self.mantissa_bits)
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
     def step(self, scaled: Tensor) -> Tensor:

@@ -108,8 +108,9 @@ class Int8Linear(PathLinear):
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
+        generator: torch.Generator | None = None,
     ) -> GemmContext:
-        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run)
+        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run, generator=generator)
         if isinstance(context, IntContext) and weight is not None:
             context.weight_codes = self.kept_codes(weight)
         return context

@@ -247,9 +247,13 @@ class PathLinear(nn.Linear):
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
+        generator: torch.Generator | None = None,
     ) -> GemmContext:
-        """A pass of this operator under `recipe` that begins now. `weight`: as the GEMMs are given it; `sound`: see
-        `GemmContext`."""
+        """A pass of this operator under `recipe` that begins now.
+
+        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`. `generator`: what stochastic casts draw from;
+        None: the plan's own, but in a dry run nothing, which rounds to nearest.
+        """
         assert self.shared.amax is not None
         return context_kind(recipe)(
             recipe,
@@ -260,6 +264,7 @@ class PathLinear(nn.Linear):
             sound=sound,
             dry_run=dry_run,
             no_side_effects=self.shared.no_side_effects,
+            generator=self.shared.generator if generator is None and not dry_run else generator,
         )
 
     def _under_recipe(

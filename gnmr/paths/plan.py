@@ -22,7 +22,7 @@ from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.paths.linear import PathLinear
 from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
-from gnmr.paths.recipes import RECIPES, ExecutionPath, Recipe
+from gnmr.paths.recipes import HADAMARD, RECIPES, ExecutionPath, Recipe
 from gnmr.paths.scaling import row_bytes, scale_dtype
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
@@ -491,6 +491,8 @@ def kept_as(path: ExecutionPath) -> str:
 def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
     """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
     width = operator.in_features
+    if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
+        rows += -rows % HADAMARD
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:

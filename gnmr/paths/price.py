@@ -42,7 +42,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gnmr.paths.casting import Reference, quantize
+from gnmr.paths.casting import Reference, quantize, rotated
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.hooks import FaultInjection
 from gnmr.paths.int8_linear import Int8Linear
@@ -292,6 +292,8 @@ def _inputs(
         cast = getattr(path, gemm).input
         if gemm in gemms:
             found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
+            if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
+                found[gemm] = rotated(found[gemm], 1, back=True)
     return found
 
 
@@ -331,7 +333,7 @@ def _cast(operator: PathLinear, operand: str, whole: Tensor, some: Tensor, cast:
     reference, kept = _reference(operator, operand, cast), _outliers(cast, whole)
     if kept is not None:
         whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
-    if cast.group(dim) == (None, None):
+    if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
         reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
     values = quantize(some, cast, dim, reference)[0].float()
     return values if kept is None else torch.where(kept, own.float(), values)
@@ -374,6 +376,8 @@ class _Casts:
         key = cast, dim if cast.directed else None
         if key not in self._known:
             self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
+            if cast.hadamard and gemm == "fprop":
+                self._known[key] = rotated(self._known[key], 1, back=True)
         return self._known[key]
 
     def grad_output(self, gemm: str, dim: int) -> Tensor:

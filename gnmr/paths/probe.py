@@ -42,9 +42,10 @@ sums either (it is the same for all tokens), nor, in gap_low and gap_recovery, t
 A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
 counted and remembered; readers of a tensor share it. A stride saves casts only where each token has its own scales.
 
-**Choice**: with stochastic rounding the probe rounds to nearest, whatever the copy that backward reads: so it draws
-nothing from the run's generator, and a unit's numbers do not depend on the path that it runs on. The stochastic copy's
-expected gap is larger, about twice where the remainders are uniform.
+**Choice**: with stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
+backward reads: so it draws nothing from the run's generator, and a unit's numbers do not depend on the path that it
+runs on (but for gap_exact of casts, which takes the gradient that was made). The stochastic copy's expected gap is
+larger, about twice where the remainders are uniform.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnmr.paths.casting import rotated
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.hooks import Casts, FaultInjection
 from gnmr.paths.kernels import GemmContext
@@ -258,12 +260,15 @@ class Probe:
             self.tokens > 1
             and cast is not None
             and cast.group(contraction_dim)[0] == 1
-            and not cast.two_levels  # each token has its own scales
+            and not (cast.two_levels or cast.hadamard)  # each token has its own scales
             and dry_run.fault is None  # which hits a share of all rows
             and dry_run.key(cast, contraction_dim) not in made
         ):
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
-        return dry_run.values(dry_run.cast(operand, rows, cast, contraction_dim, made), self.tokens)
+        found = dry_run.cast(operand, rows, cast, contraction_dim, made)
+        if cast is not None and cast.hadamard:
+            found = rotated(found, contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
+        return dry_run.values(found, self.tokens)
 
     def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:
         """What input_std needs, once for all readers of the tensor."""

@@ -35,6 +35,15 @@ number / encode. The largest elements saturate where it was rounded down.
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
 
+Two more words may stand behind the scale:
+
+    hadamard       of both operands of a GEMM: before they are cast, each 16 elements along the contracted dimension are
+                   multiplied by one orthonormal matrix, Hadamard's under random signs (`casting.rotated`). The product
+                   is as before, and an outlier's magnitude is spread over 16. What is missing to 16 tokens is zeros
+    stochastic     of operands of dgrad and wgrad: rounded up or down with the probability that makes the expectation
+                   exact, by the plan's own generator, whose state is in checkpoints. fprop has none: recomputed by
+                   activation checkpointing it has to give the same output. A dry run rounds to nearest
+
 Named recipes (`RECIPES`):
 
     fp8_hybrid     E4M3 input and weight, E5M2 grad_output, scale per tensor, results kept (Transformer Engine)
@@ -45,7 +54,10 @@ Named recipes (`RECIPES`):
     deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
     mxfp4          the same in E2M1
-    nvfp4          E2M1 everywhere: nv for input and grad_output, nv2d for the weight, results kept (2509.25149)
+    nvfp4          E2M1 everywhere: nv for input and grad_output, nv2d for the weight, results kept; grad_output is
+                   rounded stochastically, wgrad's operands are rotated (2509.25149)
+    nvfp4_no_sr, nvfp4_no_rht, nvfp4_1d    the same without stochastic rounding, without the rotation, or with the
+                   weight in nv: other values in dgrad than in fprop
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
@@ -81,7 +93,7 @@ from gnmr.vocabulary import GEMMS
 
 SCALES = ("delayed", "tensor", "block", "row", "nv2d", "tile", "mx", "nv")
 """The coarsest first."""
-TILE, MX, NV = 128, 32, 16
+TILE, MX, NV, HADAMARD = 128, 32, 16, 16
 _LENGTHS = {"tile": TILE, "mx": MX, "nv": NV}
 """Of groups along the contracted dimension."""
 _SQUARES = {"block": TILE, "nv2d": NV}
@@ -98,6 +110,10 @@ class Cast:
     """Steps that a delayed scale looks back; the other granularities have none."""
     codes: bool = False
     """Whether the GEMM multiplies the codes and scales its sums: fprop's operands in int8/row (`int8.py`)."""
+    hadamard: bool = False
+    """Whether the operand is rotated before."""
+    stochastic: bool = False
+    """Whether it is rounded stochastically, where there is a generator to draw from."""
     outliers: float | None = None
     """Of codes: columns with a magnitude from here on stay in 16 bits; None: no column does."""
 
@@ -108,27 +124,35 @@ class Cast:
             raise ValueError(f"scale {self.scale!r} is not known: use one of {', '.join(SCALES)}")
         if self.history < 1:
             raise ValueError(f"history={self.history}: must be 1 or more")
-        if self.codes and (self.format.name, self.scale) != ("int8", "row"):
-            raise ValueError(f"{self.format.name}/{self.scale}/codes: only the codes of int8/row can be multiplied")
+        altered = self.hadamard or self.stochastic
+        if self.codes and (altered or (self.format.name, self.scale) != ("int8", "row")):
+            raise ValueError(f"{self}: only the codes of int8/row can be multiplied")
+        if self.hadamard and self.scale == "delayed":
+            raise ValueError(f"{self}: what a delayed scale remembers is not rotated; use another scale")
 
     @staticmethod
     def of(word: str) -> Cast | None:
-        """The cast that is written `e4m3/tile`, `e5m2/delayed/1024` with its history or `int8/row/codes`; None for
-        `bf16`."""
-        name, scale, more = (*word.split("/", 2), "", "")[:3]
+        """The cast that is written `e4m3/tile`, `e5m2/delayed/1024` with its history, `int8/row/codes` or
+        `e2m1/nv/hadamard/stochastic`; None for `bf16`."""
+        name, scale, *more = (*word.split("/"), "")[: max(2, word.count("/") + 1)]
         fmt = get_format(name)
         if isinstance(fmt, KeepFormat) and not scale:
             return None
-        if more == "codes":
-            return Cast(fmt, scale, codes=True)
-        if more and not (scale == "delayed" and more.isdecimal()):
-            raise ValueError(f"{word}: behind the scale stands the history of delayed, a number, or codes")
-        return Cast(fmt, scale, int(more)) if more else Cast(fmt, scale)
+        found: dict[str, Any] = {}
+        for each in more:
+            key = each if each in ("codes", "hadamard", "stochastic") else "history"
+            if key in found or (key == "history" and not (scale == "delayed" and each.isdecimal())):
+                raise ValueError(
+                    f"{word}: behind the scale stands the history of delayed, a number, or once codes, hadamard or "
+                    "stochastic"
+                )
+            found[key] = int(each) if key == "history" else True
+        return Cast(fmt, scale, **found)
 
     @property
     def directed(self) -> bool:
         """Whether the result depends on the dimension that the GEMM contracts."""
-        return self.scale in _LENGTHS
+        return self.scale in _LENGTHS or self.hadamard
 
     @property
     def two_levels(self) -> bool:
@@ -145,7 +169,8 @@ class Cast:
 
     def __str__(self) -> str:
         history = f"/{self.history}" if self.scale == "delayed" and self.history != 16 else ""
-        return f"{self.format.name}/{self.scale}{history}{'/codes' if self.codes else ''}"
+        more = "".join(f"/{key}" for key in ("codes", "hadamard", "stochastic") if getattr(self, key))
+        return f"{self.format.name}/{self.scale}{history}{more}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +244,11 @@ class Recipe:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
             if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
                 raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
+            rotated = [cast is not None and cast.hadamard for cast in (getattr(gemm, o) for o in operands)]
+            if len(set(rotated)) > 1 or (gemm.result is not None and gemm.result.hadamard):
+                raise ValueError(f"recipe {self.name}: {name}: hadamard is for both of {' and '.join(operands)}")
+            if any(cast.stochastic and (name == "fprop" or cast is gemm.result) for cast in gemm.casts):
+                raise ValueError(f"recipe {self.name}: {name}: stochastic is for operands of dgrad and wgrad")
             codes = [cast.codes for cast in gemm.casts]
             if any(codes) and (name != "fprop" or codes != [True, True] or gemm.result is not None):
                 raise ValueError(f"recipe {self.name}: codes are for both operands of fprop, whose result is kept")
@@ -244,6 +274,11 @@ class Recipe:
     def integer(self) -> bool:
         """Whether fprop multiplies integers."""
         return self.fprop.input is not None and self.fprop.input.codes
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any of its casts draws random numbers."""
+        return any(cast.stochastic for cast in self.casts)
 
     @property
     def history(self) -> int:
@@ -274,8 +309,11 @@ class Recipe:
                 cast: Cast | None = getattr(getattr(self, gemm), operand)
                 if cast is None:
                     continue
-                group = cast.group(dims[operand].index(contracted[gemm]))
-                for dim, length in zip(dims[operand], group, strict=True):
+                along = dims[operand].index(contracted[gemm])
+                lengths = list(cast.group(along))
+                if cast.hadamard:
+                    lengths[along] = max(lengths[along] or 1, HADAMARD)
+                for dim, length in zip(dims[operand], lengths, strict=True):
                     if dim is not None and length is not None:
                         needed[dim] = max(needed[dim], length)  # 1, 16, 32 or 128: multiples of each other
         return needed[0], needed[1]

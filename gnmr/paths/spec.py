@@ -37,7 +37,7 @@ class PathSpec:
     """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too. Recipes
     say themselves what each GEMM reads."""
     rounding: str = "nearest"
-    """nearest (ties to even) or, of formats, stochastic."""
+    """nearest (ties to even) or, of formats, stochastic; recipes say it of each cast."""
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     pins: dict[str, list[str]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import numpy as np
@@ -48,8 +49,8 @@ def groups(shape: tuple[int, int], scale: str, dim: int) -> list[tuple[slice, sl
 
 
 def scale_of_two_levels(own: float, tensor: float, name: str) -> np.float32:
-    """Of a block with the largest magnitude `own` in a tensor with `tensor`: equations (2) to (4) of 2509.25149's
-    appendix C, in float32."""
+    """Of a block with the largest magnitude `own` in a tensor with `tensor`: 2509.25149, appendix C, in float32. The
+    block is multiplied by its reciprocal."""
     if own == 0:
         return np.float32(0)
     encode = np.float32(448 * MAX[name]) / np.float32(tensor)
@@ -57,19 +58,58 @@ def scale_of_two_levels(own: float, tensor: float, name: str) -> np.float32:
     return number * (np.float32(1) / encode)
 
 
-def under_two_levels(group: np.ndarray, scale: np.float32, name: str) -> np.ndarray:
-    """Equation (5): multiplied by the scale's reciprocal, rounded, and back."""
-    if scale == 0:
-        return np.zeros_like(group)
-    return nearest(group * (np.float32(1) / scale), name).astype(np.float32) * scale
+def drawn(generator: torch.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """What `generator` gives next as noise between -1/2 and 1/2: the 16 bits of four elements in each draw of 64."""
+    count = shape[0] * shape[1]
+    draws = [
+        int(torch.empty((), dtype=torch.int64).random_(-(2**63), None, generator=generator))
+        for _ in range(-(-count // 4))
+    ]
+    numbers = [(draw >> 16 * i) & 0xFFFF for draw in draws for i in range(4)][:count]
+    signed = np.array([number - 2**16 if number >= 2**15 else number for number in numbers])
+    return ((signed + 0.5) / 2**16).reshape(shape)
 
 
-def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = None) -> Tensor:
-    """`x` (N, D) in the cast that `word` says, in x's dtype; `largest`: the magnitude of a delayed scale."""
+def up_or_down(scaled: np.ndarray, name: str, noise: np.ndarray) -> np.ndarray:
+    """The value below or above in the format's table: above if the noise is beyond 1/2 less the way there."""
+    magnitude, _ = magnitudes(name)
+    values = np.array(sorted({*magnitude, *-magnitude}))
+    exact = np.clip(scaled.astype(np.float64), values[0], values[-1])
+    above = np.clip(np.searchsorted(values, exact), 1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    return np.where(noise > 0.5 - (exact - low) / (high - low), high, low)
+
+
+def slow_rotation(source: np.ndarray, dim: int) -> np.ndarray:
+    """Each 16 elements along `dim` under random signs and then in Hadamard's matrix, by its recursive definition; zeros
+    behind the last ones. In float64 and rounded: exact where the numbers have few enough bits."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < 16:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.array(random.Random(16).choices((1, -1), k=16))
+    lines = source.astype(np.float64) if dim == 0 else source.T.astype(np.float64)
+    lines = np.concatenate([lines, np.zeros((-len(lines) % 16, lines.shape[1]))])
+    parts = [matrix @ (signs[:, None] * lines[i : i + 16]) / 4 for i in range(0, len(lines), 16)]
+    whole = np.concatenate(parts).astype(np.float32)
+    return np.ascontiguousarray(whole if dim == 0 else whole.T)
+
+
+def slow_cast(
+    x: Tensor,
+    word: str | None,
+    dim: int,
+    largest: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`x` (N, D) in the cast that `word` says, in x's dtype; `largest`: the magnitude of a delayed scale; `generator`:
+    what a stochastic cast draws from."""
     if word is None:
         return x
-    name, scale_kind = word.split("/")
+    name, scale_kind, *more = word.split("/")
     source = x.detach().float().numpy()
+    if "hadamard" in more:
+        source = slow_rotation(source, dim)
+    noise = drawn(generator, source.shape) if "stochastic" in more and generator is not None else None
     result = np.empty_like(source)
     sound = [np.abs(source[place]).max() for place in groups(source.shape, scale_kind, dim)]
     tensor = max([each for each in sound if np.isfinite(each)], default=0)
@@ -79,14 +119,18 @@ def slow_cast(x: Tensor, word: str | None, dim: int, largest: float | None = Non
         if not np.isfinite(np.abs(group).max()):
             result[place] = np.nan
             continue
-        if scale_kind == "mx":
-            scale = np.float32(2.0 ** (np.floor(np.log2(own)) - EXPONENT_OF_MAX[name])) if own > 0 else np.float32(1)
-        elif scale_kind in ("nv", "nv2d"):
-            result[place] = under_two_levels(group, scale_of_two_levels(own, tensor, name), name)
-            continue
+        if scale_kind in ("nv", "nv2d"):
+            scale = scale_of_two_levels(own, tensor, name)
+            scaled = group * (np.float32(1) / scale) if scale > 0 else np.zeros_like(group)
         else:
-            scale = np.float32(own) / np.float32(MAX[name]) if own > 0 else np.float32(1)
-        result[place] = nearest(group / scale, name).astype(np.float32) * scale
+            scale = np.float32(1)
+            if own > 0 and scale_kind == "mx":
+                scale = np.float32(2.0 ** (np.floor(np.log2(own)) - EXPONENT_OF_MAX[name]))
+            elif own > 0:
+                scale = np.float32(own) / np.float32(MAX[name])
+            scaled = group / scale
+        rounded = nearest(scaled, name) if noise is None else up_or_down(scaled, name, noise[place])
+        result[place] = rounded.astype(np.float32) * scale
     return torch.from_numpy(result).to(x.dtype)
 
 

@@ -41,11 +41,15 @@ def test_the_named_recipes_say_what_they_are_known_for() -> None:
     }
     assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
     assert {cast for gemm in words("mxfp4").values() for cast in gemm.values()} == {"e2m1/mx"}
-    assert words("nvfp4") == {
+    nvfp4 = {
         "fprop": {"input": "e2m1/nv", "weight": "e2m1/nv2d"},
-        "dgrad": {"weight": "e2m1/nv2d", "grad_output": "e2m1/nv"},
-        "wgrad": {"input": "e2m1/nv", "grad_output": "e2m1/nv"},
+        "dgrad": {"weight": "e2m1/nv2d", "grad_output": "e2m1/nv/stochastic"},
+        "wgrad": {"input": "e2m1/nv/hadamard", "grad_output": "e2m1/nv/hadamard/stochastic"},
     }
+    assert words("nvfp4") == nvfp4 and RECIPES["nvfp4"].stochastic and not RECIPES["nvfp4_no_sr"].stochastic
+    for ablation, part, instead in (("no_sr", "/stochastic", ""), ("no_rht", "/hadamard", ""), ("1d", "nv2d", "nv")):
+        without = {gemm: {o: cast.replace(part, instead) for o, cast in own.items()} for gemm, own in nvfp4.items()}
+        assert words(f"nvfp4_{ablation}") == without
     assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
     codes = {"input": "int8/row/codes", "weight": "int8/row/codes"}
     assert words("llm_int8") == {"fprop": codes, "dgrad": {}, "wgrad": {}}
@@ -106,7 +110,26 @@ def test_a_recipe_of_ones_own_is_what_its_words_say() -> None:
     assert half == Recipe("half-1", wgrad=Gemm.of(input="e4m3/tile"))
 
 
+_BOTH = {"input": "e2m1/nv/hadamard", "grad_output": "e2m1/nv/hadamard"}
 OWN = [
+    (
+        {"wgrad": {"input": "e2m1/nv/hadamard", "grad_output": "e2m1/nv"}},
+        "recipe mine: wgrad: hadamard is for both of grad_output and input",
+    ),
+    ({"wgrad": {"input": "e2m1/nv/hadamard"}}, "recipe mine: wgrad: hadamard is for both of grad_output and input"),
+    ({"wgrad": {**_BOTH, "result": "e2m1/row/hadamard"}}, "recipe mine: wgrad: hadamard is for both of grad_output"),
+    (
+        {"fprop": {"input": "e2m1/nv/stochastic"}},
+        "recipe mine: fprop: stochastic is for operands of dgrad and wgrad",
+    ),
+    ({"dgrad": {"result": "int8/row/stochastic"}}, "recipe mine: dgrad: stochastic is for operands of dgrad and wgrad"),
+    ({"wgrad": {"input": "e2m1/nv/rht"}}, "recipe mine: wgrad: e2m1/nv/rht: behind the scale stands the history of"),
+    ({"wgrad": {"input": "e2m1/nv/hadamard/hadamard"}}, "recipe mine: wgrad: e2m1/nv/hadamard/hadamard: behind the"),
+    (
+        {"wgrad": {"input": "e4m3/delayed/hadamard"}},
+        "recipe mine: wgrad: e4m3/delayed/hadamard: what a delayed scale remembers is not rotated; use another scale",
+    ),
+    ({"fprop": {"input": "int8/row/codes/hadamard"}}, "recipe mine: fprop: int8/row/codes/hadamard: only the codes of"),
     ({"fprp": {}}, "recipe mine: 'fprp' is no GEMM: use fprop, dgrad, wgrad"),
     ({"fprop": {"grad_output": "e4m3/row"}}, "recipe mine: fprop has no 'grad_output': use input, weight, result"),
     ({"fprop": {"input": "e4m4/row"}}, "recipe mine: fprop: format 'e4m4' is not known: use one of int2"),
@@ -184,6 +207,8 @@ def test_widths_are_those_along_which_a_group_lies() -> None:
     assert Recipe("b", dgrad=Gemm.of(grad_output="e4m3/mx")).divisors() == (1, 32)
     assert Recipe("c", dgrad=Gemm.of(weight="e4m3/mx")).divisors() == (1, 32)
     assert Recipe("d", wgrad=Gemm.of(input="e4m3/tile", grad_output="e4m3/tile")).divisors() == (1, 1)
+    both = Gemm.of(input="e4m3/row/hadamard", weight="e4m3/row/hadamard")
+    assert Recipe("f", fprop=both).divisors() == (16, 1)
     assert Recipe("e", wgrad=Gemm.of(input="e4m3/block")).divisors() == (128, 1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchao_casts
-from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast, slow_integer_linear
+from slow_casts import EXPONENT_OF_MAX, MAX, drawn, groups, nearest, slow_cast, slow_integer_linear
 from test_linear import Block, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -190,8 +190,23 @@ BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
     "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
     "nvfp4": (
         ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
+        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
+    ),
+    "nvfp4_no_sr": (
         ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/hadamard", "e2m1/nv/hadamard", None),
+    ),
+    "nvfp4_no_rht": (
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv", None),
+    ),
+    "nvfp4_1d": (
         ("e2m1/nv", "e2m1/nv", None),
+        ("e2m1/nv/stochastic", "e2m1/nv", None),
+        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
     ),
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
@@ -218,14 +233,20 @@ def single(
     net = nn.Sequential(nn.Linear(inputs, outputs)).to(dtype)
     with torch.no_grad():
         net[0].weight.copy_(normal(outputs, inputs, seed=3))
-    return net, normal(tokens, inputs, seed=1, dtype=dtype), normal(tokens, outputs, seed=2, dtype=dtype)
+    # Of few bits, so that sums of 16 are exact in any order.
+    x, dy = (normal(tokens, width, seed=seed).clamp(-128, 128) for width, seed in ((inputs, 1), (outputs, 2)))
+    return net, *((each * 2**10).round().div(2**10).to(dtype) for each in (x, dy))
 
 
 @cache
-def operand(name: str, word: str | None, contraction_dim: int, dtype: torch.dtype) -> Tensor:
-    """One of `single`'s, cast by hand."""
+def operand(name: str, word: str | None, contraction_dim: int, dtype: torch.dtype, second: bool = False) -> Tensor:
+    """One of `single`'s, cast by hand; `second`: in a backward pass that drew random numbers for another before."""
     net, x, dy = single(dtype)
-    return slow_cast({"x": x, "w": net[0].weight.detach(), "dy": dy}[name], word, contraction_dim)
+    source = {"x": x, "w": net[0].weight.detach(), "dy": dy}[name]
+    generator = torch.Generator().manual_seed(0)
+    if second:
+        drawn(generator, tuple(source.shape))
+    return slow_cast(source, word, contraction_dim, generator=generator)
 
 
 @cache
@@ -236,8 +257,8 @@ def integer_output(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def gemm_by_hand(gemm: int, recipe: str, dtype: torch.dtype) -> Tensor:
-    """Output (0) or gradient of x (1) or weight (2) of `single` by the recipe of that name."""
+def gemm_by_hand(gemm: int, recipe: str, dtype: torch.dtype, second: bool = False) -> Tensor:
+    """Output (0) or gradient of x (1) or weight (2) of `single` by the recipe of that name; `second`: see `operand`."""
     net, _, _ = single(dtype)
     a, b, c = BY_HAND[recipe][gemm]
     if a == "codes":
@@ -247,14 +268,15 @@ def gemm_by_hand(gemm: int, recipe: str, dtype: torch.dtype) -> Tensor:
     elif gemm == 1:
         found = operand("dy", a, 1, dtype) @ operand("w", b, 0, dtype)
     else:
-        found = operand("dy", a, 0, dtype).t() @ operand("x", b, 0, dtype)
+        found = operand("dy", a, 0, dtype, second).t() @ operand("x", b, 0, dtype)
     return slow_cast(found, c, 1)
 
 
 def by_hand(recipes: tuple[str, str, str], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Output and gradients of x, weight and bias of `single`, where each GEMM has the recipe of that name."""
     _, _, dy = single(dtype)
-    return [*(gemm_by_hand(i, recipe, dtype) for i, recipe in enumerate(recipes)), dy.sum(dim=0)]
+    draws = "stochastic" in (BY_HAND[recipes[1]][1][0] or "")
+    return [*(gemm_by_hand(i, recipe, dtype, draws and i == 2) for i, recipe in enumerate(recipes)), dy.sum(dim=0)]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -272,11 +294,13 @@ def test_each_gemm_is_the_one_written_out_by_hand_low_or_recovered(low: str, dty
         for number in range(1, 4):
             for recovers in itertools.combinations(GEMMS, number):
                 net, x, dy = single(dtype)
-                convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers))
+                plan = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers))
                 net[0].switch(True)
                 taken = tuple(recovery if gemm in recovers else low for gemm in GEMMS)
                 assert same(by_us(x, net[0], dy), by_hand(taken, dtype)), (recovery, recovers)
         net[0].switch(False)
+        if plan.shared.generator is not None:
+            plan.shared.generator.manual_seed(0)
         assert same(by_us(x, net[0], dy), low_expected)
 
 

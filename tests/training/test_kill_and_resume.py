@@ -36,6 +36,8 @@ MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "contr
 LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
 IDLE = [*MOE, "model.num_layers=1", "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
 """So many experts that some have had no token when the checkpoint is written."""
+NVFP4 = ["paths.low=nvfp4", "paths.recovery=bf16", "training.activation_checkpointing=true", "training.accumulation=2"]
+"""Random numbers in every backward pass."""
 DELAYED = [*MOE, "model.experts.number=4", "paths.low=fp8_delayed", "paths.recovery=bf16", "paths.unit=expert"]
 """Delayed scales have a state of their own, in experts that see few tokens too."""
 REAL = ["paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=scaled_mm", "training.accumulation=2"]
@@ -117,6 +119,7 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "moe_with_idle_experts": (in_step(5), IDLE),
     "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
     "moe_under_delayed_scales": (in_step(5), DELAYED),
+    "stochastic_casts_under_checkpointing": (in_step(5), NVFP4),
     "blocks_between_recipes": (in_step(5), BLOCKS),
     "in_a_warm_up_in_16_bits": (in_step(4), ADAPT),  # from the checkpoint of step 3
     "after_a_warm_up_in_16_bits": (in_step(8), ADAPT),

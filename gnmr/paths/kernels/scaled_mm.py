@@ -79,6 +79,7 @@ def _recipe_missing(recipe: Recipe) -> str | None:
         operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
         for cast in gemm.casts:
             real = isinstance(cast.format, FloatFormat) and cast.format.native is not None
+            real = real and not (cast.hadamard or cast.stochastic)
             if not (real and cast.scale in _KINDS) or (_KINDS[cast.scale] != "tensor" and cast.format.name != "e4m3"):
                 return f"has {cast} in {name}, and {takes}"
         if gemm.result is not None or len(operands) == 1:

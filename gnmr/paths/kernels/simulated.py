@@ -31,7 +31,7 @@ from gnmr.paths.casting import Reference, quantize
 from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.reads import Read
-from gnmr.paths.recipes import Cast, Recipe
+from gnmr.paths.recipes import Cast, Gemm, Recipe
 from gnmr.paths.scaling import count_nonfinite, largest_magnitude
 from gnmr.vocabulary import OPERANDS
 
@@ -54,6 +54,7 @@ class GemmContext:
         sound: GEMMs whose casts it leaves as they are.
         dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
         no_side_effects: this pass is not the run's own, so at its end nothing is written.
+        generator: what stochastic casts draw from; None: they round to nearest.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class GemmContext:
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
         no_side_effects: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
         self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
+        self.generator = generator
         self._found: dict[int, tuple[int, CastStats]] = {}
         """By identity: two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
@@ -116,7 +119,7 @@ class GemmContext:
 
     def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
-        return quantize(x, cast, contraction_dim, reference)
+        return quantize(x, cast, contraction_dim, reference, self.generator)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """As `quantize`, of an input under the fault."""
@@ -139,6 +142,22 @@ class GemmContext:
             return output
         result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)
         return result.view(output.shape)
+
+    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
+        """The operands of `gemm` as its product reads them: product(*operands, dtype) is what it gives, before the
+        result is cast and the bias added.
+
+        `first`, `second`: input (T, I) and weight (O, I) of fprop, grad_output (T, O) and weight of dgrad, grad_output
+        and input of wgrad, not cast yet.
+        """
+        casts: Gemm = getattr(self.recipe, gemm)
+        if gemm == "fprop":
+            return self.cast("input", first, casts.input, 1), self.cast("weight", second, casts.weight, 1).t()
+        if gemm == "dgrad":
+            grad = self.cast("grad_output", first, casts.grad_output, 1)
+            return grad, self.cast("weight", second, casts.weight, 0)
+        grad = self.cast("grad_output", first, casts.grad_output, 0)
+        return grad.t(), self.cast("input", second, casts.input, 0)
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
         """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
@@ -180,7 +199,9 @@ class GemmContext:
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
-        return cast, contraction_dim if cast.directed else None, self.index if cast.scale == "delayed" else None
+        draws = cast.stochastic and self.generator is not None
+        own = self.index if cast.scale == "delayed" else None
+        return cast, contraction_dim if cast.directed else None, own, draws
 
     def end(self) -> None:
         """Once, when the last of its GEMMs is done."""

@@ -80,6 +80,8 @@ def _scaling(recipe: Recipe) -> tuple[str, tuple[int, int]] | None:
     x, w, dy = casts = recipe.fprop.input, recipe.fprop.weight, recipe.wgrad.grad_output
     if x is None or w is None or dy is None:
         return None
+    if any(cast.hadamard or cast.stochastic for cast in recipe.casts):
+        return None
     alike = replace(recipe, fprop=Gemm(x, w), dgrad=Gemm(weight=w, grad_output=dy), wgrad=Gemm(x, grad_output=dy))
     formats = tuple(cast.format.name for cast in casts if cast is not None)
     if alike != recipe or formats not in _FORMATS or len({x.history, w.history, dy.history}) > 1:
