@@ -220,7 +220,7 @@ class PriceMeter:
             sums = dict.fromkeys(_OF_PATH, nothing)
             path = found.paths.get(name)
             if isinstance(path, Recipe):
-                casts = _Casts(operator, path, weight, grad_2d, dy)
+                casts = _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
                 if "fprop" in self.gemms:
                     sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, path.fprop.result)
                 if "dgrad" in self.gemms:
@@ -328,14 +328,22 @@ def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
     return partial(amax.delayed, operator.index, OPERANDS.index(operand), cast.history)
 
 
-def _cast(operator: PathLinear, operand: str, whole: Tensor, some: Tensor, cast: Cast, dim: int) -> Tensor:
+def _cast(
+    operator: PathLinear,
+    operand: str,
+    whole: Tensor,
+    some: Tensor,
+    cast: Cast,
+    dim: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
     reference, kept = _reference(operator, operand, cast), _outliers(cast, whole)
     if kept is not None:
         whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
     if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
         reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
-    values = quantize(some, cast, dim, reference)[0].float()
+    values = quantize(some, cast, dim, reference, generator)[0].float()
     return values if kept is None else torch.where(kept, own.float(), values)
 
 
@@ -363,8 +371,11 @@ def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
 class _Casts:
     """What the backward GEMMs, and of the weight all, read under a recipe, float32."""
 
-    def __init__(self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor) -> None:
-        self._operator, self._recipe, self._weight = operator, recipe, weight
+    def __init__(
+        self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
+    ) -> None:
+        """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
+        self._operator, self._recipe, self._weight, self._seed = operator, recipe, weight, seed
         self._whole, self._dy = grad_2d, dy
         self._known: dict[tuple[Cast, int | None], Tensor] = {}
 
@@ -383,7 +394,10 @@ class _Casts:
     def grad_output(self, gemm: str, dim: int) -> Tensor:
         """(n, O)."""
         cast = getattr(self._recipe, gemm).grad_output
-        return self._dy if cast is None else _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim)
+        if cast is None:
+            return self._dy
+        generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
+        return _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim, generator)
 
 
 def _result(product: Tensor, cast: Cast | None) -> Tensor:

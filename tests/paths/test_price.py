@@ -92,6 +92,7 @@ RECIPES = (
     "mxfp8",
     "mxfp4",
     "nvfp4",
+    "nvfp4_no_sr",
 )
 PATHS = [
     *({"low": name, "recovery": "bf16", "backend": "simulated"} for name in RECIPES),
@@ -115,8 +116,9 @@ def test_the_price_is_that_of_the_paths_own_passes(spec: dict[str, object]) -> N
         operator.switch(True)
     found = measured(plan, model, batch).by_operator()
     for gemm, prices in expected.items():
+        rtol = 0.2 if spec["low"] == "nvfp4" and gemm != "fprop" else 2e-3  # other random numbers
         torch.testing.assert_close(
-            found[gemm].tolist(), prices, rtol=2e-3, atol=1e-9, msg=lambda m, g=gemm: f"{g}: {m}"
+            found[gemm].tolist(), prices, rtol=rtol, atol=1e-9, msg=lambda m, g=gemm: f"{g}: {m}"
         )
 
 
