@@ -36,18 +36,35 @@ _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 """A module's modules or parameters by name, one of the names, what stood there."""
 
 
-def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "parameters") -> list[Unit]:
+def costs_of(plan: Plan, control: ControlSpec) -> tuple[list[float], float]:
+    """(what recovery of each unit costs, what pins take), as shares of what recovery of everything costs: of the GEMMs'
+    arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
+    cost = control.cost if control.budget is not None else "gemm"
+    if isinstance(cost, str):
+        return plan.costs(cost)
+    names = [unit.name for unit in plan.units]
+    for wrong in (*(set(names) - cost.keys()), *(cost.keys() - set(names))):
+        raise ValueError(f"cost: {wrong!r} is {'missing' if wrong in names else 'no unit'}; units are {names[0]} ...")
+    if not (every := sum(cost.values())):
+        raise ValueError("cost: no unit costs anything")
+    pinned = [cost[unit.name] for unit in plan.units if not unit.routable]
+    return [cost[name] / every for name in names], sum(pinned) / every
+
+
+def units_of(
+    plan: Plan, model: nn.Module | None = None, observe: str = "parameters", costs: Sequence[float] | None = None
+) -> list[Unit]:
     """The plan's units; monitored only where it has no recovery path, or where pins leave nothing to recover: routed,
     such a unit would take one of the max_o places for nothing, and what is measured of it says what its pin is worth.
 
-    What a unit costs its operators cost together: Eq. 5's bytes a token above the low path with its pins, with the bits
-    of the input that wgrad reads. 1 where recovery adds none.
+    Their costs are `costs`; None: shares of the GEMMs' arithmetic. Their extra bytes are Eq. 5's a token above the low
+    path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
 
     Their parameters are the operators' own; with observe="adapter" (`gnmr.controller.observed`) the trainable ones
     below their names in `model`. ValueError for a unit without any.
     """
 
-    def cost(unit: PathUnit) -> float:
+    def extra_bytes(unit: PathUnit) -> float:
         more = sum(
             o.in_features * max(0, nominal_bits(unit.path_of(o)) - nominal_bits(o.low))
             for o in unit.operators
@@ -65,9 +82,10 @@ def units_of(plan: Plan, model: nn.Module | None = None, observe: str = "paramet
             unit.name,
             parameters(unit),
             unit.switch if unit.routable else None,
-            cost=cost(unit),
+            cost=cost,
+            extra_bytes=extra_bytes(unit),
         )
-        for unit in plan.units
+        for unit, cost in zip(plan.units, plan.costs("gemm")[0] if costs is None else costs, strict=True)
     ]
 
 
@@ -377,10 +395,13 @@ def attach(
     converted = convert(model, paths, seed=seed, store=False, shown=False)
     norms = None
     try:
-        units = units_of(converted, model, control.observe)
+        costs, pinned = costs_of(converted, control)
+        units = units_of(converted, model, control.observe, costs)
         _check_trained(converted, units, control)
         norms = norms_of(model, units, control.observe)
-        controller = AttachedController(units, control, steps=steps, seed=seed, record=record, norms=norms)
+        controller = AttachedController(
+            units, control, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned
+        )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
         converted.store(paths.weights)  # late: it cannot be undone to the bit

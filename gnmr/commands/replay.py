@@ -97,7 +97,7 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {found.told(place)}: {note}, so the sets are not the run's", file=sys.stderr)
-    totals = Totals(len(norms.units), settings.max_o)
+    totals = Totals(len(norms.units), settings.cap)
     with _lines(out) as write:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)

@@ -168,7 +168,14 @@ _OUTSIDE_THE_HASH = (
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
 # Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
-_CAME_LATER = {"controller.warmup_path": "recovery", "base": None, "fork.heal": 0, "optim.schedule_steps": None}
+_CAME_LATER = {
+    "controller.warmup_path": "recovery",
+    "controller.budget": None,
+    "controller.cost": "gemm",
+    "base": None,
+    "fork.heal": 0,
+    "optim.schedule_steps": None,
+}
 
 
 @cache  # making it takes as long as all the rest of `load`

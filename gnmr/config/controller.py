@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr.checks import fields, one_of, positive, require, within
-from gnmr.config.texts import folder_name, storable
+from gnmr.config.texts import folder_name, place, storable
 from gnmr.errors import told_as
+from gnmr.untrusted import opened
 
 if TYPE_CHECKING:
     from gnmr.controller import ControlSpec, Threshold
 
+COSTS = ("gemm", "bytes")
+_LONGEST_TABLE = 1 << 24
 THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
 """The paper's signals, whose thresholds have keys of their own."""
 
@@ -50,8 +58,14 @@ class ControllerConfig:
     """What units are on in the warm-up: the recovery path, or 16bit, whatever the recovery path is (E.4)."""
     delta: int = 5
     """Window of dGNMR, steps."""
-    max_o: int = 4
+    max_o: int | None = 4
     """Most units on the recovery path at once, once control has started."""
+    budget: Any = None
+    """Share of what recovery of everything costs that the units on the recovery path may cost together, above 0 and at
+    most 1, or 10%; null: no budget. Filled by risk per cost; max_o holds too (null: the budget alone)."""
+    cost: str = "gemm"
+    """What the budget counts: gemm (arithmetic), bytes (extra bytes, Eq. 5), or a CSV file with the columns unit and
+    cost (measured times)."""
     t_lock: int = 1
     """Steps for which a triggered unit stays a candidate."""
     hold: int = 1
@@ -69,13 +83,21 @@ class ControllerConfig:
         one_of(("parameters", "adapter", "input_grad"), observe=self.observe)
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
-        for key, value in fields(self, "delta", "max_o", "t_lock", "hold", "eps", "trigger").items():
+        if self.max_o is None:
+            require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
+        numbers = fields(self, "delta", "t_lock", "hold", "eps", "trigger")
+        for key, value in (numbers | {"max_o": self.cap}).items():
             positive(**{key: value})
             require(value < 2**31, key, value, "must be less than 2^31")
         for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
             sound = init is None or getattr(self, main) is not None
             require(sound, f"{main}_init", init, f"needs controller.{main} too")
         within(0, 1, **fields(self, "init_frac", "warmup_frac"))
+        if self.budget is not None:
+            object.__setattr__(self, "budget", _share(self.budget))
+            number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+            require(number and 0 < self.budget <= 1, "budget", self.budget, "must be above 0 and at most 1, or as 10%")
+        place("cost", self.cost)
 
     def _check_signal(self) -> None:
         module, colon, cls = self.signal.partition(":")
@@ -86,6 +108,11 @@ class ControllerConfig:
         for key in ("alpha", "beta", "delta"):
             right = key not in self.options or colon != ""
             require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")
+
+    @property
+    def cap(self) -> int:
+        """max_o as a number."""
+        return 2**31 - 1 if self.max_o is None else self.max_o
 
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up of a run of `steps` steps."""
@@ -99,12 +126,15 @@ class ControllerConfig:
             main, init = getattr(self, name), getattr(self, f"{name}_init")
             return main if main is None or init is None else TwoStage(init, main, round(self.init_frac * steps))
 
-        same = ("signal", "options", "observe", "routing", "trigger", "delta", "eps", "max_o", "t_lock", "hold")
+        same = ("signal", "options", "observe", "routing", "trigger", "delta", "eps", "t_lock", "hold", "budget")
+        measured = self.budget is not None and self.cost not in COSTS
         return ControlSpec(
             **{name: getattr(self, name) for name in (*same, "warmup_path")},
             alpha=threshold("alpha"),
             beta=threshold("beta"),
             warmup_steps=self.warmup_steps(steps),
+            max_o=self.cap,
+            cost=_table(Path(self.cost)) if measured else self.cost if self.cost in COSTS else "gemm",
         )
 
     def unread(self) -> dict[str, str]:
@@ -116,8 +146,30 @@ class ControllerConfig:
             found |= {"delta": signal, "eps": signal}
         if self.warmup_frac == 0 and self.warmup_path != "recovery":
             found["warmup_path"] = "warmup_frac=0"
+        if self.budget is None and self.cost != "gemm":
+            found["cost"] = "budget=null"
         if self.routing == "ranked":
             found["trigger"] = "routing=ranked"
             if self.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
                 found["t_lock"] = "routing=ranked"
         return found
+
+
+def _share(given: object) -> object:
+    """0.1 of "10%"; anything else as it is."""
+    if isinstance(given, str) and given.endswith("%"):
+        with suppress(ValueError):
+            return float(given[:-1]) / 100
+    return given
+
+
+def _table(path: Path) -> dict[str, float]:
+    """{unit: cost} of a CSV file. ValueError, one line, for what is no such file."""
+    what = f"cost={path}: must be gemm, bytes or a CSV file with the columns unit and cost"
+    try:
+        with opened(Path(os.path.realpath(path))) as file:
+            lines = TextIOWrapper(file, "utf-8").read(_LONGEST_TABLE).splitlines()
+        rows = list(csv.DictReader(lines))
+        return {row["unit"]: float(row["cost"]) for row in rows}
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
+        raise ValueError(f"{what} ({error})".partition("\n")[0]) from error

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.packet import HostPacket
-from gnmr.controller.policy import Choice, decide
+from gnmr.controller.policy import Budget, Choice, decide
 from gnmr.controller.signals import build_signal
 from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, whole
 from gnmr.controller.spec import NO_CAP, ControlSpec
@@ -43,7 +43,8 @@ class Event:
     cause: str
     """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
     of the largest risks of a ranked signal, under its threshold), nonfinite or warmup;
-    release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)."""
+    release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be spent) or warmup
+    (it ended)."""
     risk: float | None
     """R of the unit at that step, None where it has none."""
 
@@ -150,6 +151,24 @@ def _check_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
         )
 
 
+def _budget(
+    units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float, device: torch.device
+) -> Budget:
+    """The budget of `Controller`. ValueError for costs without sense, and where nothing is left of it."""
+    costs = [float(unit.cost) for unit in units]
+    if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
+        raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
+    every = sum(costs) if whole_cost is None else whole_cost
+    if not every > 0:
+        raise ValueError(f"budget={share:g}: no unit costs anything")
+    routed = [cost / every for unit, cost in zip(units, costs, strict=True) if unit.recoverable]
+    left = share - pinned
+    if routed and left * (1 + 1e-9) < min(routed):
+        pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
+        raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
+    return Budget.of(left, [cost / every for cost in costs], device)
+
+
 class Controller:
     """GNMR's controller over any units (paper, sections 2 and 3).
 
@@ -160,6 +179,9 @@ class Controller:
         steps: length of the run, where known, for signals that go by it (static_k).
         seed: of signals that draw.
         record: names of evidence that each `Decision` shall hold.
+        whole_cost: what recovery of everything costs, in the units' costs, of which `spec.budget` is a share; None: the
+            sum of the units' costs.
+        pinned: the share of it that is always spent.
         norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
             the gradients of the units' parameters. `gnmr.controller.observed` has another one.
 
@@ -179,6 +201,8 @@ class Controller:
         seed: int = 0,
         record: Sequence[str] = (),
         norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
+        whole_cost: float | None = None,
+        pinned: float = 0.0,
     ) -> None:
         self.units = units = list(units)
         self.names = _names(units)
@@ -187,6 +211,8 @@ class Controller:
         if isinstance(record, str) or not isinstance(record, Sequence):
             raise ValueError(f"record={record!r}: must be a list of names")
         context = Context.of(units, spec.max_o, steps, seed, spec.hold)
+        if spec.budget is not None:
+            context = replace(context, spend=tuple(float(unit.cost) for unit in units))
         self.signal = build_signal(spec.signal, spec.signal_options(), context)
         self.record = tuple(record)
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
@@ -205,6 +231,11 @@ class Controller:
         self._micro = MicroNorms(units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
+        self.pinned = pinned
+        """The share of all costs that is always spent."""
+        self._budget: Budget | None = None
+        if spec.budget is not None:
+            self._budget = _budget(units, spec.budget, whole_cost, pinned, self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
         self._chosen = self._recoverable & (self.warmup_steps > 0)  # what `apply` will have made of it
@@ -337,7 +368,8 @@ class Controller:
             choice = Choice(nothing, self._recoverable, self._lock, torch.arange(len(self.units), device=self._device))
         else:
             trigger = 0.0 if self.ranked else self.trigger
-            choice = decide(risk, observed, self._recoverable, self._lock, self.max_o, self.t_lock, trigger)
+            state = self._recoverable, self._lock, self.max_o, self.t_lock
+            choice = decide(risk, observed, *state, trigger, self._budget)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
                 choice = self._held(choice, risk, observed)
             choice = self._unless_all_infinite(choice, risk, observed)
@@ -366,19 +398,27 @@ class Controller:
     def _unless_all_infinite(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
         """If all observed risks are infinite (loss-scale overflow) and more than max_o, keep the current set."""
         routed = observed & self._recoverable
-        # Right after the warm-up more than max_o may be in force; then the cap comes first.
-        stays = (risk.isinf() | ~observed).all() & (routed.sum() > self.max_o) & (self._chosen.sum() <= self.max_o)
+        # Right after the warm-up more than that may be in force; then the cap comes first.
+        stays = (risk.isinf() | ~observed).all() & ~self._may(routed) & self._may(self._chosen)
         return choice._replace(
             candidate=choice.candidate | (stays & self._chosen),
             active=torch.where(stays, self._chosen, choice.active),
             lock=torch.where(stays, self._lock, choice.lock),
         )
 
+    def _may(self, chosen: Tensor) -> Tensor:
+        """Whether these units (U,) bool may be on the recovery path at once: a scalar bool on the device."""
+        fits = chosen.sum() <= self.max_o
+        if self._budget is None:
+            return fits
+        return fits & (torch.where(chosen, self._budget.cost, 0.0).sum() <= self._budget.most)
+
     def _held(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
         """The set in force and the units whose risk is not finite, by rank up to the cap."""
         urgent = risk.isinf() & observed & self._recoverable
         stay = torch.where(self._chosen | urgent, risk.clamp(min=TINY), 0.0)
-        kept = decide(stay, observed | self._chosen, self._recoverable, self._lock, self.max_o, self.t_lock, 0.0)
+        state = self._recoverable, self._lock, self.max_o, self.t_lock
+        kept = decide(stay, observed | self._chosen, *state, 0.0, self._budget)
         lock = torch.where(urgent, kept.lock, self._lock * kept.active)
         return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
@@ -430,7 +470,9 @@ class Controller:
         if not promoted:
             if step == self.warmup_steps:
                 return "warmup"
-            return "max_o" if decision.candidate[index] else "lock"
+            if not decision.candidate[index]:
+                return "lock"
+            return "max_o" if self._budget is None or int(decision.active.sum()) >= self.max_o else "budget"
         if not np.isfinite(decision.norm[index]):
             return "nonfinite"
         ratios = {
@@ -475,6 +517,8 @@ class Controller:
                 f"state: {number} units are on the recovery path, max_o={self.max_o} allows {self.max_o}: load it into "
                 f"a controller with max_o={number} or more"
             )
+        if t >= self.warmup_steps and not bool(self._may(flags(active.tolist(), self._device))):
+            raise ValueError("state: the units on the recovery path cost more than the budget allows here")
         if not isinstance(state["signal"], Mapping):
             raise ValueError("state: signal must map names to tensors")
         if isinstance(self.signal, SignalBase) and type(self.signal).load_state_dict is SignalBase.load_state_dict:

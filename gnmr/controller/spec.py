@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gnmr.controller.observed import OBSERVE
 from gnmr.controller.signals import SIGNALS, GnmrSignal, Signal
-from gnmr.controller.signals.base import positive, whole
+from gnmr.controller.signals.base import fraction_of, positive, whole
 from gnmr.controller.thresholds import Threshold, check
 
 NO_CAP = 2**31 - 1
@@ -46,6 +47,13 @@ class ControlSpec:
     max_o: int = 4
     """Most units on the recovery path at once, once control has started. From the number of recoverable units on it
     caps nothing, and a warning says so: where thresholds choose among several, and unless it is `NO_CAP`."""
+    budget: float | None = None
+    """What the units on the recovery path may cost together, a share above 0 and at most 1 of what recovery of
+    everything costs; None: no budget. Filled by risk per cost; max_o holds too (`NO_CAP`: the budget alone). Pins count
+    against it."""
+    cost: str | Mapping[str, float] = "gemm"
+    """What a budget counts where a model is attached: gemm (arithmetic of the GEMMs), bytes (extra bytes, Eq. 5), or a
+    cost of each unit by its name, measured times for instance. Own units have `Unit.cost`."""
     t_lock: int = 1
     """Steps for which a triggered unit stays a candidate."""
     hold: int = 1
@@ -74,8 +82,21 @@ class ControlSpec:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+        if self.budget is not None:
+            fraction_of(self.budget, "budget")
+        self._check_cost()
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options={self.options!r}: must map names of the signal's options to values")
+
+    def _check_cost(self) -> None:
+        if not isinstance(self.cost, Mapping):
+            if self.cost not in ("gemm", "bytes"):
+                raise ValueError(f"cost={self.cost!r}: must be gemm, bytes or a table {{unit: cost}}")
+            return
+        for unit, cost in self.cost.items():
+            number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
+            if not (number and 0 <= cost < math.inf):
+                raise ValueError(f"cost of {unit}: {cost!r}: must be a number of 0 or more")
 
     @property
     def ranked(self) -> bool:

@@ -21,7 +21,9 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     switch: Callable[[bool], None] | None = None
     cost: float = 1.0
-    """What its recovery costs, in any unit that is the same for all (Eq. 5: extra bytes a token)."""
+    """What its recovery costs, in any unit that is the same for all: what a budget counts."""
+    extra_bytes: float | None = None
+    """Extra bytes a token on the recovery path (Eq. 5), which signals may read; None: its cost."""
 
     def __post_init__(self) -> None:
         given: object = self.parameters

@@ -180,7 +180,7 @@ def recovery(setting: Setting) -> list[Figure]:
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
         raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
-    training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.max_o
+    training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.cap
     blocks, take_step = training_blocks(parts.config, parts.corpus, None), train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
 

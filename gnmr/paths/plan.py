@@ -315,6 +315,35 @@ class Plan:
         """
         return self._share(self._recovered), self.extra_bytes()
 
+    def costs(self, kind: str) -> tuple[list[float], float]:
+        """(what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
+
+        kind: gemm, of all arithmetic as `spent` counts it; or bytes, of Eq. 5's extra bytes, with the bits of the input
+        that wgrad reads. ValueError for bytes where recovery adds none.
+        """
+        if kind == "bytes":
+            return self._byte_costs()
+        whole = len(GEMMS) * sum(o.in_features * o.out_features for o in self.operators)
+        costs = []
+        for unit in self.units:
+            named = self.recovers if unit.gemm is None else (unit.gemm,)
+            moved = GEMMS if isinstance(self.low, Format) else named
+            more = (len({*moved} - {*o.pinned}) * o.in_features * o.out_features for o in unit.operators)
+            costs.append(sum(more) / whole)
+        return costs, self._share(lambda operator: operator.pinned)
+
+    def _byte_costs(self) -> tuple[list[float], float]:
+        low, recovery = self.low, self.low if self.recovery is None else self.recovery
+
+        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> int:
+            return operator.in_features * max(0, nominal_bits(path) - nominal_bits(than))
+
+        whole = sum(more(o, recovery, low) for o in self.operators)
+        if not whole:
+            raise ValueError("cost=bytes: recovery keeps no more bits of the input than the low path; use gemm")
+        costs = [sum(more(o, unit.path_of(o), o.low) for o in unit.operators) / whole for unit in self.units]
+        return costs, sum(more(o, o.low, low) for o in self.operators) / whole
+
     def _share(self, gemms: Callable[[PathLinear], Collection[str]]) -> float:
         """The share of all arithmetic of these GEMMs of each operator."""
         area = [o.in_features * o.out_features for o in self.operators]

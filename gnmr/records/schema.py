@@ -89,7 +89,8 @@ EVENT_FIELDS: dict[str, str] = {
     "event": "promote or release",
     "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), rank (a ranked "
     "signal took it under its threshold), nonfinite or "
-    "warmup; release: lock (it ran out), max_o (riskier units took the places) or warmup (it ended)",
+    "warmup; release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be "
+    "spent) or warmup (it ended)",
     "risk": "R of the unit at that step; null where it has none",
 }
 

@@ -64,9 +64,9 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
         value = float(f"{found:.6g}")  # as it is printed
         share = promoted(value)
     if abs(share - wanted) > 0.1 * wanted:
-        most = min(settings.max_o / len(recorded[0].units), 1.0)
+        most = min(settings.cap / len(recorded[0].units), 1.0)
         raise UserError(
-            f"calibrate={wanted:g}: {name} gives {share:.4g} at its nearest (max_o={settings.max_o} of "
+            f"calibrate={wanted:g}: {name} gives {share:.4g} at its nearest (max_o={settings.cap} of "
             f"{len(recorded[0].units)} units is {most:.4g} at the most)"
         )
     key = "controller.options.share" if by_share else "controller.trigger"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,11 +23,12 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
     def ignore(_recovering: bool) -> None:
         """There is no operator to switch."""
 
-    costs = norms.cost or (1.0,) * len(norms.units)
+    extra = norms.cost or (1.0,) * len(norms.units)
+    spend = norms.spend or (1.0,) * len(norms.units)
     nothing = (nn.Parameter(torch.empty(0)),)
     units = [
-        Unit(name, nothing, None if name in norms.pinned else ignore, cost)
-        for name, cost in zip(norms.units, costs, strict=True)
+        Unit(name, nothing, None if name in norms.pinned else ignore, cost, more)
+        for name, cost, more in zip(norms.units, spend, extra, strict=True)
     ]
     controller = build(settings, units, norms)
     columns = {"norm": norms.norm, "observed": norms.observed} | {
@@ -41,7 +43,10 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 def build(settings: ControllerConfig, units: list[Unit], norms: Norms) -> Controller:
     """The controller, UserError where the signal needs what was not recorded."""
     with told_as("replay: "):
-        controller = Controller(units, settings.spec(norms.steps), steps=norms.steps, seed=norms.seed)
+        spec = replace(settings, cost="gemm").spec(norms.steps)  # what units cost was recorded
+        whole = 1.0 if norms.spend else None
+        pinned = norms.spend_pinned
+        controller = Controller(units, spec, steps=norms.steps, seed=norms.seed, whole_cost=whole, pinned=pinned)
     if lacking := missing(controller.needs, tuple(norms.evidence)):
         raise UserError(
             f"replay: signal {settings.signal} needs {', '.join(lacking)}, which was not recorded: train with "

@@ -42,7 +42,11 @@ class Norms:
     more: dict[str, np.ndarray] = field(default_factory=dict)
     """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.controller.evidence."""
     cost: tuple[float, ...] | None = None
-    """What each unit's recovery costs; None: unknown, all the same."""
+    """Extra bytes of each unit's recovery (Eq. 5); None: unknown, all the same."""
+    spend: tuple[float, ...] | None = None
+    """What each unit takes of a budget, as a share; None: unknown, all the same."""
+    spend_pinned: float = 0.0
+    """What pins take of it."""
     pinned: frozenset[str] = frozenset()
     """Units that pins left nothing to recover: never routed."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
@@ -62,12 +66,14 @@ class Norms:
 def read_norms(path: Path) -> Norms:
     """Norms of a run folder or a file. UserError names what is missing or wrong."""
     order: list[str] | None = None
+    spend, spend_pinned = None, 0.0
     cost: tuple[float, ...] | None = None
     pinned: frozenset[str] = frozenset()
     config = read_config(path / "config.yaml") if exists(path / "config.yaml") else None
     if path.is_dir():
         check_records(path)
         order, cost, pinned = _units_and_cost(path / "header.json")
+        spend, spend_pinned = _spend(path / "header.json")
         table = read_ratios(path)
         if table.num_rows == 0:
             why = "left out of the pack" if "ratios.parquet" in left_out(path) else "missing or empty"
@@ -77,7 +83,8 @@ def read_norms(path: Path) -> Norms:
     else:
         table = _read_file(path)
     with reading(path):
-        norms = replace(_dense(path, table, order, cost), pinned=pinned)
+        norms = replace(_dense(path, table, order, cost), pinned=pinned, spend_pinned=spend_pinned)
+        norms = replace(norms, spend=spend if spend is not None and len(spend) == len(norms.units) else None)
     if config is None:
         return norms
     training, every = config.training, config.records.ratios_every
@@ -101,6 +108,17 @@ def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | N
     if costs and (len(costs) != len(order or ()) or not all(math.isfinite(one) and one > 0 for one in costs)):
         raise Damaged(f"{path}: cost must hold a positive number for each of the units")
     return order, costs or None, pinned
+
+
+def _spend(path: Path) -> tuple[tuple[float, ...] | None, float]:
+    """What header.json says of a budget: the units' shares of the cost, that of pins."""
+    header = read_json(path) or {}
+    with reading(path):
+        costs = tuple(float(one) for one in header.get("spend") or ())
+        pinned = float(header.get("spend_pinned") or 0)
+    if not all(math.isfinite(one) and one >= 0 for one in (*costs, pinned)):
+        raise Damaged(f"{path}: spend must hold shares of 0 or more")
+    return costs or None, pinned
 
 
 def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[float, ...] | None) -> Norms:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr import models
-from gnmr.attachment import AttachedController, norms_of, units_of
+from gnmr.attachment import AttachedController, costs_of, norms_of, units_of
 from gnmr.config import Config, PathsConfig
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data.batch import Batch
@@ -211,11 +211,13 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
             "delayed scales; use a recipe without, or paths.backend=scaled_mm"
         )
     with told_as("controller: "):
-        units = units_of(plan, model, observe)
-        norms = norms_of(model, units, observe)
         spec = config.controller.spec(training.steps)
+        costs, pinned = costs_of(plan, spec)
+        units = units_of(plan, model, observe, costs)
+        norms = norms_of(model, units, observe)
+        steps, seed = training.steps, training.seed
         controller = AttachedController(
-            units, spec, steps=training.steps, seed=training.seed, record=record, norms=norms
+            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned
         )
     _check_evidence(config, controller.needs, plan, model)
     controller.attach_plan(plan, model, config.paths.probe_tokens, config.paths.price_tokens)

@@ -68,7 +68,7 @@ def plan_run(config: Config) -> MemoryPlan:
     optimizer, transform = build_optim(model, config)
     check_control(config, model, plan)
     checkpointed = list(blocks_of(model)) if training.activation_checkpointing else []
-    max_o = min(config.controller.max_o, len(plan.units)) if config.paths.recovery is not None else 0
+    max_o = min(config.controller.cap, len(plan.units)) if config.paths.recovery is not None else 0
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if isinstance(tensor, Tensor)]
     state += [] if transform is None else transform.state.values()
     warmup = config.controller.warmup_steps(training.steps) > 0

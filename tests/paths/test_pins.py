@@ -106,7 +106,7 @@ def test_what_is_spent_by_hand() -> None:
     assert plan.extra_bytes_bound(1) == 5 * 4 / 2 + 5 * 8 / 2
     plan.units[2].switch(True)
     assert plan.spent() == (pytest.approx(2 / 3), plan.extra_bytes_bound(1))
-    assert [unit.cost for unit in units_of(plan)] == [2, 1, 4]
+    assert [unit.extra_bytes for unit in units_of(plan)] == [2, 1, 4]
 
 
 def test_a_unit_with_nothing_to_recover_is_watched_and_takes_no_place() -> None:

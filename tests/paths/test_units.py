@@ -152,8 +152,8 @@ def test_a_units_norm_is_that_of_all_its_operators() -> None:
 def test_a_unit_costs_what_its_operators_cost() -> None:
     """And so do the extra bytes of Eq. 67: the largest units count."""
     (_, single), (model, blocks) = made("operator"), made("block")
-    assert [unit.cost for unit in units_of(blocks)] == [3 * 16 * 4 / 8] * 4 + [16 * 4 / 8]
-    assert sum(unit.cost for unit in units_of(single)) == sum(unit.cost for unit in units_of(blocks))
+    assert [unit.extra_bytes for unit in units_of(blocks)] == [3 * 16 * 4 / 8] * 4 + [16 * 4 / 8]
+    assert sum(unit.extra_bytes for unit in units_of(single)) == sum(unit.extra_bytes for unit in units_of(blocks))
     backward(model)
     blocks.units[1].switch(True)
     one = 4 / 8 * 8 * 3 * 16
@@ -176,7 +176,7 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
 def test_a_recipe_costs_the_bits_of_the_input_that_wgrad_reads(paths, recovers, bits) -> None:
     plan = convert(Net(), PathSpec.of(*paths, unit="block", recovers=recovers))
     expected = [1.0] * 5 if bits is None else [3 * 16 * bits / 8] * 4 + [16 * bits / 8]
-    assert [unit.cost for unit in units_of(plan)] == expected
+    assert [unit.extra_bytes for unit in units_of(plan)] == expected
 
 
 @pytest.mark.parametrize("paths", [("int4", "int8"), ("sim_e2m1", "fp8_hybrid")], ids=str)

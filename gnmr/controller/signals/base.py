@@ -44,6 +44,8 @@ class Context:
     seed: int = 0
     hold: int = 1
     """Steps for which a chosen set stays in force."""
+    spend: tuple[float, ...] | None = None
+    """What each unit takes of the budget; None: there is none."""
 
     def __post_init__(self) -> None:
         if len(self.cost) != len(self.names):
@@ -52,7 +54,8 @@ class Context:
     @classmethod
     def of(cls, units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
         """What there is to tell of these units."""
-        names, cost = tuple(unit.name for unit in units), tuple(unit.cost for unit in units)
+        names = tuple(unit.name for unit in units)
+        cost = tuple(unit.cost if unit.extra_bytes is None else unit.extra_bytes for unit in units)
         return cls(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
 
 

@@ -19,7 +19,8 @@ class Random(BlindSignal):
     """A uniform draw. `share`: probability of a unit-step; None: max_o units in every step.
 
     R is 1 + u for a chosen unit, with its u from (0, 1). Without a share it is u for the others, so that any max_o can
-    be filled by rank; with one it is 0, so that the budget holds.
+    be filled by rank; with one it is 0, so that the budget holds. Under a budget of costs R is that times the unit's
+    cost over the lowest, so that the draw does not favour cheap units.
     """
 
     columns = ("uniform",)
@@ -36,5 +37,9 @@ class Random(BlindSignal):
         risk = uniform.copy() if self.share is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]
+        if (spend := self.context.spend) is not None and (paid := [cost for cost in spend if cost > 0]):
+            risk *= np.maximum(spend, min(paid)) / min(
+                paid
+            )  # or the cheap ones, by risk per cost, would be drawn first
         both = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
         return both[0], (both[1],)
