@@ -38,7 +38,7 @@ EVIDENCE_OF = {
     "gap_exact": "wgrad",
     "underflow": "fprop",
     "mse": "fprop",
-} | {f"price_{gemm}": gemm for gemm in GEMMS}
+}
 """The GEMM whose operands a statistic is of."""
 _NAMES = {
     "gemm": r".*",
