@@ -48,13 +48,13 @@ class Config:
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     stress: StressConfig = field(default_factory=StressConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    records: RecordsConfig = field(default_factory=RecordsConfig)
-    scores: ScoresConfig = field(default_factory=ScoresConfig)
     base: str | None = None
     """Run that this one is forked from: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or shipped, which
     comes with the package; null: none, the run begins with new weights."""
     fork: ForkConfig = field(default_factory=ForkConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    scores: ScoresConfig = field(default_factory=ScoresConfig)
     experiment_name: str = "custom"
     """First folder of the run's path."""
     scale_name: str = "custom"

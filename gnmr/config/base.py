@@ -9,16 +9,24 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gnmr.config import Config, flatten, read, to_dict
-from gnmr.config.fork import SHIPPED, taken
+from gnmr.config.fork import PATHS, SHIPPED, taken
 from gnmr.errors import UserError
-from gnmr.untrusted import Damaged, exists
+from gnmr.untrusted import Damaged, exists, text
 
 
 def with_base(composed: DictConfig, words: Sequence[str]) -> None:
-    """Puts what the base of a fork says into what Hydra composed, where these words of the command line do not."""
-    if (base := composed.get("base")) is not None:
-        for key, value in taken(flatten(to_dict(read_base(str(base)))), words).items():
-            OmegaConf.update(composed, key, value)
+    """Puts what the base of a fork says into what Hydra composed, where these words of the command line do not.
+
+    UserError for a base that is none, and where it names a file that nobody else has named.
+    """
+    if (base := composed.get("base")) is None:
+        return
+    theirs = flatten(to_dict(read_base(str(base))))
+    for key in PATHS:
+        if theirs[key] is not None and OmegaConf.select(composed, key) is None:
+            raise UserError(f"{key}=null: the base {base} has {text(theirs[key])}, which you have to give yourself")
+    for key, value in taken(theirs, words).items():
+        OmegaConf.update(composed, key, value)
 
 
 def place_of_base(base: str) -> tuple[Path, Path]:

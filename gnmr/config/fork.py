@@ -34,7 +34,7 @@ FROM_BASE = ("model.*", "data.*", "optim.*", *_BATCH)
 """Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
 OF_THE_ARM = ("data.cache_dir", "optim.transform.*", "optim.clip_norm")
 """Of those, what an arm chooses for itself."""
-_PATHS = ("data.path", "data.tokenizer")
+PATHS = ("data.path", "data.tokenizer")
 """Never taken from a base, which somebody else may have made: they name files of this machine."""
 
 
@@ -58,7 +58,7 @@ def taken(flat: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     return {
         key: value
         for key, value in found.items()
-        if key not in _PATHS and not any(key == name or key.startswith(f"{name}.") for name in named)
+        if key not in PATHS and not any(key == name or key.startswith(f"{name}.") for name in named)
     }
 
 

@@ -16,6 +16,9 @@ from everything import differences, everything, in_child
 from test_kill_and_resume import at_file, in_step
 
 from gnmr.config import config_hash, to_dict
+from gnmr.config.base import place_of_base
+from gnmr.config.compose import compose
+from gnmr.disk import sha256
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training import base as base_module
@@ -33,6 +36,8 @@ ARMS = {
     "price of the input": ["controller.signal=gap", "controller.routing=ranked", "paths.low=int4"],
     "stochastic": ["paths.low=int4", "paths.recovery=int8", "paths.site=forward", "paths.rounding=stochastic"],
     "delayed": ["paths.low=fp8_delayed", "paths.recovery=null", "fork.heal=0"],
+    "gemms": ["paths.unit=gemm", "controller.routing=ranked", "controller.signal=random"],
+    "pins": ["paths.pins.down_proj=[fprop]", "paths.recovery=null"],
     "warm-up": ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "optim.clip_norm=0.5"],
     "transform": ["optim.transform.name=zclip", "stress.kind=noise", "stress.windows=[[2,2]]"],
 }
@@ -221,6 +226,7 @@ REFUSED = {
     "data.vocab_size=290": r"data.vocab_size=290: the base .* has 300",
     "training.seed=3": r"training.seed=3: a fork draws by its order: leave it, or use 0",
     "fork.heal=-1": r"fork.heal=-1: must lie between 0 and 2\^62",
+    "fork.order=-1": r"fork.order=-1: must lie between 0 and 2\^62",
     "base=nowhere": r"base=nowhere: is no run with a checkpoint \(config.yaml is missing there\)",
     "base=null": r"fork.heal=2: needs base=RUN",
     "base=''": r"base='': must be a path",
@@ -290,3 +296,61 @@ def test_threads_and_seeds_of_this_process_are_no_part_of_a_fork(tiny, words):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert forks(tiny(*words)) == first
+
+
+# ---- the base that comes with the package ----
+
+SHIPPED = place_of_base("shipped")[0]
+
+
+def test_the_shipped_base_is_what_its_sums_say():
+    lines = [line.split("  ") for line in (SHIPPED / "SHA256SUMS").read_text().splitlines()]
+    named = {name: digest for digest, name in lines}
+    files = {str(file.relative_to(SHIPPED)) for file in SHIPPED.rglob("*") if file.is_file()} - {"SHA256SUMS"}
+    assert named == {name: sha256(SHIPPED / name) for name in files}
+    assert sum((SHIPPED / name).stat().st_size for name in files) < 2_000_000
+    header = read_json(SHIPPED / "header.json")
+    assert "experiment=fork_base scale=fork_small" in header["command"] and "dirty" not in header["commit"]
+    base = base_module.open_base("shipped")
+    assert (base.step, base.schedule_steps, base.fingerprint) == (600, 1000, header["data"]["fingerprint"])
+
+
+def test_another_checkpoint_in_its_place_is_refused(monkeypatch):
+    monkeypatch.setattr(base_module, "SHIPPED_SHA256", "0" * 64)
+    with pytest.raises(UserError, match=r"^base=shipped: .*is not the base that this version ships"):
+        base_module.open_base("shipped")
+
+
+def test_what_a_fork_takes_of_its_base():
+    """Model, data, optimizer and batch, but for what is typed; an arm's own keys stay."""
+    config = compose(["experiment=fork", "fork.order=2", "optim.clip_norm=1.0", "training.steps=7"])
+    base = base_module.open_base("shipped")
+    base.check(config)
+    assert (config.model, config.training.seq_len, config.optim.lr) == (base.config.model, 256, 2e-3)
+    assert (config.scale_name, config.optim.schedule_steps, config.optim.clip_norm) == ("fork_small", 1000, 1.0)
+    assert (config.training.seed, config.training.steps, config.data.tokenizer) == (2, 7, None)
+    typed = compose(["experiment=fork", "optim.lr=0.5"])
+    assert typed.optim.lr == 0.5 and typed.optim.schedule_steps == 1000
+    with pytest.raises(UserError, match=r"optim.lr=0.5: the base shipped has 0.002"):
+        base.check(typed)
+
+
+def test_a_bases_paths_are_not_followed(old, text_file):
+    """Who forks somebody's base says himself which files are read."""
+    with pytest.raises(UserError, match=r"^data.path=null: the base .* has .*babble.txt, which you have to give"):
+        compose(["experiment=fork", f"base={old}"])
+    config = compose(["experiment=fork", f"base={old}", f"data.path={text_file}"])
+    base_module.open_base(str(old)).check(config)
+    assert config.data.vocab_size == 300
+
+
+@pytest.mark.slow
+def test_the_shipped_base_is_forked_by_its_own_tokenizer(tmp_path):
+    """On the library of this Python, whichever it is; a step costs what the model can."""
+    said: list[str] = []
+    forks = Forks(say=said.append)
+    config = forks.config("training.steps=2", "training.eval_blocks=4", "training.threads=1", "paths.low=bf16")
+    config = replace(config, paths=replace(config.paths, recovery=None))
+    result = forks(config)
+    assert 2.0 < result.losses[0] < 4.0, "it knows the tokens"
+    assert 2.5 < result.validation["base"].high < 3.6
