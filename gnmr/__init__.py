@@ -18,6 +18,7 @@ __all__ = [
     "ControlSpec",
     "Controller",
     "Decision",
+    "Diagnosis",
     "GnmrSignal",
     "PathSpec",
     "TwoStage",
@@ -25,11 +26,14 @@ __all__ = [
     "__version__",
     "attach",
     "convert",
+    "diagnose",
 ]
 
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
     from gnmr.controller import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
+    from gnmr.doctor.diagnose import diagnose
+    from gnmr.doctor.diagnosis import Diagnosis
     from gnmr.paths import PathSpec, convert
 
 
@@ -38,6 +42,8 @@ __getattr__ = loader(
     {
         "attachment": ("AttachedController", "attach"),
         "controller": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
+        "doctor.diagnose": ("diagnose",),
+        "doctor.diagnosis": ("Diagnosis",),
         "paths": ("PathSpec", "convert"),
     },
 )

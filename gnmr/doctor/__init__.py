@@ -1,1 +1,1 @@
-"""What to keep in 16 bits: plan.json, the choice of its pins, and the same choice written for other libraries."""
+"""What low precision costs a model, what to keep in 16 bits, and the same choice written for other libraries."""

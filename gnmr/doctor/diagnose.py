@@ -1,0 +1,335 @@
+"""`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and what to keep in 16 bits.
+
+Every operator is put on the recovery path. Of each batch one forward and backward pass gives the price of every GEMM on
+the low path (`gnmr.paths.price`), one forward pass the loss with all operators on the low path. Then, on other batches,
+the loss with the pins of the plan, and with those of the usual guesses at the same cost. Nothing is trained, and the
+model is afterwards what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.checks import require, whole
+from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
+from gnmr.doctor.plan import PinPlan, budget_share, read_plan
+from gnmr.errors import nearest
+from gnmr.names import select
+from gnmr.paths import PathSpec, Plan, Recipe, convert
+from gnmr.paths.conversion import operator_shapes
+from gnmr.paths.price import PRICES, PriceMeter
+from gnmr.paths.probe import Probe
+from gnmr.vocabulary import FORMATS, GEMMS, RECIPES
+
+Progress = Callable[[int, int | None], None]
+"""Called with (passes over batches that are done, of how many; None: nobody knows)."""
+
+_BY_OPERAND = ("fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
+
+
+def diagnose(
+    model: nn.Module,
+    loss_of_batch: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    recipe: str | Recipe = "nvfp4",
+    recovery: str | Recipe = "bf16",
+    targets: Sequence[str] | None = None,
+    budget: float = 0.10,
+    held_out: Sequence[Any] = (),
+    plan: PinPlan | str | PathLike[str] | None = None,
+    tokens: int = 1,
+    terms: Callable[[Any], int] | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Prices every GEMM of the model's linears under `recipe`.
+
+    Args:
+        model: with its weights, on its device and in its dtype. It runs in evaluation mode, and is afterwards as it
+            was to the bit: weights, gradients, modes, random numbers; after an error too.
+        loss_of_batch: the mean loss of a batch, in nats, by `model`: one number with a gradient.
+        batches: two at least; the more, the narrower the intervals.
+        recipe: the low path; `int8` stands for `sim_int8`, and so on. Numbers are simulated, whatever runs here.
+        recovery: the path of higher precision.
+        targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj`, or all where there are none of this
+            name. Output heads, gates and linears tied to an embedding stay in 16 bits.
+        budget: share of the GEMM time that the plan may keep on the recovery path.
+        held_out: other batches, on which losses alone are measured: of the plan and of the usual guesses too.
+        plan: pins in force, with the plan's own recipes and targets: what is priced is what they leave.
+        tokens: one token in so many is priced.
+        terms: of a batch, how many terms its mean loss has; None: as many as tokens. A model that says one thing of
+            a whole text has one a text.
+        progress: see `Progress`.
+
+    ValueError, in one line, for what makes no sense; the model is then as it was.
+    """
+    budget_share(budget)
+    whole(tokens=tokens)
+    _check_model(model)
+    spec = _spec(model, recipe, recovery, targets, plan)
+    with _as_it_was(model):
+        converted = convert(model, spec)
+        try:
+            return _Doctor(converted, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
+                batches, held_out, budget, progress or (lambda _done, _total: None)
+            )
+        finally:
+            converted.restore()
+
+
+def recipe_named(name: str, others: Iterable[str] = ()) -> str:
+    """The recipe of a name: itself, or of a format the recipe that casts everything to it. ValueError for neither."""
+    known = (*RECIPES, *others)
+    if name not in known and f"sim_{name}" in RECIPES:
+        return f"sim_{name}"
+    if name not in known:
+        what = "is a format without a recipe of its own" if name in FORMATS else "is no recipe"
+        raise ValueError(f"recipe={name}: {what}{nearest(name, known)}")
+    return name
+
+
+def _check_model(model: nn.Module) -> None:
+    require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
+    linears = any(isinstance(module, nn.Linear) for module in model.modules())
+    require(linears, "model", type(model).__name__, "has no nn.Linear, so no GEMM that a recipe would cast")
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    require(not empty, "model", type(model).__name__, "has parameters on the meta device; diagnose it with its weights")
+    require(not torch.is_inference_mode_enabled(), "model", type(model).__name__, "has no gradients in inference mode")
+
+
+def _spec(
+    model: nn.Module,
+    recipe: str | Recipe,
+    recovery: str | Recipe,
+    targets: Sequence[str] | None,
+    plan: PinPlan | str | PathLike[str] | None,
+) -> PathSpec:
+    """The paths of a diagnosis. UserError for a plan of another model."""
+    if plan is not None:
+        pins, where = (plan, "plan") if isinstance(plan, PinPlan) else (read_plan(plan), f"plan={plan}")
+        require(pins.low not in FORMATS, "plan", pins.low, "its low path is a format; recipes alone can be diagnosed")
+        spec = PathSpec(backend="simulated", **(pins.paths() | {"recovery": pins.recovery or "bf16"}))
+        pins.refuse_other(where, operator_shapes(model, spec))
+        return spec
+    low, high = (recipe_named(one) if isinstance(one, str) else one for one in (recipe, recovery))
+    require(low != high, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
+    if targets is None:
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        targets = ["*_proj"] if select(names, ["*_proj"])[0] else ["*"]
+    return PathSpec.of(low, high, targets=targets, backend="simulated")
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Inside, evaluation mode with gradients; modes, what is trained, and PyTorch's random numbers are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        model.eval()
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, wanted in trained:
+            parameter.requires_grad_(wanted)
+
+
+@dataclass
+class _Found:
+    """Of each batch so far."""
+
+    high: list[float]
+    low: list[float]
+    numbers: list[np.ndarray]
+    """(names, U)."""
+
+
+class _Doctor:
+    """A converted model and what is measured of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        spec: PathSpec,
+        loss_of_batch: Callable[[Any], Tensor],
+        *,
+        tokens: int,
+        terms: Callable[[Any], int] | None,
+    ) -> None:
+        self.plan, self.spec, self.tokens = plan, spec, tokens
+        self._loss_of_batch, self._terms = loss_of_batch, terms
+        for operator in plan.operators:
+            operator.weight.requires_grad_()  # a frozen model has prices too
+        self._weights = [operator.weight for operator in plan.operators]
+        self._sixteen = not any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in plan.operators)
+        """Whether the recovery path has no price."""
+        self._meter: PriceMeter = plan.price(PRICES[: 3 if self._sixteen else 6], tokens)
+        self._probe: Probe = plan.probe(["mse"], tokens)
+        self._measuring(False)
+        self._passes = 0
+
+    def diagnosis(
+        self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, progress: Progress
+    ) -> Diagnosis:
+        """All of it."""
+        number = len(batches) if isinstance(batches, Sized) else None
+        total = None if number is None else number + len(held_out)
+        found = _Found([], [], [])
+        for batch in batches:
+            place = len(found.high)
+            high, numbers = self._priced(batch, place)
+            found.high.append(high)
+            found.low.append(self._loss(batch, place, recovering=False))
+            found.numbers.append(numbers)
+            progress(place + 1, total)
+        require(len(found.high) > 1, "batches", len(found.high), "needs two at least, for the spread between them")
+        names = self._names()
+        samples = {name: np.stack([own[i] for own in found.numbers]) for i, name in enumerate(names)}
+        operators = {o.operator_name: (o.in_features, o.out_features) for o in self.plan.operators}
+        known: dict[str, Any] = {
+            "recipe": self.spec.low,
+            "recovery": self.spec.recovery or "bf16",
+            "operators": operators,
+            "rows": self._rows(samples),
+            "samples": samples["fprop"] - samples["fprop_recovery"],
+            "measured": Measured.of(np.array(found.high), np.array(found.low)),
+            "scores": {
+                "mse": dict(zip(operators, samples["mse"].mean(axis=0).tolist(), strict=True)),
+                "gradient norm": dict(zip(operators, samples["norm"].mean(axis=0).tolist(), strict=True)),
+            },
+            "budget": budget,
+            "tokens": self.tokens,
+            "pins": {o.operator_name: list(o.pinned) for o in self.plan.operators if o.pinned},
+            "targets": list(self.spec.targets),
+            "recipes": {n: one.words() if isinstance(one, Recipe) else one for n, one in self.spec.recipes.items()},
+        }
+        known["recipes"] = {name: one for name, one in known["recipes"].items() if name not in RECIPES}
+        without = Diagnosis(held_out=None, left={}, **known)
+        if not held_out:
+            return without
+        low, left = self._held_out(without, held_out, lambda done: progress(len(found.high) + done, total))
+        return Diagnosis(held_out=low, left=left, **known)
+
+    def _held_out(
+        self, found: Diagnosis, batches: Sequence[Any], progress: Callable[[int], None]
+    ) -> tuple[Measured, dict[str, float]]:
+        """(losses of all high and all low, what is left under the plan and each guess)."""
+        choices = {} if found.pins else {"plan": [found.choice()], **found.guesses()}
+        high, low = [], []
+        left: dict[str, list[float]] = {name: [] for name in choices}
+        for done, batch in enumerate(batches):
+            place = len(found.samples) + done
+            high.append(self._loss(batch, place, recovering=True))
+            low.append(self._loss(batch, place, recovering=False))
+            for name, several in choices.items():
+                for choice in several:
+                    with self._pinned(choice.pins):
+                        left[name].append(self._loss(batch, place, recovering=False) - high[-1])
+            progress(done + 1)
+        return Measured.of(np.array(high), np.array(low)), {name: float(np.mean(own)) for name, own in left.items()}
+
+    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray]:
+        """(loss of the recovery path, (names, U) numbers of the low path) of one batch."""
+        meter = self._meter
+        self._put(True)
+        meter.begin_step(place)
+        meter.loss_tokens = None if self._terms is None else self._terms(batch)
+        self._measuring(True)
+        try:
+            torch.manual_seed(place)
+            loss = self._checked(self._loss_of_batch(batch), place)
+            gradients = torch.autograd.grad(loss, self._weights, allow_unused=True)
+        finally:
+            self._measuring(False)
+        unused = all(gradient is None for gradient in gradients)
+        require(not unused, "loss_of_batch", "...", "its loss does not depend on the linears of this model")
+        low, recovery = (meter.by_operator(path) for path in ("low", "recovery"))
+        zero = torch.zeros_like(low["fprop"])
+        norms = torch.stack([zero[0] if g is None else g.float().norm().double() for g in gradients])
+        found = [low[name] for name in (*GEMMS, *_BY_OPERAND)]
+        found += [recovery[gemm] for gemm in GEMMS]
+        numbers = torch.stack([*found, self._probe.read()["mse"], norms]).cpu().numpy()
+        meter.reset()
+        self._probe.reset()
+        self.plan.end_step()
+        if not np.isfinite(numbers).all():
+            first = self.plan.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
+            raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
+        return float(loss.detach()), numbers
+
+    @staticmethod
+    def _names() -> list[str]:
+        """Of the numbers of `_priced`."""
+        return [*GEMMS, *_BY_OPERAND, *(f"{gemm}_recovery" for gemm in GEMMS), "mse", "norm"]
+
+    def _checked(self, loss: Any, place: int) -> Tensor:
+        """The loss; ValueError for what is none."""
+        where = f"loss_of_batch of batch {place + 1}"
+        right = "must be one number with a gradient; has the batch its targets?"
+        require(isinstance(loss, Tensor), where, type(loss).__name__, right)
+        require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
+        require(loss.requires_grad, where, "a tensor without gradient", right)
+        require(math.isfinite(float(loss.detach())), where, float(loss.detach()), "is not finite; has it any targets?")
+        return loss.reshape(())
+
+    @torch.no_grad()
+    def _loss(self, batch: Any, place: int, *, recovering: bool) -> float:
+        """Of a forward pass with every operator on one path."""
+        self._put(recovering)
+        torch.manual_seed(place)
+        loss = self._loss_of_batch(batch)
+        self.plan.end_step()
+        return float(loss)
+
+    def _put(self, recovering: bool) -> None:
+        for operator in self.plan.operators:
+            operator.switch(recovering)
+
+    def _measuring(self, on: bool) -> None:
+        self._meter.enabled = self._probe.enabled = on
+
+    @contextmanager
+    def _pinned(self, pins: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        """Inside, the low path has these GEMMs on the recovery recipe."""
+        before = [operator.low for operator in self.plan.operators]
+        try:
+            for operator in self.plan.operators:
+                if gemms := pins.get(operator.operator_name):
+                    assert isinstance(operator.low, Recipe) and isinstance(operator.recovery, Recipe)
+                    operator.low = operator.low.with_recovered(operator.recovery, gemms)
+            yield
+        finally:
+            for operator, low in zip(self.plan.operators, before, strict=True):
+                operator.low = low
+
+    def _rows(self, samples: Mapping[str, np.ndarray]) -> tuple[Row, ...]:
+        means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
+        ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS}
+        rows = []
+        for i, operator in enumerate(self.plan.operators):
+            for gemm in GEMMS:
+                forward = gemm == "fprop"
+                rows.append(
+                    Row(
+                        operator.operator_name,
+                        gemm,
+                        means[gemm][i],
+                        (ends[gemm][i][0], ends[gemm][i][1]),
+                        means[f"{gemm}_recovery"][i],
+                        input=means["fprop_input"][i] if forward else None,
+                        weight=means["fprop_weight"][i] if forward else None,
+                        bias=None if forward else means[f"{gemm}_bias"][i],
+                    )
+                )
+        return tuple(rows)

@@ -1,0 +1,311 @@
+"""The doctor on small models: its numbers by hand, the model as it was, what it recommends, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.doctor.choice import arithmetic, choose
+from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
+from gnmr.doctor.plan import read_plan
+from gnmr.errors import UserError
+from gnmr.paths import PathSpec, Recipe, convert
+
+Batch = tuple[Tensor, Tensor]
+NAMES = ["0", "3", "5"]
+TOKENS = 256
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 64), nn.SiLU(), nn.Dropout(0.5), nn.Linear(64, 32, bias=False), nn.SiLU()]
+    model = nn.Sequential(*layers, nn.Linear(32, 16))
+    with torch.no_grad():
+        model[5].weight *= 8
+    return model
+
+
+def batches_of(number: int, seed: int = 1) -> list[Batch]:
+    """Targets as the model itself draws them: any error of its output costs something."""
+    draw, model = torch.Generator().manual_seed(seed), model_of().eval()
+    found = []
+    for _ in range(number):
+        x = torch.randn(TOKENS, 32, generator=draw)
+        x[:, 3] *= 8
+        with torch.no_grad():
+            targets = torch.multinomial(model(x).softmax(-1), 1, generator=draw)[:, 0]
+        found.append((x, targets))
+    return found
+
+
+def loss_by(model: nn.Module) -> Callable[[Batch], Tensor]:
+    return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+
+
+def diagnosed(**options: Any) -> Diagnosis:
+    model = model_of()
+    return gnmr.diagnose(model, loss_by(model), batches_of(6), **{"recipe": "sim_e2m1", "budget": 0.2} | options)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    return diagnosed(held_out=batches_of(3, seed=2))
+
+
+def test_its_numbers_are_those_of_the_price_meter_and_of_plain_passes(found: Diagnosis) -> None:
+    model, batches = model_of().eval(), batches_of(6)
+    loss = loss_by(model)
+    high = [float(loss(batch).detach()) for batch in batches]
+    plan = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"]))
+    low = [float(loss(batch).detach()) for batch in batches]
+    meter = plan.price(tokens=1)
+    sums: dict[str, Tensor] = {}
+    for operator in plan.operators:
+        operator.switch(True)
+    norms = torch.zeros(3)
+    for batch in batches:
+        meter.reset()
+        model.zero_grad()
+        loss(batch).backward()
+        norms += torch.stack([operator.weight.grad.norm() for operator in plan.operators])
+        for name, value in meter.by_operator().items():
+            sums[name] = sums.get(name, 0) + value / len(batches)
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        rows = [row for row in found.rows if row.gemm == gemm]
+        assert [row.operator for row in rows] == NAMES
+        assert [row.value for row in rows] == pytest.approx(sums[gemm].tolist())
+        assert all(row.interval[0] < row.value < row.interval[1] and row.recovery == 0 for row in rows)
+        by_operand = [row.bias if gemm != "fprop" else row.input for row in rows]
+        assert by_operand == pytest.approx(sums["fprop_input" if gemm == "fprop" else f"{gemm}_bias"].tolist())
+    assert found.total == pytest.approx(float(sums["fprop"].sum()))
+    measured = found.measured
+    assert (measured.high, measured.low) == pytest.approx((np.mean(high), np.mean(low)))
+    apart = np.array(low) - np.array(high)
+    assert measured.error == pytest.approx(apart.std(ddof=1) / 6**0.5)
+    assert measured.noise == pytest.approx(2.5706 * measured.error, rel=1e-4), "t with five degrees of freedom"
+    assert found.scores["gradient norm"] == pytest.approx(dict(zip(NAMES, (norms / 6).tolist(), strict=True)))
+    assert all(value > 0 for value in found.scores["mse"].values())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "error"])
+def test_the_model_is_as_it_was_to_the_bit(fails: bool) -> None:
+    model = model_of()
+    model[2].eval()  # one module in another mode than the others
+    model[3].requires_grad_(False)
+    model[0].weight.grad = torch.full_like(model[0].weight, 3.0)
+    stepped: list[Tensor] = []
+    model[5].weight.register_post_accumulate_grad_hook(stepped.append)  # as an optimizer within backward
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    batches = batches_of(3)
+    torch.manual_seed(7)
+    drawn, state = torch.rand(3), torch.manual_seed(7).get_state()
+    if fails:
+        batches[2] = (batches[2][0], torch.full((TOKENS,), -100))
+        with pytest.raises(ValueError, match=r"batch 3=nan: is not finite; has it any targets\?"):
+            gnmr.diagnose(model, loss_by(model), batches, recipe="int4")
+    else:
+        gnmr.diagnose(model, loss_by(model), batches, recipe="int4")
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.equal(torch.rand(3), drawn)
+    assert [type(model[int(name)]) for name in NAMES] == [nn.Linear] * 3 and not hasattr(model[0], "operator_name")
+    assert [module.training for module in model.modules()] == modes
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, True, True] and not stepped
+    assert torch.equal(model[0].weight.grad, torch.full_like(model[0].weight, 3.0))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_plan_is_the_greedy_choice_and_what_it_leaves_is_measured(found: Diagnosis) -> None:
+    choice = choose(found.saved, arithmetic(found.operators), 0.2)
+    plan = found.plan(provenance={"command": "here"})
+    assert plan.pins == choice.pins and set(map(tuple, plan.pins.values())) == {("fprop",)}
+    factor = found.measured.cost / found.total
+    assert found.calibration == pytest.approx(factor)
+    assert plan.expected == pytest.approx((found.measured.cost, factor * choice.after))
+    assert (plan.low, plan.recovery, plan.budget, plan.share) == ("sim_e2m1", "bf16", 0.2, choice.share)
+    assert plan.provenance["command"] == "here" and "expected is prices times" in plan.provenance["prices"]
+    assert plan.triggers["price"] == min(found.saved[name, "fprop"] for name in plan.pins)
+    assert found.plan(1.0).share == pytest.approx(1 / 3), "every fprop, and nothing else has a price in nats"
+
+    model, left = model_of().eval(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        converted = convert(model, PathSpec(**plan.paths()))
+    with torch.no_grad():
+        for batch in batches_of(3, seed=2):
+            low = float(loss_by(model)(batch))
+            with converted.high_precision():
+                left.append(low - float(loss_by(model)(batch)))
+    assert found.left["plan"] == pytest.approx(np.mean(left), abs=1e-6)
+
+
+def test_guesses_spend_no_more_and_the_plan_leaves_less_by_price(found: Diagnosis) -> None:
+    guesses, choice = found.guesses(), found.choice()
+    assert (
+        set(guesses) == {"last", "first", "first_last", "random", "mse", "gradient norm"} == set(found.left) - {"plan"}
+    )
+    for several in guesses.values():
+        for one in several:
+            assert one.share <= 0.2 and one.after >= choice.after - 1e-12
+    assert list(guesses["last"][0].pins) == ["3", "5"] and len(guesses["random"]) == 5
+    assert found.left["last"] > 0 and found.left["last"] != found.left["first"]
+
+
+def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(found.plan().text())
+    plan = read_plan(file)
+    assert plan.pins == found.plan().pins and json.loads(file.read_text())["expected"]["before"] > 0
+    model = model_of()
+    controller = gnmr.attach(model, plan=plan, max_o=1)
+    pinned = {
+        operator.operator_name: list(operator.pinned) for operator in controller.plan.operators if operator.pinned
+    }
+    assert pinned == plan.pins
+    controller.detach()
+    under = gnmr.diagnose(model, loss_by(model), batches_of(6), plan=file)
+    assert under.pins == plan.pins
+    for row, before in zip(under.rows, found.rows, strict=True):
+        spared = row.operator in plan.pins and row.gemm == "fprop"
+        assert row.value == (0 if spared else pytest.approx(before.value))
+    assert under.total == pytest.approx(found.choice().after) and under.measured.low < found.measured.low
+    assert under.verdict().startswith("under the plan sim_e2m1 costs ") and under.tree()["choices"] == {}
+    with pytest.raises(ValueError, match=r"^plan: this is a diagnosis under a plan's pins"):
+        under.plan()
+
+
+def test_the_verdict_is_one_sentence_that_says_what_is_so(found: Diagnosis) -> None:
+    text = found.verdict()
+    cost = found.measured.cost
+    assert text.startswith(f"sim_e2m1 costs {nats(cost)} nats here (") and "\n" not in text
+    share = 1 - found.choice().after / found.total
+    assert f"; {share:.0%} of it in {len(found.plan().pins)} of 9 GEMMs: fprop of " in text
+    assert text.endswith("are expected to be left")
+    tree = found.tree()
+    assert json.loads(json.dumps(tree))["verdict"] == text and len(tree["rows"]) == 9
+    assert tree["choices"]["plan"]["measured_left"] == found.left["plan"]
+
+
+def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
+    found = diagnosed(recipe=Recipe.of("nearly", {"fprop": {"input": "e4m3/row"}, "wgrad": {"input": "int2/row"}}))
+    quiet = Measured(6, 2.0, 2.0001, 0.001)
+    text = _with(found, measured=quiet).verdict()
+    assert text.startswith("nearly costs nothing here that 6 batches can show (+0.0001 ± 0.003 nats")
+    assert _with(found, measured=quiet).calibration is None
+    assert found.plan().recipes == {
+        "nearly": {"fprop": {"input": "e4m3/row"}, "dgrad": {}, "wgrad": {"input": "int2/row"}}
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody asked what runs it here
+        gnmr.attach(model_of(), plan=found.plan(), max_o=1).detach()
+    assert [row.gemm for row in found.worst_gradients("wgrad")] == ["wgrad"] * 3
+    assert found.worst_gradients("wgrad")[0].value > 0.01
+    assert all(row.value == 0 for row in found.worst_gradients("dgrad"))
+    diverged = _with(found, measured=Measured(6, 2.0, float("inf"), float("nan"))).verdict()
+    assert diverged.startswith("the loss is not finite under nearly (2.0000 on bf16); worst: fprop of ")
+
+
+def _with(found: Diagnosis, **changes: Any) -> Diagnosis:
+    return Diagnosis(**{name: getattr(found, name) for name in found.__dataclass_fields__} | changes)
+
+
+def test_stability_is_high_where_batches_agree_and_low_where_they_are_noise(found: Diagnosis) -> None:
+    worth = np.array([[100.0, 1.0, 10.0]])
+    same = _with(found, samples=np.repeat(worth, 6, axis=0)).stability()
+    assert (same.same, same.overlap, same.halves) == (1.0, 1.0, pytest.approx(1.0))
+    noise = np.random.default_rng(0).lognormal(0.0, 3.0, (6, 3)) * [2048, 2048, 512]
+    torn = _with(found, samples=noise).stability()
+    assert torn.same < 0.9 and torn.halves < 0.7
+    assert found.stability().top == len(found.plan().pins)
+
+
+def test_recovery_that_is_no_16_bits_has_a_price_of_its_own() -> None:
+    found = diagnosed(recovery="sim_e4m3")
+    forward = [row for row in found.rows if row.gemm == "fprop"]
+    assert all(0 < row.recovery < row.value for row in forward)
+    assert found.total == pytest.approx(sum(row.value - row.recovery for row in forward))
+
+
+def test_a_stride_and_terms_of_the_loss() -> None:
+    whole, some = diagnosed(), diagnosed(tokens=4)
+    assert some.total == pytest.approx(whole.total, rel=0.5) and some.total != whole.total
+    half = diagnosed(terms=lambda batch: len(batch[1]) // 2)
+    assert half.total == pytest.approx(whole.total / 2)
+
+
+def test_progress_counts_every_batch() -> None:
+    told: list[tuple[int, int | None]] = []
+    model = model_of()
+    gnmr.diagnose(
+        model,
+        loss_by(model),
+        iter(batches_of(2)),
+        recipe="int4",
+        held_out=batches_of(1),
+        progress=lambda *a: told.append(a),
+    )
+    assert told == [(1, None), (2, None), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recipe": "nvfp5"}, "recipe=nvfp5: is no recipe: did you mean nvfp4?"),
+        ({"recipe": "int2"}, "recipe=int2: is a format without a recipe of its own"),
+        ({"recipe": "bf16"}, "recipe=bf16: is the recovery path too"),
+        ({"recipe": "deepseek_v3"}, "0 has 32 inputs: the recipe deepseek_v3 needs a multiple of 128"),
+        ({"budget": 0}, "budget=0: must be a share of the GEMM time"),
+        ({"budget": 2.0}, "budget=2.0: must be a share of the GEMM time"),
+        ({"tokens": 0}, "tokens=0: must be a whole number of at least 1"),
+        ({"targets": ["*_proj"]}, "targets ['*_proj']: no linear has such a name"),
+        ({"plan": "nowhere.json"}, "plan=nowhere.json: there is no such file"),
+    ],
+)
+def test_a_senseless_request_is_refused_in_one_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        diagnosed(**options)
+    assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "number", "says"),
+    [
+        (nn.LayerNorm(4), lambda _: torch.zeros(()), 2, "model=LayerNorm: has no nn.Linear"),
+        (nn.Linear(4, 4, device="meta"), lambda _: torch.zeros(()), 2, "model=Linear: has parameters on the meta"),
+        (
+            None,
+            lambda _: None,
+            2,
+            "loss_of_batch of batch 1=NoneType: must be one number with a gradient; has the batch",
+        ),
+        (None, lambda _: torch.zeros(2), 2, "loss_of_batch of batch 1=a tensor (2,): must be one number"),
+        (None, lambda _: torch.zeros(()), 2, "loss_of_batch of batch 1=a tensor without gradient"),
+        (None, lambda _: torch.zeros((), requires_grad=True) * 1, 2, "loss_of_batch=...: its loss does not depend on"),
+        (None, None, 1, "batches=1: needs two at least"),
+        (None, None, 0, "batches=0: needs two at least"),
+    ],
+)
+def test_models_and_batches_without_sense_are_refused_in_one_line(
+    model: nn.Module | None, loss: Callable[[Any], Any] | None, number: int, says: str
+) -> None:
+    model = model or model_of()
+    with pytest.raises(ValueError) as refused:
+        gnmr.diagnose(model, loss or loss_by(model), batches_of(number), recipe="int4")
+    assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
+    assert all(type(module) is not gnmr.paths.PathLinear for module in model.modules())
+
+
+def test_a_plan_of_another_model_is_refused(found: Diagnosis) -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    with pytest.raises(UserError, match=r"^plan: is the plan of another model: of 3 operators; this one, of 1, has"):
+        gnmr.diagnose(model, loss_by(model), batches_of(2), plan=found.plan())
