@@ -83,7 +83,7 @@ def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int
     """Prices and scores of `MEASURED` blocks, the truth of `HELD_OUT` others. Every operator is in recovery."""
     config, plan, model = parts.config, parts.plan, parts.model
     size = config.training.batch_size
-    blocks = validation(config, parts.corpus, MEASURED + HELD_OUT)
+    blocks = _blocks(parts, MEASURED + HELD_OUT)
     model.eval()
     for operator in plan.operators:
         operator.switch(True)
@@ -110,6 +110,13 @@ def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int
         float((losses() - high).mean()),
         sampled,
     )
+
+
+def _blocks(parts: Parts, count: int) -> Tensor:
+    """(count, T + 1) validation blocks."""
+    blocks = validation(parts.config, parts.corpus, count)
+    assert isinstance(blocks, Tensor), "a base reads plain text"
+    return blocks
 
 
 def _scores(
@@ -233,7 +240,7 @@ def sampling(setting: Setting) -> list[Figure]:
             for operator in parts.plan.operators:
                 operator.switch(True)
             parts.model.eval()
-            blocks = validation(parts.config, parts.corpus, MEASURED)
+            blocks = _blocks(parts, MEASURED)
             batches = blocks.split(parts.config.training.batch_size)
             all_tokens = [_scores(parts, [batch], STRIDES) for batch in batches]
             for stride in STRIDES:

@@ -48,7 +48,7 @@ from gnmr.paths.hooks import FaultInjection
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels.int8 import Integers
 from gnmr.paths.linear import PathLinear, autocast_dtype
-from gnmr.paths.recipes import Cast, ExecutionPath, Recipe
+from gnmr.paths.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.paths.scaling import TINY, compress, decompress, largest_magnitude
 from gnmr.paths.units import PathUnit
 from gnmr.vocabulary import GEMMS, OPERANDS
@@ -218,22 +218,16 @@ class PriceMeter:
         parts: list[Tensor] = []
         for name in PATHS:
             sums = dict.fromkeys(_OF_PATH, nothing)
-            path = found.paths.get(name)
-            if isinstance(path, Recipe):
+            if (path := found.paths.get(name)) is not None:
                 casts = _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
-                if "fprop" in self.gemms:
-                    sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, path.fprop.result)
-                if "dgrad" in self.gemms:
+                if "fprop" in found.inputs[name]:
+                    sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, casts.of("fprop").result)
+                if "dgrad" in self.gemms and casts.of("dgrad").casts:
                     product = casts.grad_output("dgrad", 1) @ casts.weight("dgrad")
-                    sums |= _relative("dgrad", _result(product, path.dgrad.result), dx)
-                if gradient is not None:
+                    sums |= _relative("dgrad", _result(product, casts.of("dgrad").result), dx)
+                if gradient is not None and "wgrad" in found.inputs[name]:
                     product = casts.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
-                    sums |= _relative("wgrad", _result(product, path.wgrad.result), gradient)
-            elif path is not None:
-                if "fprop" in self.gemms:
-                    sums |= _fprop(found, name, weight, weight, dy, dx, None)
-                if gradient is not None:
-                    sums |= _relative("wgrad", dy.t() @ found.inputs[name]["wgrad"], gradient)
+                    sums |= _relative("wgrad", _result(product, casts.of("wgrad").result), gradient)
             parts += sums.values()
         parts += [_square(dx), nothing if gradient is None else _square(gradient)]
         scale = found.count / len(found.chosen)
@@ -280,17 +274,17 @@ def _group_rows(path: ExecutionPath) -> int:
 def _inputs(
     operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
 ) -> dict[str, Tensor]:
-    """By GEMM: the measured tokens of the input `rows` (T, I) as that reads them, (n, I) float32."""
-    some = rows[chosen]
-    if isinstance(path, Format):
-        copy = some
-        if not isinstance(path, KeepFormat):
-            copy = decompress(*compress(some, path), path, some.shape[1], some.dtype)
-        return {"fprop": (copy if operator.shared.quantize_forward else some).float(), "wgrad": copy.float()}
-    found = {}
+    """By GEMM that the path does not leave exact: the measured tokens of the input `rows` (T, I) as that reads them,
+    (n, I) float32."""
+    some, found = rows[chosen], {}
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
-        cast = getattr(path, gemm).input
-        if gemm in gemms:
+        if gemm not in gemms:
+            continue
+        if isinstance(path, Format):
+            if not isinstance(path, KeepFormat) and (gemm == "wgrad" or operator.shared.quantize_forward):
+                found[gemm] = decompress(*compress(some, path), path, some.shape[1], some.dtype).float()
+        elif (own := getattr(path, gemm)).casts:
+            cast = own.input
             found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
             if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
                 found[gemm] = rotated(found[gemm], 1, back=True)
@@ -311,7 +305,7 @@ def _broken_inputs(
             return sound
         packed, scale = fault.compress(input, path, operator.shared.generator is not None)
         copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
-        return {"fprop": copy if operator.shared.quantize_forward else sound["fprop"], "wgrad": copy}
+        return dict.fromkeys(sound, copy)
     rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
         cast = getattr(path, gemm).input
@@ -369,19 +363,23 @@ def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
 
 
 class _Casts:
-    """What the backward GEMMs, and of the weight all, read under a recipe, float32."""
+    """What the backward GEMMs, and of the weight all, read on a path, float32."""
 
     def __init__(
-        self, operator: PathLinear, recipe: Recipe, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
+        self, operator: PathLinear, path: ExecutionPath, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
     ) -> None:
         """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
-        self._operator, self._recipe, self._weight, self._seed = operator, recipe, weight, seed
+        self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
         self._whole, self._dy = grad_2d, dy
         self._known: dict[tuple[Cast, int | None], Tensor] = {}
 
+    def of(self, gemm: str) -> Gemm:
+        """What is cast besides the input; a format casts nothing else."""
+        return getattr(self._path, gemm) if isinstance(self._path, Recipe) else Gemm()
+
     def weight(self, gemm: str) -> Tensor:
         """(O, I)."""
-        cast, dim = getattr(self._recipe, gemm).weight, 1 if gemm == "fprop" else 0
+        cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
         if cast is None or not self._operator.weight.is_floating_point():
             return self._weight
         key = cast, dim if cast.directed else None
@@ -393,7 +391,7 @@ class _Casts:
 
     def grad_output(self, gemm: str, dim: int) -> Tensor:
         """(n, O)."""
-        cast = getattr(self._recipe, gemm).grad_output
+        cast = self.of(gemm).grad_output
         if cast is None:
             return self._dy
         generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
