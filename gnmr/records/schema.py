@@ -59,6 +59,10 @@ STEP_FIELDS: dict[str, str] = {
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
+    "spent_gemm_frac": "share of the arithmetic of all converted linears' GEMMs that ran on the recovery path in this "
+    "step, pins included, a token through each linear; null while a fork heals",
+    "spent_extra_bytes": "bytes that backward kept more than with all on the low path (Eq. 5), of the step's last "
+    "micro-batch; 0 under simulated recipes, which keep the input's own width; null while a fork heals",
     "skipped": "true where a non-finite loss or gradient, or a gradient transform, kept the optimizer from stepping",
     "nonfinite_total": "steps with a non-finite loss or gradient so far (never resets)",
     "nonfinite_streak": "such steps in a row (resets)",
@@ -139,6 +143,8 @@ SUMMARY_FIELDS: dict[str, str] = {
     "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps; null under a signal without dGNMR",
     "over_frac": "unit-steps over the threshold of each of the signal's columns over all unit-steps: {column: share}",
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
+    "spent_gemm_frac": "mean of the steps' spent_gemm_frac: what the arm spent",
+    "spent_extra_bytes": "mean of the steps' spent_extra_bytes",
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
     "that is not done",
     "saturation_total": "saturation, summed over the run",

@@ -59,6 +59,8 @@ class Steps:
             saved_bytes=saved or 0,
             measured=saved is not None,
         )
+        if (spent := row.get("spent_gemm_frac")) is not None:  # of older versions there is none
+            self.totals.update(spends=1, spent=spent, extra_bytes=row["spent_extra_bytes"])
         for operand, counts in row["saturation"].items():
             before = self.saturation.get(operand, (0, 0))
             self.saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
@@ -107,6 +109,8 @@ def summarize(
         "delta_gnmr_over_frac": over_frac.get("delta_gnmr"),
         "over_frac": over_frac,
         "saved_bytes_mean": _share(totals["saved_bytes"], totals["measured"]),
+        "spent_gemm_frac": _share(totals["spent"], totals["spends"]),
+        "spent_extra_bytes": _share(totals["extra_bytes"], totals["spends"]),
         "peak_memory_bytes": peak_memory_bytes,
         "saturation_total": steps.saturation,
         "monitored": {name: {"mean": one.mean, "largest_gnmr": one.largest} for name, one in steps.monitored.items()},
@@ -129,6 +133,8 @@ def _sound(row: dict[str, Any]) -> bool:
     if not (isinstance(over, dict) and isinstance(norms, dict) and isinstance(casts, dict)):
         return False
     pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in casts.values())
+    if row.get("spent_gemm_frac") is not None and not _numbers(row, "spent_gemm_frac", "spent_extra_bytes"):
+        return False
     saved = row.get("saved_bytes", ()) is None or _numbers(row, "saved_bytes")
     return saved and pairs and all(map(_number, chain(over.values(), norms.values(), *casts.values())))
 

@@ -220,6 +220,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
         ("unit-steps on the recovery path", _or_none(summary["promotion_frac"], "{:.2%}")),
+        ("GEMMs on the recovery path", _or_none(summary["spent_gemm_frac"], "{:.2%}")),
         ("steps at max_o", _or_none(summary["hit_max_o_frac"], "{:.2%}")),
         *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
         ("kept for backward, mean", None if saved is None else _bytes(saved)),

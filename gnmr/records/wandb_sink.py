@@ -28,6 +28,8 @@ STEP_METRICS = {
     "step_time_s": "train/step_time_s",
     "num_candidates": "recovery/num_candidates",
     "num_active": "recovery/num_active",
+    "spent_gemm_frac": "recovery/spent_gemm_frac",
+    "spent_extra_bytes": "recovery/spent_extra_bytes",
     "saved_bytes": "memory/saved_bytes",
     "saved_bytes_predicted": "memory/saved_bytes_predicted",
 }

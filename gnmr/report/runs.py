@@ -152,6 +152,8 @@ class Run:
             "hit_max_o_frac": float(np.mean(steps["num_active"][routed] >= max_o)) if routed.any() and max_o else None,
             "over_frac": {name: over / unit_steps for name, over in self._step_rows[2].items()} if unit_steps else {},
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
+            "spent_gemm_frac": _mean(steps["spent_gemm_frac"]),
+            "spent_extra_bytes": _mean(steps["spent_extra_bytes"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
             "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
         }

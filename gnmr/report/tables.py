@@ -153,20 +153,24 @@ def lost(comparison: Comparison) -> Table:
 
 def control(comparison: Comparison) -> Table:
     """What the controller did and what the arm cost; means over the done seeds, of promotion over the diverged too."""
-    columns = ["arm", "promoted", "hit\nmax_o", "over threshold", "saved", "of\n16-bit", "wall\ntime"]
+    columns = ["arm", "promoted", "GEMMs\nspent", "extra\nbytes", "hit\nmax_o", "over threshold", "saved"]
+    columns += ["of\n16-bit", "wall\ntime"]
     table = Table(f"{comparison.name}: control and cost", columns)
     for arm in comparison.arms:
         saved, reference = arm.mean("saved_bytes_mean"), comparison.reference(arm)
         full = reference.mean("saved_bytes_mean") if reference else None
         over = "\n".join(f"{column} {percent(share)}" for column, share in arm.over_fracs().items())
-        routed = [percent(arm.promoted), percent(arm.mean("hit_max_o_frac"))] if arm.routed else [NOTHING] * 2
+        spent = [percent(arm.mean("spent_gemm_frac")), size(arm.mean("spent_extra_bytes"))]
+        routed = [percent(arm.promoted), *spent, percent(arm.mean("hit_max_o_frac"))]
+        routed = routed if arm.routed else [NOTHING, *spent, NOTHING]
         of_full = percent(saved / full if saved is not None and full else None)
         time = duration(arm.mean("wall_time_s"))
         table.rows.append([arm.label, *routed, over or NOTHING, size(saved), of_full, time])
     table.notes = [
         "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
-        "signal's columns: shares of unit-steps; hit max_o: share of steps; saved: bytes kept for backward by the "
-        "converted linears, mean over steps."
+        "signal's columns: shares of unit-steps; GEMMs spent: share of the GEMMs' arithmetic on the recovery path, "
+        "pins included; extra bytes: kept above the low path (Eq. 5); hit max_o: share of steps; saved: bytes kept for "
+        "backward by the converted linears, mean over steps."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
     if skipped := [arm.label for arm in comparison.arms if (arm.mean("nonfinite_total") or 0) > 0]:

@@ -65,6 +65,8 @@ def step_row(result: StepResult, counters: Counters, seconds: float, healing: bo
         "saturation": result.saturation,
         "saved_bytes": result.saved_bytes,
         "saved_bytes_predicted": result.saved_bytes_predicted,
+        "spent_gemm_frac": None if result.spent is None else result.spent[0],
+        "spent_extra_bytes": None if result.spent is None else result.spent[1],
         "skipped": result.skipped,
         "nonfinite_total": counters.nonfinite_total,
         "nonfinite_streak": counters.nonfinite_streak,

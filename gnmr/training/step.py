@@ -53,6 +53,8 @@ class StepResult:
     """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
     monitored: dict[str, float]
     """Gradient norms of the modules that are watched besides the units."""
+    spent: tuple[float, float] | None
+    """`Plan.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
     """Saturated elements, and Inf or NaN, by operand, of all operators (`Plan.saturation`); empty under formats."""
 
@@ -150,6 +152,7 @@ class TrainStep:
         if "true_gap" in controller.needs:
             evidence["true_gap"] = controller.true_gap(lambda: self._passes(micro_batches))
         loss, statistics, saved, predicted = self._backward(micro_batches)
+        spent = None if controller.plan.shared.high_precision else controller.plan.spent()
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         norms, present = self._norms()
         number, of_each = len(self._of_units.groups), self._of_units.of_each
@@ -203,6 +206,7 @@ class TrainStep:
             decision=controller.apply(host),
             statistics={name: float(host[f"statistic/{name}"]) for name in statistics},
             monitored={name: float(host["norms"][own].norm()) for name, own in self._monitored.items()},
+            spent=spent,
             saturation={name: host[f"saturation/{name}"].tolist() for name in saturation},
         )
 

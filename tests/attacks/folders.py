@@ -398,6 +398,7 @@ def _rows(draw: random.Random) -> Iterator[Hostile]:
         "steps.jsonl": (
             *("tokens", "loss", "lr", "grad_norm_pre_clip", "num_candidates", "num_active", "over", "statistics"),
             *("monitored", "saturation", "saved_bytes", "saved_bytes_predicted", "skipped", "nonfinite_total"),
+            *("spent_gemm_frac", "spent_extra_bytes"),
             *("nonfinite_streak", "nonfinite_unit", "step_time_s"),
         ),
         "eval.jsonl": ("step", "tokens", "val_loss", "val_ppl", "val_loss_low", "phase"),

@@ -30,6 +30,8 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "saturation": {},
             "saved_bytes": 1_000_000 + step,
             "saved_bytes_predicted": 1_000_000,
+            "spent_gemm_frac": 0.25,
+            "spent_extra_bytes": 512.0,
             "skipped": False,
             "nonfinite_total": 0,
             "nonfinite_streak": 0,

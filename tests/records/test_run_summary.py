@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "peak_memory_bytes": None,
         "over_frac": {"gnmr": 7 / 20, "delta_gnmr": 2 / 20},
         "saved_bytes_mean": 275.0,
+        "spent_gemm_frac": 0.25,
+        "spent_extra_bytes": 512.0,
         "saturation_total": {"input": [6, 0], "weight": [0, 3]},
         "monitored": {"norm": {"mean": 2.5, "largest_gnmr": 2.0}},
         "nonfinite_total": 1,
@@ -64,6 +67,7 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     fractions = {key for key in summary if key.endswith("_frac") and key != "over_frac"} | {
         "final_val_loss",
         "saved_bytes_mean",
+        "spent_extra_bytes",
         "step_time_median_s",
         "tokens_per_s",
     }
@@ -76,3 +80,16 @@ def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row
     writer.step(step_row(1, num_active=0, over={}))
     summary = writer.finish("done", None, units, 4)
     assert summary["promotion_frac"] == (None if units == 0 else 0.0)
+
+
+def test_what_was_spent_is_null_in_records_without_it(tmp_path: Path, step_row: Make) -> None:
+    rows = [step_row(step, spent_gemm_frac=step / 10, spent_extra_bytes=10.0 * step) for step in (1, 2)]
+    old = {key: value for key, value in step_row(3).items() if not key.startswith("spent")}
+    for told, expected in (([old], None), ([*rows, old], 0.15)):
+        (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        summary = summarize(tmp_path, 28, 4, "done", None)
+        assert summary["steps"] == len(told) and summary["incomplete"] is None
+        assert summary["spent_gemm_frac"] == pytest.approx(expected)
+        assert summary["spent_extra_bytes"] == pytest.approx(None if expected is None else 15.0)
+    (tmp_path / "steps.jsonl").write_text(json.dumps(step_row(1, spent_gemm_frac="a")) + "\n")
+    assert "1 rows of steps.jsonl are damaged" in summarize(tmp_path, 28, 4, "done", None)["incomplete"]

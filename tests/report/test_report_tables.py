@@ -366,15 +366,18 @@ def test_arms_of_one_name_are_told_apart_and_paired_with_their_own_reference(
 def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
     shares = {"promotion_frac": 0.004, "hit_max_o_frac": 0.25, "wall_time_s": 120.0}
     over = {"over_frac": {"gnmr": 0.0007, "delta_gnmr": 0.05}}
+    spent = {"spent_gemm_frac": 0.143, "spent_extra_bytes": 2048.0}
     for seed in (0, 1):
         write_run(arm="bf16", seed=seed)
-        write_run(arm="int4_int8", seed=seed, summary=shares | over | {"saved_bytes_mean": 1000 + 200 * seed})
+        write_run(arm="int4_int8", seed=seed, summary=shares | over | {"saved_bytes_mean": 1000 + 200 * seed} | spent)
     table = control(comparisons()[0])
     routed, full = row(table, "int4_int8-gnmr"), row(table, "bf16")
     assert (routed["promoted"], routed["hit max_o"]) == ("0.400 %", "25.0 %")
     assert routed["over threshold"] == "gnmr 0.070 %\ndelta_gnmr 5.0 %"
     assert (routed["saved"], routed["of 16-bit"], routed["wall time"]) == ("1.07 KiB", "27.5 %", "2.0 min")
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
+    assert (routed["GEMMs spent"], routed["extra bytes"]) == ("14.3 %", "2.00 KiB")
+    assert (full["GEMMs spent"], full["extra bytes"]) == ("-", "-")  # of a version that did not record it
 
 
 def test_shares_over_threshold_of_other_signals_and_of_old_records(write_run: Write, comparisons: Callable) -> None:

@@ -256,3 +256,18 @@ def test_the_bytes_of_micro_batches_of_several_sizes(assembled, step_of, blocks_
     alone = {n: step([blocks[:n]], 1e-3).saved_bytes for n in (1, 2, 3)}
     assert alone[1] < alone[2] < alone[3]
     assert step([blocks[:1], blocks[1:4], blocks[4:]], 1e-3).saved_bytes == alone[3]
+
+
+@pytest.mark.slow
+def test_what_was_spent_is_recorded(train, tmp_path):
+    """Everything from step 2 on, by GEMM, and never more than the budget."""
+    words = ["paths.low=sim_e2m1", "paths.recovery=bf16", "paths.unit=gemm", "training.steps=4"]
+    always = train(tmp_path / "always", *words, "controller.signal=always_high", "controller.max_o=21")
+    assert [row["spent_gemm_frac"] for row in read_jsonl(always / "steps.jsonl")] == [0, 1, 1, 1]
+    assert read_json(always / "summary.json")["spent_gemm_frac"] == 0.75
+    gap = ["controller.signal=gap", "controller.routing=ranked", "controller.budget=10%", "controller.max_o=null"]
+    folder = train(tmp_path / "gap", *words, *gap)
+    spent = [row["spent_gemm_frac"] for row in read_jsonl(folder / "steps.jsonl")]
+    assert spent[0] == 0 and all(0.05 < share <= 0.1 for share in spent[1:])
+    header = read_json(folder / "header.json")
+    assert sum(header["spend"]) == pytest.approx(1) and header["spend_pinned"] == 0
