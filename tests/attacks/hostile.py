@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -106,6 +106,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     ),
     "tune": (("train", "model=pretrained", "scale=finetune_cpu", "model.checkpoint=odd", "memory_plan=true"), (0, 2)),
     "train": (("TRAIN", "run_dir=odd"), (0, 1, 2)),
+    "fork": (("TRAIN", "base=odd", "run_dir=forked"), (0, 1, 2)),
 }
 """What is typed, and how it may end."""
 
@@ -182,7 +183,7 @@ def _judge(case: Hostile, room: Room, made: Material, arena: Arena) -> str:
 def _named(word: str, room: Room, case: Hostile) -> str:
     """The hostile folder from where the command stands; it may have been renamed."""
     if case.cwd != ".":
-        return {"ODD": ".", "run_dir=odd": "run_dir=."}.get(word, word)
+        return {"ODD": ".", "run_dir=odd": "run_dir=.", "base=odd": "base=."}.get(word, word)
     names = [path.name for path in room.folder.iterdir() if path.is_dir() and path.name != "outside"]
     return {"ODD": "odd" if "odd" in names else names[0]}.get(word, word)
 
@@ -278,6 +279,8 @@ def cases(draw: random.Random) -> Iterable[Case]:
     """Every folder once, and what the program's own folders tell."""
     made: dict[str, Case] = {}
     for case in folders(draw):
+        if "eval" in case.commands:  # who reads a checkpoint
+            case = replace(case, commands=(*case.commands, "fork"))
         name = case.name.encode("unicode_escape").decode()
         made.setdefault(name, Case(name, _play(case)))
     return [*made.values(), *_own_records()]
