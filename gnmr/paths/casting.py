@@ -58,7 +58,7 @@ def quantize(
     """
     source = x
     if cast.hadamard:
-        x = rotated(x, contraction_dim)
+        x = rotated(x, contraction_dim)  # a new tensor, on which the values are written
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     one_scale = group == (None, None)
@@ -67,7 +67,7 @@ def quantize(
     padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
     # As groups (rows, rows of a group, columns, columns of a group).
     groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    values = torch.empty_like(groups, dtype=source.dtype, memory_format=torch.contiguous_format)
+    values = groups if cast.hadamard else torch.empty_like(groups, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
     # Pieces of one size: a short last one would cost its dozen calls for little.
     pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
@@ -110,7 +110,7 @@ def quantize(
             worked.clamp_(-cast.format.max, cast.format.max)
         steps = None
         if noise is not None and noise_room is not None:
-            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5).mul_(2.0**-16)
+            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5).mul_(2.0**-8)
         out.copy_(cast.format.round(worked, room, steps).mul_(scale))
     largest = each[0] if len(each) == 1 else torch.cat(each)
     values = values.view(padded.shape)
@@ -121,36 +121,41 @@ def quantize(
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
-    """`x` (N, D), each `HADAMARD` elements along the contracted dimension times the matrix H S, float32.
+    """`x` (N, D), each `HADAMARD` elements along the contracted dimension times the matrix H S, a new tensor.
 
     H is Sylvester's Hadamard matrix over 4, S the diagonal matrix of `SIGNS`: orthonormal, so that the product of two
-    operands that are both rotated is what it was. Filled up with zeros to whole groups. `back`: by the transpose.
+    operands that are both rotated is what it was. Computed in float32 and rounded to the dtype of x. Filled up with
+    zeros to whole groups. `back`: by the transpose.
     """
     short = -x.shape[contraction_dim] % HADAMARD
-    wide = x.detach().float()
+    x = x.detach()
     if short:
-        wide = F.pad(wide, (0, 0, 0, short) if contraction_dim == 0 else (0, short))
-    matrix = _rotation(x.device)
-    if back:
-        matrix = matrix.t()
-    # With `out` autocast leaves it in float32.
-    if contraction_dim == 0:
-        groups = wide.reshape(wide.shape[0] // HADAMARD, HADAMARD, wide.shape[1])
-        out = torch.empty_like(groups, memory_format=torch.contiguous_format)
-        torch.bmm(matrix.expand(len(groups), -1, -1), groups, out=out)
-    else:
-        groups = wide.reshape(-1, HADAMARD)
-        out = torch.empty_like(groups, memory_format=torch.contiguous_format)
-        torch.mm(groups, matrix.t(), out=out)
-    return out.view(wide.shape)
+        x = F.pad(x, (0, 0, 0, short) if contraction_dim == 0 else (0, short))
+    matrix = _rotation(x.device).t() if back else _rotation(x.device)
+    # As groups (groups, 16, D), or (groups, 16) of lines.
+    groups = x.reshape(-1, HADAMARD, x.shape[1]) if contraction_dim == 0 else x.reshape(-1, HADAMARD)
+    found = torch.empty_like(groups, memory_format=torch.contiguous_format)
+    at_once = max(1, (_AT_ONCE if x.device.type == "cpu" else _MOST) // max(1, groups[:1].numel()))
+    wide = torch.empty_like(found[:at_once], dtype=torch.float32)
+    turned = torch.empty_like(wide)
+    for piece, out in zip(groups.split(at_once), found.split(at_once), strict=True):
+        worked, result = wide[: len(piece)].copy_(piece), turned[: len(piece)]
+        # With `out` autocast leaves it in float32.
+        if contraction_dim == 0:
+            torch.bmm(matrix.expand(len(piece), -1, -1), worked, out=result)
+        else:
+            torch.mm(worked, matrix.t(), out=result)
+        out.copy_(result)
+    return found.view(x.shape)
 
 
 def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
-    """int16 in the shape of `like` and on its device, uniform over all values: four of a draw of 64 bits."""
-    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    """int8 in the shape of `like` and on its device, uniform over all values: eight of a draw of 64 bits, which CPUs
+    make one after the other. So probabilities of stochastic rounding are multiples of 1/256."""
+    draws = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
     if not like.is_meta:
         draws.random_(-(2**63), None, generator=generator)
-    return draws.view(torch.int16)[: like.numel()].view(like.shape)
+    return draws.view(torch.int8)[: like.numel()].view(like.shape)
 
 
 def _rotation(device: torch.device) -> Tensor:

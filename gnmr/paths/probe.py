@@ -267,7 +267,7 @@ class Probe:
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
         found = dry_run.cast(operand, rows, cast, contraction_dim, made)
         if cast is not None and cast.hadamard:
-            found = rotated(found, contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
+            found = rotated(found.float(), contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
         return dry_run.values(found, self.tokens)
 
     def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:

@@ -40,9 +40,9 @@ Two more words may stand behind the scale:
     hadamard       of both operands of a GEMM: before they are cast, each 16 elements along the contracted dimension are
                    multiplied by one orthonormal matrix, Hadamard's under random signs (`casting.rotated`). The product
                    is as before, and an outlier's magnitude is spread over 16. What is missing to 16 tokens is zeros
-    stochastic     of operands of dgrad and wgrad: rounded up or down with the probability that makes the expectation
-                   exact, by the plan's own generator, whose state is in checkpoints. fprop has none: recomputed by
-                   activation checkpointing it has to give the same output. A dry run rounds to nearest
+    stochastic     of operands of dgrad and wgrad: rounded up or down with the probability (to 1/256) that makes the
+                   expectation exact, by the plan's own generator, whose state is in checkpoints. fprop has none:
+                   recomputed by activation checkpointing it has to give the same output. A dry run rounds to nearest
 
 Named recipes (`RECIPES`):
 

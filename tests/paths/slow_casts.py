@@ -59,15 +59,13 @@ def scale_of_two_levels(own: float, tensor: float, name: str) -> np.float32:
 
 
 def drawn(generator: torch.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """What `generator` gives next as noise between -1/2 and 1/2: the 16 bits of four elements in each draw of 64."""
+    """What `generator` gives next as noise between -1/2 and 1/2: 8 bits for each element, 64 in a draw."""
     count = shape[0] * shape[1]
-    draws = [
-        int(torch.empty((), dtype=torch.int64).random_(-(2**63), None, generator=generator))
-        for _ in range(-(-count // 4))
-    ]
-    numbers = [(draw >> 16 * i) & 0xFFFF for draw in draws for i in range(4)][:count]
-    signed = np.array([number - 2**16 if number >= 2**15 else number for number in numbers])
-    return ((signed + 0.5) / 2**16).reshape(shape)
+    one = torch.empty((), dtype=torch.int64)
+    draws = [int(one.random_(-(2**63), None, generator=generator)) for _ in range(-(-count // 8))]
+    numbers = [(draw >> 8 * i) & 0xFF for draw in draws for i in range(8)][:count]
+    signed = np.array([number - 2**8 if number >= 2**7 else number for number in numbers])
+    return ((signed + 0.5) / 2**8).reshape(shape)
 
 
 def up_or_down(scaled: np.ndarray, name: str, noise: np.ndarray) -> np.ndarray:
@@ -108,7 +106,7 @@ def slow_cast(
     name, scale_kind, *more = word.split("/")
     source = x.detach().float().numpy()
     if "hadamard" in more:
-        source = slow_rotation(source, dim)
+        source = torch.from_numpy(slow_rotation(source, dim)).to(x.dtype).float().numpy()
     noise = drawn(generator, source.shape) if "stochastic" in more and generator is not None else None
     result = np.empty_like(source)
     sound = [np.abs(source[place]).max() for place in groups(source.shape, scale_kind, dim)]
