@@ -238,6 +238,9 @@ BAD: dict[str, list[Any]] = {
     "variant": ["squared", None],
     **{key: [0, -0.1, 1.1, math.nan, True, "0.1"] for key in ("calibration_frac", "k_frac")},
     "share": [-0.1, 1.1, math.nan, True, "0.1"],
+    "evidence": ["prize", None, 1],
+    "pin_every": [0, -1, 1.5, True],
+    **{key: [0, 0.9, math.nan, "1.5", True] for key in ("up", "down")},
 }
 
 

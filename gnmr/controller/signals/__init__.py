@@ -21,6 +21,7 @@ from gnmr.controller.signals.gsnr import Gsnr
 from gnmr.controller.signals.history import Cumulative, Ema, Window
 from gnmr.controller.signals.jacobian import Jacobian
 from gnmr.controller.signals.levels import GradNorm, GradToNoise, Mse, Oracle, SpikeShare, Underflow
+from gnmr.controller.signals.pin_excess import PinExcess
 from gnmr.controller.signals.price import Price
 from gnmr.controller.signals.random import Random
 from gnmr.controller.signals.round_robin import RoundRobin
@@ -45,6 +46,7 @@ SIGNALS: dict[str, type[SignalBase]] = {
     "gap": Gap,
     "gap_exact": GapExact,
     "price": Price,
+    "pin_excess": PinExcess,
     "oracle": Oracle,
     "random": Random,
     "static_k": StaticK,
