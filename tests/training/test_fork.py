@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +115,7 @@ def test_a_base_is_read_once(tiny, words, monkeypatch):
 
     for name in ("load_training", "find"):
         monkeypatch.setattr(base_module, name, refused)
+    torch.manual_seed(99)  # the generators of this process are no part of a fork
     assert forks(tiny(*words), phases=("low",)) == first
 
 
@@ -286,16 +286,6 @@ def test_the_hash_covers_base_and_healing_and_no_order(tiny, words):
     assert len(seen) == 4
     assert config_hash(tiny(*words, "fork.order=2", "training.seed=2")) == config_hash(config)
     assert config_hash(plain) == config_hash(tiny("fork.heal=0", "optim.schedule_steps=null"))
-
-
-def test_threads_and_seeds_of_this_process_are_no_part_of_a_fork(tiny, words):
-    forks = Forks(words[0].removeprefix("base="))
-    first = forks(tiny(*words))
-    torch.manual_seed(99)
-    torch.rand(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert forks(tiny(*words)) == first
 
 
 # ---- the base that comes with the package ----
