@@ -154,10 +154,10 @@ def test_integers_are_planned_for_a_gpu_by_their_widths(tiny, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ("optim.name=scale", "optim: optim.options.head=None: no matrix of the model lies below a module lm_head"),
+        ("optim.name=scale", "optim.options.head=None: no matrix of the model lies below a module lm_head"),
         ("training.seq_len=80", "training.seq_len=80: the checkpoint was made for 64 tokens at the most"),
         ("controller.observe=parameters", "controller.observe=parameters: all converted weights are frozen"),
-        ("optim.transform.name=nope", "optim: "),
+        ("optim.transform.name=nope", "optim.transform.name=nope: must be null or one of"),
     ],
 )
 def test_a_plan_refuses_what_the_run_refuses(tiny, lora, more: str, line: str) -> None:
