@@ -171,11 +171,12 @@ class Run:
 
     @property
     def base(self) -> str | None:
-        """Of a fork its base: name and the beginning of its checksum."""
+        """Of a fork its base: the last part of its path and the beginning of its checksum."""
         if (name := self.settings.get("base")) is None:
             return None
         base = self.header.get("base")
-        return f"{name} {str(base.get('sha256', ''))[:8]}" if isinstance(base, dict) else str(name)
+        digest = str(base.get("sha256", ""))[:8] if isinstance(base, dict) else ""
+        return f"{Path(str(name)).name} {digest}".rstrip()
 
     @property
     def tokens_per_step(self) -> int | None:

@@ -344,3 +344,19 @@ def test_the_shipped_base_is_forked_by_its_own_tokenizer(tmp_path):
     result = forks(config)
     assert 2.0 < result.losses[0] < 4.0, "it knows the tokens"
     assert 2.5 < result.validation["base"].high < 3.6
+
+
+@pytest.mark.slow
+def test_a_sweep_of_forks_says_how_long_resumes_and_is_reported(gnmr, tmp_path, old, text_file):
+    words = [f"base={old}", f"data.path={text_file}", f"runs_dir={tmp_path / 'runs'}", "fork.order=0,1", "fork.heal=1"]
+    words += ["training.steps=20", "training.eval_blocks=2", "training.threads=1", "records.live=off"]
+    first = gnmr("train", "-m", "sweep=fork", "arm=never,always", *words)
+    assert first.code == 0 and "4 cells, 0 done already, 84 of 84 steps to do: about 0:0" in first.out, first.err
+    again = gnmr("train", "-m", "sweep=fork", "arm=never,always", *words)
+    assert again.code == 0 and "4 cells, 4 done already, 0 of 84 steps to do" in again.out
+    told = gnmr("report", str(tmp_path / "runs"), "--no-plots")
+    written = (tmp_path / "runs/report/report.md").read_text()
+    assert told.code == 0 and "gap closed after the arm's steps" in written and "after healing in 16 bits" in written
+    assert {row["phase"] for run in (tmp_path / "runs/fork").iterdir() for row in read_jsonl(run / "eval.jsonl")} == {
+        *("base", "low", "healed"),
+    }
