@@ -14,6 +14,7 @@ from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
 from gnmr.report.forks import fork_tables
 from gnmr.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
 from gnmr.report.regimes import gap_tests, regime_tables
+from gnmr.report.routability import routability_table
 from gnmr.report.routing import routing
 from gnmr.report.run_states import state_lines
 from gnmr.report.runs import Run
@@ -34,8 +35,8 @@ def tables(comparisons: list[Comparison], further: Further = lambda _: []) -> li
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
-    """Quality, the tested comparisons, quality against promotion, cost, experts' routing, casts and what is watched;
-    those that have rows."""
+    """Quality, the tested comparisons, quality against promotion, cost, routability, experts' routing, casts and what
+    is watched; those that have rows."""
     found = [
         quality(comparison),
         *fork_tables(comparison),
@@ -43,7 +44,8 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         against_random(comparison),
         lost(comparison),
     ]
-    found += [tradeoff(comparison), control(comparison), routing(comparison), casts(comparison), watched(comparison)]
+    found += [tradeoff(comparison), control(comparison), routability_table(comparison)]
+    found += [routing(comparison), casts(comparison), watched(comparison)]
     return [table for table in found if table.rows]
 
 
