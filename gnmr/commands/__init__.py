@@ -30,6 +30,8 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
   eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
            gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
+  diagnose what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits
+           gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
   bench    measure what the controller and the paths cost on this machine
            gnmr bench step only=controller
 
@@ -40,7 +42,7 @@ exit codes: 0 done; 1 a run FAILED, or a sweep has cells that are not finished; 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "report", "pack", "replay", "eval", "bench")
+COMMANDS = ("train", "report", "pack", "replay", "eval", "diagnose", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

@@ -86,14 +86,14 @@ def diagnose(
             converted.restore()
 
 
-def recipe_named(name: str, others: Iterable[str] = ()) -> str:
+def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> str:
     """The recipe of a name: itself, or of a format the recipe that casts everything to it. ValueError for neither."""
     known = (*RECIPES, *others)
     if name not in known and f"sim_{name}" in RECIPES:
         return f"sim_{name}"
     if name not in known:
         what = "is a format without a recipe of its own" if name in FORMATS else "is no recipe"
-        raise ValueError(f"recipe={name}: {what}{nearest(name, known)}")
+        raise ValueError(f"{key}={name}: {what}{nearest(name, known)}")
     return name
 
 
@@ -120,7 +120,8 @@ def _spec(
         spec = PathSpec(backend="simulated", **(pins.paths() | {"recovery": pins.recovery or "bf16"}))
         pins.refuse_other(where, operator_shapes(model, spec))
         return spec
-    low, high = (recipe_named(one) if isinstance(one, str) else one for one in (recipe, recovery))
+    low = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    high = recipe_named(recovery, key="recovery") if isinstance(recovery, str) else recovery
     require(low != high, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
     if targets is None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -228,6 +228,12 @@ def of_run(
     return Subject(name, model, model, text, max_length, vocab_size, device, path, plan, None, facts or {})
 
 
+def run_corpus(folder: Path) -> cache.TokenCorpus:
+    """The token folder that a run was trained on. UserError where it is missing or damaged."""
+    with reading(folder):
+        return _corpus(folder, read(folder / "config.yaml"))
+
+
 def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
     """The token folder that the run was trained on, by the fingerprint in its header."""
     try:

@@ -555,6 +555,19 @@ RUN tasks=[hellaswag] data=tasks-context | RUN tasks=[hellaswag] data=tasks-parq
 RUN tasks=[gsm8k] data=tasks-answer | RUN tasks=[mmlu] data=empty_folder
 """
 
+DIAGNOSES = """
+nowhere | plain_file | empty_folder | pipe.txt | device | a/b | loop.txt | @300 | @deep | a\0b | model-empty
+model-bare | model-deep | adapter-only | RUN nosuch=1 | RUN budget=0 | RUN budget=200% | RUN budget=nan | RUN budget=
+RUN recipe=nosuch | RUN recipe=e5m2 | RUN recipe=bf16 | RUN recipe= | RUN recovery=int2 | RUN recipe=deepseek_v3
+RUN plan=nowhere | RUN plan=empty_folder | RUN plan=pipe.json | RUN plan=deep.json | RUN plan=device
+RUN plan=RUN/summary.json | RUN recipe=int4 plan=deep.json | RUN batches=1 | RUN batches=@huge | RUN batches=nan
+RUN held_out=-1 | RUN tokens=0 | RUN block=1 | RUN block=17 | RUN block=@huge | RUN batch_size=0
+RUN batch_size=100000 | RUN device=tpu | RUN data=nowhere | RUN data=short.txt | RUN data=empty.txt
+RUN data=binary.txt | RUN data=utf16.txt | RUN data=pipe.txt | RUN data=folder.txt | RUN data=loop.txt
+RUN data=device | RUN data=@300 | RUN out=plain_file | RUN out=device | RUN out=nowhere/x | RUN out=/proc/x
+RUN out=@300 | RUN html=empty_folder | RUN html=/proc/x | RUN html=plain_file/x
+"""
+
 BENCHES = """
 nosuch | decision repeats=0 | decision repeats=nan | decision repeats= | decision -m | decision clock=sun
 decision out= | decision out=empty_folder | decision out=/nowhere/x | decision out=/proc/x | decision out=plain_file/x
@@ -573,14 +586,15 @@ def inputs(draw: random.Random) -> list[Input]:
     found += _lines((*TRAIN, "training.steps=1"), ACCEPTED, LEGAL)
     found += _lines((*TRAIN, "training.steps=1"), EITHER, DOUBTFUL)
     found += _lines((*TRAIN, "-m"), REFUSED, SWEEPS)
-    for command, table in (("report", REPORTS), ("replay", REPLAYS), ("eval", EVALS), ("bench", BENCHES)):
+    tables = {"report": REPORTS, "replay": REPLAYS, "eval": EVALS, "diagnose": DIAGNOSES, "bench": BENCHES}
+    for command, table in tables.items():
         found += _lines((command,), REFUSED, table)
     odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\udcff=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
     odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
-    found += [Input((command, "")) for command in ("report", "replay", "eval", "bench")]
-    found += [Input((command,), USAGE) for command in ("replay", "eval")]
+    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "bench")]
+    found += [Input((command,), USAGE) for command in ("replay", "eval", "diagnose")]
     found += [Input(("eval", "RUN", "OTHER")), Input(("replay", "RUN", "OTHER"), named=("OTHER",))]
     norms = [name for name in FILES if name.startswith("norms-")]
     legal = ("norms-long.csv", "norms-wide.csv", "norms-huge.csv")

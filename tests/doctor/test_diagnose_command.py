@@ -1,0 +1,171 @@
+"""`gnmr diagnose`: of a run of ours and of a Hugging Face checkpoint, its files, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnmr.doctor.plan import read_plan
+from gnmr.doctor.show import shade
+
+pytestmark = pytest.mark.xdist_group("diagnose")
+
+SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
+WORDS = ("recipe=sim_e2m1", "budget=10%", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "run", "training.steps=3", "training.dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA in Hugging Face's layout with the run's tokenizer; its weights as drawn, larger."""
+    pytest.importorskip("transformers")
+    from gnmr.config import read
+    from gnmr.evaluation.subjects import run_corpus
+    from gnmr.models import Llama
+    from gnmr.models.pretrained import save
+
+    corpus = run_corpus(run)
+    model = Llama(read(run / "config.yaml").model, corpus.vocab_size, 32)
+    model.init_weights(torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("checkpoint") / "hf"
+    save(model, folder, corpus.tokenizer_path)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_a_run_and_its_plan(gnmr, run: Path) -> None:
+    before = digest(run)
+    ended = gnmr("diagnose", str(run), *WORDS, "out=plan", "html=page.html")
+    assert ended.code == 0 and ended.err == "", ended.err
+    assert digest(run) == before, "nothing is written into the run"
+    names = {"plan.json", "diagnosis.json", "module_filter.py", "torchtitan_float8.toml", "torchtitan_nvfp4.toml"}
+    names |= {"te_precision.yaml", "te_debug.yaml", "modules_to_ignore.json"}
+    assert {file.name for file in Path("plan").iterdir()} == names
+    tree = json.loads(Path("plan/diagnosis.json").read_text())
+    assert tree["command"].startswith("gnmr diagnose run recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"
+    assert (tree["subject"]["kind"], tree["block"], tree["batch_size"], len(tree["rows"])) == ("run", 16, 2, 21)
+    plan = read_plan("plan/plan.json")
+    assert plan.low == "sim_e2m1" and plan.share is not None and plan.share <= 0.1 and plan.provenance["command"]
+    assert tree["verdict"] in ended.out and "by gradient norm" in ended.out and "prices add up to" in ended.out
+    page = Path("page.html").read_text()
+    assert (
+        page.count("<tr>") == 1 + 7 + 1 + 7
+        and "layers.0.mlp.down_proj" in page
+        and "http" not in page.split("<style>")[1]
+    )
+
+    ended = gnmr("diagnose", str(run), *SMALL, "plan=plan/plan.json", "out=under")
+    assert ended.code == 0 and {file.name for file in Path("under").iterdir()} == {"diagnosis.json"}
+    under = json.loads(Path("under/diagnosis.json").read_text())
+    assert (under["pins"] == plan.pins and under["total_price"] < tree["total_price"]) or not plan.pins
+    assert "under the plan" in ended.out and ended.out.rstrip().endswith("diagnosis.json in under")
+
+
+@pytest.mark.slow
+def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
+    assert gnmr("diagnose", str(run), *WORDS, "out=plan").code == 0
+    ended = gnmr("train", *tiny_words, "model.num_heads=2", "plan=plan/plan.json", "run_dir=trained")
+    assert ended.code == 0, ended.err
+    pins = read_plan("plan/plan.json").pins
+    assert pins and all(name in Path("trained/config.yaml").read_text() for name in pins)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None:
+    before = digest(checkpoint)
+    ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "tokens=2", "held_out=0", *SMALL[:1])
+    assert ended.code == 0 and ended.err == "", ended.err
+    assert "3 + 0 batches of 32 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
+    assert "self_attn.q_proj" in ended.out and digest(checkpoint) == before
+    assert not list(Path().iterdir()), "nothing is written without out= and html="
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["budget=0"], "budget=0: must be a share of the GEMM time, above 0 and at most 100%"),
+        (["budget=200%"], "budget=200%: must be a share of the GEMM time"),
+        (["budget=some"], "budget=some: must be a share"),
+        (["recipe=nvfp5"], "recipe=nvfp5: is no recipe: did you mean nvfp4?"),
+        (["recipe=e5m2"], "recipe=e5m2: is a format without a recipe of its own"),
+        (["recipe=bf16"], "recipe=bf16: is the recovery path too: there is nothing to diagnose"),
+        (["recovery=nvfp5"], "recovery=nvfp5: is no recipe"),
+        (
+            ["recipe=deepseek_v3"],
+            "layers.0.self_attn.q_proj has 32 inputs: the recipe deepseek_v3 needs a multiple of 128",
+        ),
+        (["plan=nowhere.json"], "plan=nowhere.json: there is no such file"),
+        (
+            ["plan=other.json"],
+            "plan: is the plan of another model: of 1 operators; this one, of 7, has no layers.0.up_proj",
+        ),
+        (["plan=other.json", "recipe=int4"], "recipe: the plan says which; leave one of them out"),
+        (["batches=1"], "batches=1: must be a whole number of at least 2"),
+        (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or a smaller block"),
+        (["block=17"], "block=17: the model reads 16 tokens at the most"),
+        (["tokens=0"], "tokens=0: must be a whole number"),
+        (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
+        (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),
+        (["data=binary.txt"], "data=binary.txt: cannot be read as UTF-8 text (invalid"),
+        (["data=pipe.txt"], "data=pipe.txt: is no file"),
+        (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
+        (["html=no/page.html"], "html=no/page.html: must be a file in a folder that exists"),
+        (["budgte=3"], "diagnose: unknown option 'budgte=3': did you mean budget?"),
+        (["second"], "diagnose: name one run folder or checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(words: list[str], says: str, gnmr, run: Path) -> None:
+    other = {"gnmr_plan": 1, "operators": {"layers.0.up_proj": [8, 16]}, "low": "nvfp4", "recovery": "bf16", "pins": {}}
+    Path("other.json").write_text(json.dumps(other))
+    Path("short.txt").write_text("a b c")
+    Path("binary.txt").write_bytes(bytes(range(256)))
+    os.mkfifo("pipe.txt")
+    there = sorted(os.listdir())
+    default = [word for word in ("held_out=2", "device=cpu") if word.split("=")[0] not in "".join(words)]
+    assert says in gnmr("diagnose", str(run), *default, *words).mistake
+    assert sorted(os.listdir()) == there
+
+
+@pytest.mark.slow
+def test_checkpoints_without_a_text_or_weights(gnmr, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    assert "a checkpoint brings no text: give data=FILE.txt" in gnmr("diagnose", str(checkpoint)).mistake
+    empty = shutil.copytree(checkpoint, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in gnmr("diagnose", str(empty), f"data={text_file}").mistake
+
+
+def test_help(gnmr) -> None:
+    assert gnmr("diagnose").code == 2
+    told = gnmr("diagnose", "--help")
+    assert told.code == 0 and "10% or 0.1" in told.out and "recipe=fp8_hybrid" in told.out
+
+
+def test_subjects_that_are_none(gnmr, run: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(run, tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    assert "checkpoint" in gnmr("diagnose", str(bare)).mistake
+    assert "there is no such run" in gnmr("diagnose", "nowhere").mistake
+
+
+def test_shades_say_how_much_of_the_largest() -> None:
+    assert [shade(value, 10.0) for value in (-1.0, 0.0, 0.1, 0.5, 2.0, 5.0, 10.0)] == [0, 0, 1, 2, 3, 4, 4]
+    assert shade(0.0, 0.0) == 0
