@@ -57,7 +57,7 @@ CASES = {
     "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
     "controller.t_lock=null": "'controller.t_lock' is not Optional",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
-    "paths.low=int5": "paths.low=int5: must be one of int2",
+    "paths.low=int9": "paths.low=int9: must be one of int2",
     "paths.low=sim_int4": "paths.recovery=int8: must be a recipe, as low=sim_int4 is",
     "paths.recovery=fp8_hybrid": "paths.recovery=fp8_hybrid: must be a format, as low=int4 is",
     "paths.recipes.mine.fprop.input=e4m3/tiles": "paths.recipes: recipe mine: fprop: scale 'tiles' is not known",

@@ -99,7 +99,7 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         ({"model": {"outlier_channels": {"gian": 2}}}, "gian"),
         ({"training": {"steps": "many"}}, "many"),
         ({"controller": {"alpha": None, "alpha_init": 2.0}}, "controller.alpha_init=2.0"),
-        ({"paths": {"low": "int5"}}, "paths.low=int5"),
+        ({"paths": {"low": "int9"}}, "paths.low=int9"),
         ({"paths": {"recovery": None}, "controller": {"warmup_frac": 0.1}}, "controller.warmup_frac=0.1"),
         ({"controller": {"warmup_path": "bf16"}}, "controller.warmup_path=bf16"),
         ({"optim": {"betas": [0.9]}}, "optim.betas"),

@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Any, Any], None]] = {
     "a model without linears": lambda gnmr, torch: gnmr.attach(torch.nn.Sequential(torch.nn.ReLU())),
     "a model on the meta device": lambda gnmr, torch: gnmr.attach(_model(torch, 8, 8, device="meta")),
     "complex linears": lambda gnmr, torch: gnmr.attach(_model(torch, 8, 8, dtype=torch.complex64)),
-    "a format that is none": _attach(low="int5"),
+    "a format that is none": _attach(low="int9"),
     "a recipe and a format": _attach(low="int4", recovery="fp8_hybrid"),
     "low is a number": _attach(low=4),
     "max_o=0": _attach(max_o=0),

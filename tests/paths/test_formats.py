@@ -140,5 +140,5 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_exact_on_average(name: str
 
 
 def test_unknown_formats_are_named() -> None:
-    with pytest.raises(ValueError, match=r"int5.*int4"):
-        get_format("int5")
+    with pytest.raises(ValueError, match=r"int9.*int4"):
+        get_format("int9")
