@@ -38,30 +38,6 @@ SIZES = [
 TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
 ROWS = ["data.name=instructions", "data.path=rows.jsonl"]
 DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
-SIGNALS = [
-    "always_high",
-    "always_low",
-    "delta_gnmr",
-    "ema_ratio",
-    "first_last",
-    "gap",
-    "gap_exact",
-    "gnmr",
-    "gnmr_delta",
-    "grad_norm",
-    "grad_to_noise",
-    "gsnr",
-    "jacobian",
-    "mse",
-    "oracle",
-    "random",
-    "round_robin",
-    "spike_share",
-    "static_k",
-    "underflow",
-    "update_norm",
-    "zscore",
-]
 RECIPES = [
     "deepseek_v3",
     "deepseek_v3_blocks",
@@ -101,6 +77,8 @@ STEP_KEYS = (
 
 def runs() -> dict[str, list[str]]:
     """Name of each golden run: its words behind `gnmr train`."""
+    from gnmr.controller.signals import SIGNALS
+
     act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
     found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
