@@ -86,7 +86,8 @@ def test_risk_is_never_nan_and_infinite_for_what_is_not_finite(name: str, option
             if name == "jacobian":  # of which a unit's value is its group's
                 finite = finite.reshape(-1, 2).all(dim=1).repeat_interleave(2)
             assert risk[finite & row["observed"]].isfinite().all()
-        assert all(value.isfinite().all() for value in signal.state_dict().values())
+        for key, value in signal.state_dict().items():
+            assert value.isfinite().all(), f"{key}: state is finite from the start, whatever comes"
 
 
 @every_signal
@@ -248,6 +249,7 @@ BAD: dict[str, list[Any]] = {
 def test_senseless_options_are_refused_by_name(name: str) -> None:
     base = OPTIONS.get(name, [{}])[0]
     for option in SIGNALS[name].options():
+        assert option in BAD, f"{option}: the senseless values of a new option belong in BAD"
         for value in BAD[option]:
             with pytest.raises(ValueError, match=rf"^{option}\b") as caught:
                 make(name, base | {option: value})
