@@ -241,7 +241,7 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
             try:
                 one = export(made, target)
             except UserError as error:
-                print(f"gnmr: not written: {str(error).removeprefix('export: ')}", file=sys.stderr)
+                print(f"gnmr: not written for {target}: {str(error).removeprefix('export: ')}", file=sys.stderr)
                 continue
             files[one.file] = one.text
             for note in one.notes:

@@ -254,7 +254,7 @@ class Diagnosis:
         if not found.shown:
             return (
                 f"{under}{name} costs nothing here that {found.batches} batches can show "
-                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g}): there is nothing to keep"
+                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g}): nothing has to be kept"
             )
         cost = f"{under}{name} costs {nats(found.cost)} nats here ({found.high:.4f} -> {found.low:.4f})"
         if self.pins:

@@ -84,7 +84,8 @@ def totals(found: Diagnosis) -> list[str]:
     """Lines below the tables."""
     lines = [f"measured: {_measured(found.measured, found)}"]
     if found.held_out is not None:
-        lines.append(f"held out: {_measured(found.held_out, found)}")
+        unseen = "" if found.held_out.shown or found.pins else "; too few to tell the choices apart"
+        lines.append(f"held out: {_measured(found.held_out, found)}{unseen}")
     factor = found.calibration
     of_all = "" if factor is None else f"; measured is {factor:.3g} times that"
     if factor is not None and not found.pins:
