@@ -26,6 +26,8 @@ DRAWS = 1000
 _SPLITS = 100
 _NAMED = 4
 """Operators that a verdict names."""
+LITTLE = 0.01
+"""Nats a token. **Choice**: below it nothing has to be kept."""
 RANDOM_DRAWS = 5
 """Of the guess `random`, whose numbers are the mean of them."""
 
@@ -252,9 +254,11 @@ class Diagnosis:
             worst = f"fprop of {_named([row.operator for row in self.worst[:_NAMED]])}"
             return f"{under}the loss is not finite under {name} ({found.high:.4f} on {self.recovery}); worst: {worst}"
         if not found.shown:
+            little = max(self.total, found.cost + found.noise) < LITTLE
             return (
                 f"{under}{name} costs nothing here that {found.batches} batches can show "
-                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g}): nothing has to be kept"
+                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g}): "
+                f"{'nothing has to be kept' if little else 'more batches would tell'}"
             )
         cost = f"{under}{name} costs {nats(found.cost)} nats here ({found.high:.4f} -> {found.low:.4f})"
         if self.pins:

@@ -201,6 +201,9 @@ def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
     quiet = Measured(6, 2.0, 2.0001, 0.001)
     text = _with(found, measured=quiet).verdict()
     assert text.startswith("nearly costs nothing here that 6 batches can show (+0.0001 ± 0.003 nats")
+    assert text.endswith("): nothing has to be kept") and found.total < 0.001
+    noisy = _with(found, measured=Measured(6, 2.0, 2.04, 0.1)).verdict()
+    assert "can show (+0.04 ± 0.3 nats" in noisy and noisy.endswith("): more batches would tell")
     assert _with(found, measured=quiet).calibration is None
     assert found.plan().recipes == {
         "nearly": {"fprop": {"input": "e4m3/row"}, "dgrad": {}, "wgrad": {"input": "int2/row"}}
