@@ -57,7 +57,7 @@ def test_old_names_are_told_the_new_words(gnmr, word):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["sved"], "unknown benchmark 'sved': use one of step"),
+        (["unheard-of"], "unknown benchmark 'unheard-of': use one of step"),
         (["--verbose"], "unknown option '--verbose': use one of only, repeats, clock, run, out"),
         (["-x=1"], "unknown option '-x=1'"),
         (["paths", "hierarchy=6/8"], "hierarchy=6/8: is now preset=6/8"),

@@ -10,7 +10,7 @@ from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.training import loop
+from gnmr.training import steps
 
 LR = 1e-2
 UNIT = "layers.1.mlp.up_proj"
@@ -197,7 +197,7 @@ def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampere
 
 def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):
     """Finite steps whose weights evaluate to NaN are no result."""
-    monkeypatch.setattr(loop, "evaluate", lambda *_: math.nan)
+    monkeypatch.setattr(steps, "evaluate", lambda *_: math.nan)
     with pytest.raises(RunFailed, match="the validation loss after step 4 is nan"):
         train(tmp_path / "run")
     assert (tmp_path / "run" / "FAILED").exists() and not read_jsonl(tmp_path / "run" / "eval.jsonl")
