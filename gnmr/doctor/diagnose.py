@@ -45,7 +45,7 @@ def diagnose(
     recovery: str | Recipe = "bf16",
     targets: Sequence[str] | None = None,
     budget: float = 0.10,
-    held_out: Sequence[Any] = (),
+    held_out: Iterable[Any] = (),
     plan: PinPlan | str | PathLike[str] | None = None,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
@@ -80,7 +80,7 @@ def diagnose(
         converted = convert(model, spec)
         try:
             return _Doctor(converted, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
-                batches, held_out, budget, progress or (lambda _done, _total: None)
+                batches, list(held_out), budget, progress or (lambda _done, _total: None)
             )
         finally:
             converted.restore()

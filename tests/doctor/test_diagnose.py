@@ -254,7 +254,7 @@ def test_progress_counts_every_batch() -> None:
         loss_by(model),
         iter(batches_of(2)),
         recipe="int4",
-        held_out=batches_of(1),
+        held_out=iter(batches_of(1)),
         progress=lambda *a: told.append(a),
     )
     assert told == [(1, None), (2, None), (3, None)]
