@@ -81,7 +81,7 @@ CASES = {
     "preset=8": "preset=8: use one of 4/16, 4/8, 6/8, 8/16",
     "paths.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
     "experiment=moe_stress model=llama": "model.experts.number=8: model.name=llama has no experts",
-    "paths.unit=blocks": "paths.unit=blocks: must be one of operator, expert, layer, block",
+    "paths.unit=blocks": "paths.unit=blocks: must be one of gemm, operator, expert, layer, block",
     "preset=8/16 paths.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
     "preset=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
     "preset=8/16_moe paths.recovery=null": "a high-fidelity warm-up needs paths.recovery",

@@ -39,7 +39,9 @@ def test_contents(wheel: Path) -> None:
     kinds = ("*.py", "py.typed", "*.html")
     sources = {path.relative_to(ROOT).as_posix() for kind in kinds for path in (ROOT / "gnmr").rglob(kind)}
     settings = {f"gnmr/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
+    sources |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "gnmr/bases").rglob("*") if file.is_file()}
     assert {
+        "gnmr/bases/shipped/config.yaml",
         "gnmr/commands/__init__.py",
         "gnmr/conf/config.yaml",
         "gnmr/conf/experiment/act_quant_stress.yaml",
