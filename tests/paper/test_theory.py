@@ -144,6 +144,7 @@ def recovery_figures(words: list[str]) -> dict[str, Figure]:
     return {figure.name: figure for figure in recovery_gaps.recovery(setting)}
 
 
+@pytest.mark.slow
 def test_the_balancing_loss_is_part_of_the_step(tiny_words):
     words = [*tiny_words, "model=moe"]
     without, with_it = (recovery_figures([*words, f"model.experts.balance_coef={c}"]) for c in (0.0, 100.0))

@@ -550,6 +550,7 @@ def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
     assert same(gradients(net, inputs()), gradients(plain, inputs()))
 
 
+@pytest.mark.slow
 def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> None:
     net = model()
     plan = convert(net, PathSpec.of("deepseek_v3", "bf16"))

@@ -334,6 +334,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 def test_ratios_that_are_none(odd_runs: Callable[[], Path], capsys) -> None:
     why = {}
     for made, words in TABLES.values():

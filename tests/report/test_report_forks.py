@@ -56,6 +56,7 @@ def test_healing_is_a_table_of_its_own(write_run, comparisons) -> None:
     assert "after healing" in healed.title
 
 
+@pytest.mark.slow
 def test_bases_are_compared_within_themselves(write_run, comparisons) -> None:
     forks(write_run)
     forks(write_run, base="b", shift=0.5)

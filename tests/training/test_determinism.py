@@ -50,6 +50,7 @@ def test_the_seed_of_rounding_matters(train, tmp_path):
     assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_paths_or_controller(train, tmp_path, batches):
     arms = {
         "gnmr": [],

@@ -141,6 +141,7 @@ def test_orders_are_continuations_of_the_data(tiny, words):
     assert results[0].losses[0] != results[1].losses[0], "the same batch on two paths"
 
 
+@pytest.mark.slow
 def test_the_last_steps_heal(tmp_path, train, words):
     """In 16 bits, with nothing routed, and counted in no share."""
     always = ["controller.signal=always_high", "controller.warmup_frac=1.0", "controller.max_o=7"]

@@ -79,7 +79,7 @@ def test_adapter_is_everything_trainable_below_the_unit(assembled: Callable, blo
     assert len({result.grad_norm_pre_clip for result in kinds.values()}) <= 2  # sums in another order
 
 
-@pytest.mark.parametrize("observe", ["input_grad", "adapter"])
+@pytest.mark.parametrize("observe", ["input_grad", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, tmp_path, monkeypatch):
     plain = TrainStep.__call__
 
