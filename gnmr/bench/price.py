@@ -172,7 +172,7 @@ def _modelopt(operators: Sequence[PathLinear]) -> Iterator[dict[int, float]]:
         with torch.no_grad():
             operator.shared.forget()
             operator.switch(False)
-            low = operator._between_graphs(x.detach().clone())
+            low = operator.forward(x.detach().clone())
             operator.switch(True)
             operator.shared.forget()
             error = low.double() - F.linear(x, operator.weight, operator.bias).double()

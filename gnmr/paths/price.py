@@ -50,7 +50,7 @@ from gnmr.paths.kernels.int8 import Integers
 from gnmr.paths.linear import PathLinear, autocast_dtype
 from gnmr.paths.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.paths.scaling import TINY, compress, decompress, largest_magnitude
-from gnmr.paths.units import PathUnit
+from gnmr.paths.units import ByUnit, PathUnit
 from gnmr.vocabulary import GEMMS, OPERANDS
 
 PATHS = ("low", "recovery")
@@ -97,14 +97,9 @@ class PriceMeter:
         self._operators = list(operators)
         self._place = {operator.index: i for i, operator in enumerate(operators)}
         device = operators[0].weight.device
-        members = [(i, self._place[o.index], unit) for i, unit in enumerate(units) for o in unit.operators]
-        self._of_unit, self._of_operator = torch.tensor([pair[:2] for pair in members], device=device).T
-        self._counts = {
-            gemm: torch.tensor([unit.gemm in (None, gemm) for *_, unit in members], device=device) for gemm in GEMMS
-        }
-        """Of each member of a unit, whether that GEMM of it counts."""
+        self._by_unit = ByUnit(units, operators)
+        self._group = torch.tensor([self._by_unit.group[operator.index] for operator in operators], device=device)
         self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
-        self._num_units = len(units)
         paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
         saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
         asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
@@ -170,8 +165,8 @@ class PriceMeter:
 
     def _of_units(self, values: Tensor, gemm: str) -> Tensor:
         """(num_units,): the sums of a GEMM's (num_operators,)."""
-        own = torch.where(self._counts[gemm], values[self._of_operator], 0.0)
-        return own.new_zeros(self._num_units).index_add_(0, self._of_unit, own)
+        groups = values.new_zeros(self._by_unit.num_groups).index_add_(0, self._group, values)
+        return self._by_unit(groups, gemm)
 
     def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
         """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.
@@ -420,7 +415,7 @@ def _fprop(
     if result is not None:
         bias = found.operator.bias
         y = x_low @ w_low.t() if bias is None else torch.addmm(bias.detach().float(), x_low, w_low.t())
-        by_result = dy * (quantize(y, result, 1)[0] - y)
+        by_result = dy * (_result(y, result) - y)
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
     return sums | {"fprop": _square(u), "fprop_elements": elements, "fprop_mean": u.sum(dtype=torch.float64)}
 
