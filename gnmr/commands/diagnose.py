@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import time
@@ -15,8 +14,8 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
-from gnmr.commands.words import Parser, optional, path, settings_and_places, text, whole
-from gnmr.errors import UserError, nearest, told_as, writing
+from gnmr.commands.words import Parser, optional, path, text, whole
+from gnmr.errors import UserError, told_as, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
 
@@ -60,15 +59,11 @@ def _parser() -> Parser:
     return parser
 
 
-def share(name: str, value: str) -> float:
+def share(_name: str, value: str) -> float:
     """10%, or 0.1."""
-    try:
-        number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= 1:
-        raise UserError(f"{name}={value}: must be a share of the GEMM time, above 0 and at most 100% (10%, or 0.1)")
-    return number
+    from gnmr.doctor.plan import budget_of
+
+    return budget_of(value)
 
 
 def main(argv: list[str]) -> int:
@@ -77,24 +72,19 @@ def main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 2
-    asked = parser.parse(argv)
-    words, places = settings_and_places(asked.words)
-    if words:
-        parser.error(f"unknown option {words[0]!r}{nearest(words[0], parser.names)}")
-    if len(places) != 1:
-        parser.error("name one run folder or checkpoint")
+    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
     if asked.plan is not None and asked.recipe is not None:
         raise UserError("recipe: the plan says which; leave one of them out")
     _check_places(asked)
-    run = exists(Path(places[0]).expanduser() / "config.yaml")
+    run = exists(Path(place).expanduser() / "config.yaml")
     if not run and (missing := [name for name in ("transformers",) if find_spec(name) is None]):
         raise UserError(f"diagnose: {', '.join(missing)} not installed: {install('finetune')}")
-    plan, low = _asked_paths(asked, Path(places[0]).expanduser() if run else None)
+    plan, low = _asked_paths(asked, Path(place).expanduser() if run else None)
 
     from gnmr.evaluation.blocks import blocks_of
     from gnmr.evaluation.subjects import load_subject
 
-    subject = load_subject(places[0], device=asked.device)
+    subject = load_subject(place, device=asked.device)
     data = None if asked.data is None else asked.data.expanduser()
     blocks = blocks_of(
         subject, data, batches=asked.batches, held_out=asked.held_out, length=asked.block, size=asked.batch_size

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
-from gnmr.commands.words import Parser, names_of, optional, settings_and_places, text, whole
-from gnmr.errors import UserError, nearest, writing
+from gnmr.commands.words import Parser, names_of, optional, text, whole
+from gnmr.errors import UserError, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
 from gnmr.vocabulary import TASKS
@@ -71,18 +71,13 @@ def main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 2
-    asked = parser.parse(argv)
-    words, places = settings_and_places(asked.words)
-    if words:
-        parser.error(f"unknown option {words[0]!r}{nearest(words[0], parser.names)}")
-    if len(places) != 1:
-        parser.error("name one checkpoint or run folder")
+    asked, place = parser.of_one_place(argv, "checkpoint or run folder")
     asked.tasks = [*TASKS] if asked.tasks is None else asked.tasks
     if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
         raise UserError(f"eval: {', '.join(missing)} not installed: {install('finetune')}")
-    is_run = exists(Path(places[0]).expanduser() / "config.yaml")
+    is_run = exists(Path(place).expanduser() / "config.yaml")
     name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
-    out = Path(asked.out or (Path(places[0]) / name if is_run else name)).expanduser()
+    out = Path(asked.out or (Path(place) / name if is_run else name)).expanduser()
     output.check(out, f"out={out}", follow=asked.out is not None)  # the run's folder may be anybody's
     data = None if asked.data is None else Path(asked.data).expanduser()
 
@@ -95,7 +90,7 @@ def main(argv: list[str]) -> int:
     check(asked.tasks, **options)
     if data is not None:
         check_rows(asked.tasks, asked.shots, data)
-    subject = load_subject(places[0], asked.path, asked.adapter, asked.device)
+    subject = load_subject(place, asked.path, asked.adapter, asked.device)
     low = f" ({subject.facts['low_path']})" if subject.path == "low" else ""
     in_force = f"path in force: {subject.named_path}{low}"
     print(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, {in_force}")

@@ -58,6 +58,16 @@ class Parser(argparse.ArgumentParser):
                     setattr(given, name, read(name, text))
         return given
 
+    def of_one_place(self, argv: list[str], what: str) -> tuple[argparse.Namespace, str]:
+        """As `parse`, and the one place that stands beside the options; `what` it should be, for the message."""
+        asked = self.parse(argv)
+        words, places = settings_and_places(asked.words)
+        if words:
+            self.error(f"unknown option {words[0]!r}{nearest(words[0], self.names)}")
+        if len(places) != 1:
+            self.error(f"name one {what}")
+        return asked, places[0]
+
     @property
     def names(self) -> list[str]:
         """Of the options and flags."""

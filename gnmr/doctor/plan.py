@@ -153,7 +153,7 @@ def budget_of(word: str) -> float:
         value = float(word[:-1]) / 100 if word.endswith("%") else float(word)
     except ValueError:
         value = math.nan
-    require(0 < value <= 1, "budget", word, "must be a share of the GEMM time, above 0 and at most 1, as 10% or 0.1")
+    require(0 < value <= 1, "budget", word, "must be a share of the GEMM time, above 0 and at most 100% (10%, or 0.1)")
     return value
 
 
