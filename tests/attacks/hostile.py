@@ -287,4 +287,4 @@ def cases(draw: random.Random) -> Iterable[Case]:
     return [*made.values(), *_own_records()]
 
 
-KINDS = [Kind("hostile folders", cases, sample=24)]
+KINDS = [Kind("hostile folders", cases, sample=14)]

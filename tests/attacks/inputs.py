@@ -618,4 +618,4 @@ def cases(draw: random.Random) -> list[Case]:
     return list(made.values())
 
 
-KINDS = [Kind("bad inputs", cases, sample=30)]
+KINDS = [Kind("bad inputs", cases, sample=18)]

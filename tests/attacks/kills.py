@@ -577,7 +577,7 @@ def _writer(running: Running, folder: Path | None) -> int | None:
 
 
 def sweep_cases(draw: random.Random) -> Iterator[Case]:
-    plan = [("worker", False)] * 2 + [("worker", True)] * 8 + [("serial", False)] * 4 + [("sweep", False)] * 2
+    plan = [("worker", True)] * 8 + [("worker", False)] * 2 + [("serial", False)] * 4 + [("sweep", False)] * 2
     for i, (who, forked) in enumerate([*plan, *[("sweep", True)] * 4]):
         seed, row = draw.choice(_SEEDS), draw.randint(1, 36)
         whom = {"worker": f"the worker of seed {seed}", "sweep": "the sweep", "serial": "the sweep in one process"}[who]

@@ -5,7 +5,7 @@ import pytest
 from .harness import Arena, Kind, attack
 from .hostile import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("attacks")]  # one arena, whose start takes seconds
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.replace(" ", "_"))

@@ -68,6 +68,7 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     monkeypatch.setattr(spend, "BUDGETS", (0.1,))
     monkeypatch.setattr(spend, "SCORES", ("price",))
     monkeypatch.setattr(spend, "GUESSES", ("random",))
+    monkeypatch.setattr(price, "HELD_OUT", 16)
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
     found = {figure.name: figure for figure in spend.spend(setting)}
@@ -94,5 +95,6 @@ def forked_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
         return run(forks, cell, *more)
 
     monkeypatch.setattr(module, "_run", counted)
-    monkeypatch.setattr(module, "forked", lambda forks, low, *words: forked(forks, low, "training.steps=2", *words))
+    short = ("training.steps=2", "training.eval_blocks=8")
+    monkeypatch.setattr(module, "forked", lambda forks, low, *words: forked(forks, low, *short, *words))
     return made
