@@ -51,6 +51,8 @@ class ForkResult:
     """By phase (`PHASES`)."""
     promotion_frac: float
     """Active unit-steps over all unit-steps of the arm's steps."""
+    spent: float
+    """Share of the GEMMs' arithmetic on the recovery path (`Plan.spent`), mean over the arm's steps."""
 
 
 @dataclass
@@ -105,17 +107,18 @@ class Forks:
         if prepare is not None:
             prepare(parts)
         steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
-        losses, active = [], 0
+        losses, active, spent = [], 0, 0.0
         for step in range(1, config.total_steps + 1):
             result = steps(step)
             if result.nonfinite_unit is not None:
                 raise RunFailed(f"the loss or a gradient of step {step} is not finite, in {result.nonfinite_unit}")
             losses.append(result.loss)
             active += 0 if heals(parts, step) else int(np.count_nonzero(result.decision.in_force))
+            spent += 0.0 if result.spent is None else result.spent[0]
             if (name := phase(parts, step)) is not None and name in phases:
                 found[name] = _validation(parts, held_out, step)
-        unit_steps = config.training.steps * len(parts.controller.units)
-        return ForkResult(losses, found, active / unit_steps)
+        arm = config.training.steps
+        return ForkResult(losses, found, active / (arm * len(parts.controller.units)), spent / arm)
 
     def _corpus(self, config: Config) -> TokenCorpus:
         return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))

@@ -66,24 +66,48 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(spend, "LOW", ("sim_e2m1",))
     monkeypatch.setattr(spend, "BUDGETS", (0.1,))
-    monkeypatch.setattr(spend, "SCORES", ("price",))
-    monkeypatch.setattr(spend, "GUESSES", ("random",))
+    monkeypatch.setattr(spend, "ARMS", ("price", "random", "GNMR, each step"))
     monkeypatch.setattr(price, "HELD_OUT", 16)
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
     found = {figure.name: figure for figure in spend.spend(setting)}
     rows = [json.loads(line) for line in (tmp_path / "bench/spend.jsonl").read_text().splitlines()]
-    assert [row["fork"]["arm"] for row in rows] == ["never", "always", "price", "random"] == made
+    assert [row["fork"]["arm"] for row in rows] == ["never", "always", "price", "random", "GNMR, each step"] == made
     assert all(set(gemms) == {"fprop"} for gemms in rows[2]["pins"].values())
-    assert 0.08 < rows[2]["share"] <= 0.1 and rows[1]["share"] == 1
-    losses = [row["validation"]["low"]["high"] for row in rows]
-    assert found["shipped, sim_e2m1: price at 10.0%"].value == pytest.approx(
-        (losses[0] - losses[2]) / (losses[0] - losses[1])
-    )
-    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]) + '{"fork": {"ba')
+    assert all(0.08 < row["share"] <= 0.1 for row in rows[2:4]) and [row["share"] for row in rows[:2]] == [0, 1]
+    assert rows[4]["pins"] == {} and 0.04 < rows[4]["share"] <= 0.05, "it chooses after the first of two steps"
+    losses = [row["loss"] for row in rows]
+    assert found["sim_e2m1: price at 10.0%"].value == pytest.approx((losses[0] - losses[2]) / (losses[0] - losses[1]))
+    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]) + '{"fork": {"ba')
     again = spend.spend(setting)
-    assert made[4:] == ["random"] and [figure.value for figure in again] == [figure.value for figure in found.values()]
-    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 4, "the line that was cut off is gone"
+    assert made[5:] == ["GNMR, each step"]
+    assert [figure.value for figure in again] == [figure.value for figure in found.values()]
+    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 5, "the line that was cut off is gone"
+
+
+def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that are an arm's effect, a block's and noise: gaps, means and p as made by hand."""
+    monkeypatch.setattr(spend, "BUDGETS", (0.1,))
+    monkeypatch.setattr(spend, "ARMS", ("price", "random", "last"))
+    effect, noise = {"never": 0.0, "always": 1.0, "price": 0.9, "random": 0.3, "last": 0.88}, np.random.default_rng(0)
+    cells = [cell for base in ("a", "b") for cell in spend.cells(base, "nvfp4", 5)]
+    known = {
+        cell: {
+            "loss": 3
+            + cell.order / 10
+            - (0.1 if cell.base == "a" else 0.2) * (effect[cell.arm] + noise.normal(0, 0.02)),
+            "share": cell.budget,
+        }
+        for cell in cells
+    }
+    found = {figure.name: figure for figure in spend._figures("nvfp4", cells, known)}
+    assert found["nvfp4, a: gap, nats"].value == pytest.approx(0.1, abs=0.003)
+    for arm in ("price", "random", "last"):
+        figure = found[f"nvfp4: {arm} at 10.0%"]
+        assert figure.low < effect[arm] + 0.02 and figure.high > effect[arm] - 0.02 and figure.n == 10
+    p = {arm: float(found[f"nvfp4: {arm} at 10.0%"].note.split()[-1]) for arm in ("random", "last")}
+    assert p["random"] < 1e-12 and p["last"] > 0.005
+    assert 0.01 < found["nvfp4: smallest effect at 80 % power"].value < 0.06
 
 
 def forked_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
