@@ -16,6 +16,7 @@ from gnmr.bench import measurable, price, spend, usual
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.training.fork import Forks
+from gnmr.vocabulary import GEMMS
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,13 @@ def test_prices_rank_operators_as_the_loss_does(setting: Setting) -> None:
     assert set(found) >= {f"shipped, sim_e2m1: Spearman, {name}" for name in price.SCORES}
     assert found["shipped, sim_e2m1: Pearson, price"].value > 0.5
     assert "of 28 operators rise" in found["shipped, sim_e2m1: Spearman, price"].note
+    kept = {name: found[f"shipped, sim_e2m1: rises in 10% of the GEMMs, {name}"].value for name in price.SCORES}
+    assert 0.3 < kept["price"] <= found["shipped, sim_e2m1: rises in 10% of the GEMMs, the truth itself"].value + 0.05
+
+
+def test_what_a_score_chooses_fills_its_share_by_score_per_cost() -> None:
+    costs = {(name, gemm): cost for name, cost in (("a", 4.0), ("b", 1.0), ("c", 3.0)) for gemm in GEMMS}
+    assert price._chosen(["a", "b", "c"], np.array([4.0, 2.0, 1.0]), costs) == [1], "a costs 1/6 of all, b 1/24"
 
 
 def test_scores_by_hand(setting: Setting) -> None:
@@ -67,7 +75,6 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     monkeypatch.setattr(spend, "LOW", ("sim_e2m1",))
     monkeypatch.setattr(spend, "BUDGETS", (0.1,))
     monkeypatch.setattr(spend, "ARMS", ("price", "random", "GNMR, each step"))
-    monkeypatch.setattr(price, "HELD_OUT", 16)
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
     found = {figure.name: figure for figure in spend.spend(setting)}
