@@ -8,6 +8,7 @@ operators):
     price, gradient norm, update norm, gap, MSE    scores of the base, measured once before the fork: a pin
     random, first, last, first_last                the usual guesses: a pin
     GNMR, price: each step                         signals of a controller, which chooses anew in every step
+    fprop, dgrad, wgrad                            of every operator, beyond these budgets
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
 stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a low path are
@@ -45,6 +46,8 @@ LOW = ("sim_e2m1", "nvfp4", "int4")
 BUDGETS = (0.025, 0.05, 0.075, 0.10, 0.15, 0.25)
 ORDERS = 5
 BOUNDS = {"never": 0.0, "always": 1.0}
+WHOLE = {"fprop": 1 / 3, "dgrad": 1 / 3, "wgrad": 1 / 3, "dgrad, wgrad": 2 / 3}
+"""One or two GEMMs of all operators, and their budget; of recipes alone."""
 PINS = ("price", "gradient norm", "update norm", "gap", "MSE")
 CONTROLLERS = {"GNMR, each step": "gnmr_delta", "price, each step": "price"}
 """Signal by arm."""
@@ -66,8 +69,9 @@ class Fork:
 
 def cells(base: str, low: str, orders: int) -> list[Fork]:
     """Of one base and low path, order by order, the bounds first."""
-    arms = [(arm, budget) for budget in BUDGETS for arm in ARMS]
-    return [Fork(base, low, arm, b, order) for order in range(orders) for arm, b in [*BOUNDS.items(), *arms]]
+    whole = {} if low in FORMATS else WHOLE
+    arms = [*BOUNDS.items(), *whole.items(), *((arm, budget) for budget in BUDGETS for arm in ARMS)]
+    return [Fork(base, low, arm, budget, order) for order in range(orders) for arm, budget in arms]
 
 
 def spend(setting: Setting) -> list[Figure]:
@@ -128,8 +132,9 @@ def _config(forks: Forks, cell: Fork, parts: Parts, found: Truth) -> Config:
 
 def _pins(cell: Fork, gemms: tuple[str, ...], parts: Parts, found: Truth) -> dict[str, list[str]]:
     names = found.operators
-    if cell.arm in BOUNDS:
-        return {name: list(GEMMS) for name in names} if cell.arm == "always" else {}
+    if cell.arm in (*BOUNDS, *WHOLE):
+        every = {"never": [], "always": list(GEMMS)}.get(cell.arm, cell.arm.split(", "))
+        return {name: every for name in names if every}
     costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
     if cell.arm in GUESSES:
         return guess(cell.arm, {}, costs, cell.budget, gemms=gemms, seed=cell.order).pins
@@ -156,7 +161,7 @@ def _figures(low: str, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) 
     n, residual = len(blocks), two_way([*closed.values()])
     figures = [Figure(f"{low}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
     if residual is None:
-        half, p = 0.0, dict.fromkeys(closed, float("nan"))
+        half, p = 0.0, dict[tuple[str, float], float]()
     else:
         sd, freedom = residual
         half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(closed, sd, freedom, n)
@@ -169,7 +174,7 @@ def _figures(low: str, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) 
             continue
         spent = np.mean([known[c]["share"] for c in forks if (c.arm, c.budget) == (arm, budget)])
         value = float(np.mean([*found.values()]))
-        against = "" if arm == OURS else f", p against {OURS} {p[arm, budget]:.1g}"
+        against = f", p against {OURS} {p[arm, budget]:.1g}" if (arm, budget) in p else ""
         figures.append(
             Figure(
                 f"{low}: {arm} at {budget:.1%}",
@@ -190,7 +195,7 @@ def _tested(
 ) -> dict[tuple[str, float], float]:
     """p of each arm against `OURS` at its budget, two-sided, adjusted by Holm."""
     means = {key: float(np.mean([*found.values()])) for key, found in closed.items()}
-    rivals = [key for key in means if key[0] not in (OURS, *BOUNDS)]
+    rivals = [key for key in means if key[0] not in (OURS, *BOUNDS, *WHOLE)]
     t = [(means[key] - means[OURS, key[1]]) / (sd * (2 / n) ** 0.5) for key in rivals]
     return dict(zip(rivals, holm([float(2 * stats.t.sf(abs(one), freedom)) for one in t]), strict=True))  # type: ignore[arg-type]
 

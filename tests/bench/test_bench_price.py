@@ -74,29 +74,33 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(spend, "LOW", ("sim_e2m1",))
     monkeypatch.setattr(spend, "BUDGETS", (0.1,))
+    monkeypatch.setattr(spend, "WHOLE", {"dgrad, wgrad": 2 / 3})
     monkeypatch.setattr(spend, "ARMS", ("price", "random", "GNMR, each step"))
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
     found = {figure.name: figure for figure in spend.spend(setting)}
     rows = [json.loads(line) for line in (tmp_path / "bench/spend.jsonl").read_text().splitlines()]
-    assert [row["fork"]["arm"] for row in rows] == ["never", "always", "price", "random", "GNMR, each step"] == made
-    assert all(set(gemms) == {"fprop"} for gemms in rows[2]["pins"].values())
-    assert all(0.08 < row["share"] <= 0.1 for row in rows[2:4]) and [row["share"] for row in rows[:2]] == [0, 1]
-    assert rows[4]["pins"] == {} and 0.04 < rows[4]["share"] <= 0.05, "it chooses after the first of two steps"
+    arms = ["never", "always", "dgrad, wgrad", "price", "random", "GNMR, each step"]
+    assert [row["fork"]["arm"] for row in rows] == made == arms
+    assert all(set(gemms) == {"fprop"} for gemms in rows[3]["pins"].values())
+    assert [row["share"] for row in rows[:3]] == pytest.approx([0, 1, 2 / 3])
+    assert all(0.08 < row["share"] <= 0.1 for row in rows[3:5])
+    assert rows[5]["pins"] == {} and 0.04 < rows[5]["share"] <= 0.05, "it chooses after the first of two steps"
     losses = [row["loss"] for row in rows]
-    assert found["sim_e2m1: price at 10.0%"].value == pytest.approx((losses[0] - losses[2]) / (losses[0] - losses[1]))
-    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]) + '{"fork": {"ba')
+    assert found["sim_e2m1: price at 10.0%"].value == pytest.approx((losses[0] - losses[3]) / (losses[0] - losses[1]))
+    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]) + '{"fork": {"ba')
     again = spend.spend(setting)
-    assert made[5:] == ["GNMR, each step"]
+    assert made[6:] == ["GNMR, each step"]
     assert [figure.value for figure in again] == [figure.value for figure in found.values()]
-    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 5, "the line that was cut off is gone"
+    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
 
 
 def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses that are an arm's effect, a block's and noise: gaps, means and p as made by hand."""
     monkeypatch.setattr(spend, "BUDGETS", (0.1,))
     monkeypatch.setattr(spend, "ARMS", ("price", "random", "last"))
-    effect, noise = {"never": 0.0, "always": 1.0, "price": 0.9, "random": 0.3, "last": 0.88}, np.random.default_rng(0)
+    effect = {"never": 0.0, "always": 1.0, **dict.fromkeys(spend.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
+    noise = np.random.default_rng(0)
     cells = [cell for base in ("a", "b") for cell in spend.cells(base, "nvfp4", 5)]
     known = {
         cell: {
