@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -371,7 +371,8 @@ def attach(
             save for the backward pass and leave the forward pass as it is; two recipes ("fp8_hybrid", "llm_int8",
             "bf16") compute in low precision.
         control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
-        plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins.
+        plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
+            threshold of a signal of prices that has none.
         steps, seed, record: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
         named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
@@ -384,6 +385,8 @@ def attach(
     if pins is not None:
         named |= _of_plan(pins, paths, named)
     paths, control = specs_of(paths, control, named)
+    if pins is not None and (more := pins.threshold(control.signal, control.options)):
+        control = replace(control, options={**control.options, **more})
     whole(seed, "seed", 0)
     _check_request(model, paths, control)
     if unread := control.unread():

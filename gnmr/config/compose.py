@@ -60,7 +60,8 @@ def load_composed(composed: DictConfig) -> Config:
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
-    """Puts the paths of `plan=plan.json` into what Hydra composed of these words of the command line.
+    """Puts the paths of `plan=plan.json` into what Hydra composed of these words of the command line, and its trigger
+    where the controller's signal is a price.
 
     UserError for a plan that cannot be read, and for words that say what a plan says.
     """
@@ -74,6 +75,9 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
     with open_dict(composed.paths):
         for key, value in found.paths().items():
             composed.paths[key] = value
+    controller = composed.controller
+    with open_dict(controller):
+        controller.options.update(found.threshold(controller.signal, controller.options))
 
 
 def mistake(error: Exception, words: Sequence[str]) -> str | None:

@@ -43,6 +43,8 @@ _MOST_OPERATORS = 100_000
 _PLAIN = ("targets", "low", "recovery", "recipes", "pins", "budget", "share")
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
+IN_NATS = ("price", "pin_excess")
+"""Signals whose threshold is in nats, as `triggers.price` is."""
 PATHS = ("low", "recovery", "recipes", "targets", "pins")
 """Fields of `PathSpec` that a plan says."""
 
@@ -69,7 +71,7 @@ class PinPlan:
     expected: tuple[float, float] | None = None
     """Nats a token that low precision costs without and with the pins."""
     triggers: dict[str, float | None] = field(default_factory=dict)
-    """Thresholds for the controller: `price`, nats."""
+    """Thresholds for the controller: `price`, nats above 0. What costs as much as the cheapest pin is worth one."""
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,13 @@ class PinPlan:
         return {name: getattr(self, name) for name in PATHS} | {
             "pins": {name.removeprefix("model."): gemms for name, gemms in self.pins.items()}
         }
+
+    def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
+        """For the options of a controller beside the pins: `threshold`, the plan's trigger, where the signal is one of
+        prices (`IN_NATS`) and `options` have no threshold; else nothing."""
+        trigger = self.triggers.get("price")
+        of_price = signal in IN_NATS and options.get("evidence", "price") == "price"
+        return {"threshold": trigger} if trigger and of_price and "threshold" not in options else {}
 
     def text(self) -> str:
         """The file's."""

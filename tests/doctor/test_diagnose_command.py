@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gnmr.config.compose import compose
 from gnmr.doctor.plan import read_plan
 from gnmr.doctor.show import shade
 
@@ -85,8 +86,12 @@ def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
     assert gnmr("diagnose", str(run), *WORDS, "out=plan").code == 0
     ended = gnmr("train", *tiny_words, "model.num_heads=2", "plan=plan/plan.json", "run_dir=trained")
     assert ended.code == 0, ended.err
-    pins = read_plan("plan/plan.json").pins
-    assert pins and all(name in Path("trained/config.yaml").read_text() for name in pins)
+    plan = read_plan("plan/plan.json")
+    assert plan.pins and all(name in Path("trained/config.yaml").read_text() for name in plan.pins)
+    for words, threshold in (([], plan.triggers["price"]), (["controller.options.threshold=2.5"], 2.5)):
+        config = compose(["plan=plan/plan.json", "controller.signal=price", *words])
+        assert config.controller.options == {"threshold": threshold}
+    assert compose(["plan=plan/plan.json"]).controller.options == {}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,20 @@ def test_train_refuses_another_model_and_paths_beside_it(
     assert gnmr("train", *words, "memory_plan=true").mistake.startswith(line)
     assert gnmr("train", *tiny_words, "plan=nowhere.json").mistake == "plan=nowhere.json: there is no such file"
     assert not (tmp_path / "runs").exists()
+
+
+def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> None:
+    plan = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None, triggers={"price": 0.25})
+    assert plan.threshold("price", {"every": 2}) == plan.threshold("pin_excess", {}) == {"threshold": 0.25}
+    for signal, options in (
+        ("gap", {}),
+        (object, {}),
+        ("price", {"threshold": 1.0}),
+        ("pin_excess", {"evidence": "mse"}),
+    ):
+        assert plan.threshold(signal, options) == {}
+    assert (
+        replace(plan, triggers={}).threshold("price", {})
+        == replace(plan, triggers={"price": 0}).threshold("price", {})
+        == {}
+    )
