@@ -267,8 +267,5 @@ def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> N
         ("pin_excess", {"evidence": "mse"}),
     ):
         assert plan.threshold(signal, options) == {}
-    assert (
-        replace(plan, triggers={}).threshold("price", {})
-        == replace(plan, triggers={"price": 0}).threshold("price", {})
-        == {}
-    )
+    for triggers in ({}, {"price": 0}, {"price": None}):
+        assert replace(plan, triggers=triggers).threshold("price", {}) == {}
