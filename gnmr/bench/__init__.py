@@ -51,8 +51,8 @@ BENCHMARKS = {
     ),
     "spend": Bench(
         "gnmr.bench.spend",
-        ("spend",),
-        "forks: the share of the gap that pins close, against what they spend (hours)",
+        ("lasting", "passing"),
+        "forks: the share of the gap that pins and controllers close, against what they spend (hours)",
         usual=False,
     ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),

@@ -1,27 +1,31 @@
 """What recovery buys: the share of the gap from always-low to always-high that an arm closes, against what it spends.
 
+    lasting     4-bit paths, whose error is there in every step: pins of the base, and controllers
+    passing     an FP8 path that costs next to nothing, of which one operator breaks for 20 of 40 steps: another one
+                in every block, 1.8 % of the operator-steps
+
 Every fork of a base trains `training.steps` on the low path with its arm's GEMMs in 16 bits, on the same data as the
 others of its order; its loss is the validation loss on the 16-bit path afterwards. An arm fills the budget, a share of
-the GEMM arithmetic, with `fprop` alone of the operators that it ranks highest per cost (of formats with whole
-operators):
+the GEMM arithmetic, with the operators that it ranks highest per cost, of which the scene's GEMMs are recovered:
 
     price, gradient norm, update norm, gap, MSE    scores of the base, measured once before the fork: a pin
     random, first, last, first_last                the usual guesses: a pin
-    GNMR, price: each step                         signals of a controller, which chooses anew in every step
+    NAME, each step                                signals of a controller, which chooses anew in every step
     fprop, dgrad, wgrad                            of every operator, beyond these budgets
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
-stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a low path are
-one model, gap closed = arm + block, with one residual (`report.statistics.two_way`); each arm is tested against `price`
-at the same budget, p adjusted by Holm over all of these. Scores that rank as the price does (ModelOpt's, squares by
-element) are held against the truth alone (`gnmr bench price`).
+stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
+one model, gap closed = arm + block, with one residual (`report.statistics.two_way`); each arm is tested against the
+scene's `ours` at the same budget, p adjusted by Holm over all of these. Scores that rank as the price does (ModelOpt's,
+squares by element) are held against the truth alone (`gnmr bench price`).
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +44,71 @@ from gnmr.report.statistics import LEVEL, holm, smallest_effect, two_way
 from gnmr.training.build import Parts
 from gnmr.training.fork import Forks
 from gnmr.training.provenance import commit
-from gnmr.vocabulary import FORMATS, GEMMS
+from gnmr.vocabulary import GEMMS
 
-LOW = ("sim_e2m1", "nvfp4", "int4")
-BUDGETS = (0.025, 0.05, 0.075, 0.10, 0.15, 0.25)
-ORDERS = 5
+
+@dataclass(frozen=True)
+class Scene:
+    """A low path and the arms that are tried on it."""
+
+    low: str
+    budgets: tuple[float, ...] = (0.025, 0.05, 0.075, 0.10, 0.15, 0.25)
+    recovers: tuple[str, ...] = ("fprop",)
+    """GEMMs of an operator that a budget buys."""
+    pins: tuple[str, ...] = ("price", "gradient norm", "update norm", "gap", "MSE")
+    """Scores of the base."""
+    controllers: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"GNMR": ("signal=gnmr_delta",), "price": ("signal=price",)}
+    )
+    """Words for `controller.` by name."""
+    whole: bool = True
+    """Whether single GEMMs of all operators are tried too."""
+    stress: tuple[str, ...] = ()
+    """Words for `stress.`; hits one operator, another one in every block."""
+    ours: str = "price"
+
+    def arms(self) -> list[tuple[str, float]]:
+        """(name, budget) of each, the bounds first."""
+        each = [*self.pins, *GUESSES, *map(_anew, self.controllers)]
+        fixed = BOUNDS | (WHOLE if self.whole else {})
+        return [*fixed.items(), *((arm, budget) for budget in self.budgets for arm in each)]
+
+
 BOUNDS = {"never": 0.0, "always": 1.0}
 WHOLE = {"fprop": 1 / 3, "dgrad": 1 / 3, "wgrad": 1 / 3, "dgrad, wgrad": 2 / 3}
 """One or two GEMMs of all operators, and their budget; of recipes alone."""
-PINS = ("price", "gradient norm", "update norm", "gap", "MSE")
-CONTROLLERS = {"GNMR, each step": "gnmr_delta", "price, each step": "price"}
-"""Signal by arm."""
-ARMS = (*PINS, *GUESSES, *CONTROLLERS)
-OURS = "price"
+
+
+def _anew(name: str) -> str:
+    return f"{name}, each step"
+
+
+LASTING = {
+    "sim_e2m1": Scene("sim_e2m1"),
+    "nvfp4": Scene("nvfp4"),
+    "int4": Scene("int4", recovers=GEMMS, whole=False),
+}
+PASSING = {
+    "broken": Scene(
+        "fp8_hybrid",
+        budgets=(0.025, 0.05, 0.10),
+        recovers=("fprop", "wgrad"),  # those that read the input, which breaks
+        pins=("price",),
+        controllers={
+            "price": ("signal=price", "+options.every=1", "+options.decay=0"),
+            "gap": ("signal=gap",),
+            "MSE": ("signal=mse",),
+            "gradient norm": ("signal=grad_norm",),
+            "update norm": ("signal=update_norm",),
+            "GNMR": ("signal=gnmr_delta",),
+            "random": ("signal=random",),
+        },
+        whole=False,
+        stress=("kind=scale_down", "magnitude=64", "windows=[[21,20]]"),
+        ours=_anew("price"),
+    )
+}
+ORDERS = 5
 _FILE = Path("bench", "spend.jsonl")
 
 
@@ -62,21 +118,29 @@ class Fork:
 
     base: str
     low: str
+    """The scene."""
     arm: str
     budget: float
     order: int
 
 
-def cells(base: str, low: str, orders: int) -> list[Fork]:
-    """Of one base and low path, order by order, the bounds first."""
-    whole = {} if low in FORMATS else WHOLE
-    arms = [*BOUNDS.items(), *whole.items(), *((arm, budget) for budget in BUDGETS for arm in ARMS)]
-    return [Fork(base, low, arm, budget, order) for order in range(orders) for arm, budget in arms]
+def cells(base: str, name: str, scene: Scene, orders: int) -> list[Fork]:
+    """Of one base and scene, order by order."""
+    return [Fork(base, name, arm, budget, order) for order in range(orders) for arm, budget in scene.arms()]
 
 
-def spend(setting: Setting) -> list[Figure]:
+def lasting(setting: Setting) -> list[Figure]:
     """Gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with what is
     recorded."""
+    return _spend(setting, LASTING)
+
+
+def passing(setting: Setting) -> list[Figure]:
+    """The same where an operator breaks for a while."""
+    return _spend(setting, PASSING)
+
+
+def _spend(setting: Setting, scenes: Mapping[str, Scene]) -> list[Figure]:
     file = Path(setting.config.runs_dir) / _FILE
     known = {Fork(**row["fork"]): row for row in _rows(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,17 +149,21 @@ def spend(setting: Setting) -> list[Figure]:
     orders, names = setting.repeats or ORDERS, []
     for base, forks in bases(setting):
         names.append(base)
-        for low in LOW:
-            todo = [cell for cell in cells(base, low, orders) if cell not in known]
+        for name, scene in scenes.items():
+            todo = [cell for cell in cells(base, name, scene, orders) if cell not in known]
             if todo:
-                parts = forks.parts(forked(forks, low))
-                found = measured(parts, setting, f"spend: {base}, {low}, prices")
+                parts = forks.parts(forked(forks, scene.low))
+                found = measured(parts, setting, f"spend: {base}, {name}, prices")
                 with file.open("a") as rows:
-                    for cell in setting.over(todo, f"spend: {base}, {low}, forks"):
-                        known[cell] = _run(forks, cell, parts, found)
+                    for cell in setting.over(todo, f"spend: {base}, {name}, forks"):
+                        known[cell] = _run(forks, cell, scene, parts, found)
                         rows.write(json.dumps(known[cell]) + "\n")
                         rows.flush()
-    return [figure for low in LOW for figure in _figures(low, [c for b in names for c in cells(b, low, orders)], known)]
+    return [
+        figure
+        for name, scene in scenes.items()
+        for figure in _figures(scene, [cell for base in names for cell in cells(base, name, scene, orders)], known)
+    ]
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -111,27 +179,31 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{file}: line {number} is no JSON; move the file away to begin anew") from None
 
 
-def _run(forks: Forks, cell: Fork, parts: Parts, found: Truth) -> dict[str, Any]:
+def _run(forks: Forks, cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, Any]:
     """Makes the fork: its row."""
-    config = _config(forks, cell, parts, found)
+    config = _config(forks, cell, scene, parts, found)
     result = forks(config, phases=("low",))
     row = {"fork": asdict(cell), "share": result.spent, "pins": config.paths.pins, "steps": len(result.losses)}
     losses = {"loss": result.validation["low"].high, "own_loss": result.validation["low"].low}
-    return row | losses | {"commit": commit()}
+    return row | losses | {"broken": config.stress.targets if scene.stress else None, "commit": commit()}
 
 
-def _config(forks: Forks, cell: Fork, parts: Parts, found: Truth) -> Config:
-    words, gemms = [f"fork.order={cell.order}", "fork.heal=0"], GEMMS if cell.low in FORMATS else GEMMS[:1]
-    if cell.arm in CONTROLLERS:
-        words += [f"controller.signal={CONTROLLERS[cell.arm]}", "controller.routing=ranked", "controller.max_o=null"]
-        words += [f"controller.budget={cell.budget}", f"paths.recovers=[{','.join(gemms)}]"]
-        return forked(forks, cell.low, *words)
-    config = forked(forks, cell.low, *words)
-    return replace(config, paths=replace(config.paths, pins=_pins(cell, gemms, parts, found)))
+def _config(forks: Forks, cell: Fork, scene: Scene, parts: Parts, found: Truth) -> Config:
+    words = [f"fork.order={cell.order}", "fork.heal=0"]
+    if scene.stress:
+        broken = random.Random(f"{cell.base} {cell.order}").choice(found.operators)
+        words += [f"stress.targets=[{broken}]", *(f"stress.{word}" for word in scene.stress)]
+    if (signal := {_anew(name): more for name, more in scene.controllers.items()}.get(cell.arm)) is not None:
+        words += [f"+controller.{word[1:]}" if word.startswith("+") else f"controller.{word}" for word in signal]
+        words += [f"controller.budget={cell.budget}", "controller.routing=ranked", "controller.max_o=null"]
+        words += [f"paths.recovers=[{','.join(scene.recovers)}]"]
+        return forked(forks, scene.low, *words)
+    config = forked(forks, scene.low, *words)
+    return replace(config, paths=replace(config.paths, pins=_pins(cell, scene, parts, found)))
 
 
-def _pins(cell: Fork, gemms: tuple[str, ...], parts: Parts, found: Truth) -> dict[str, list[str]]:
-    names = found.operators
+def _pins(cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, list[str]]:
+    names, gemms = found.operators, scene.recovers
     if cell.arm in (*BOUNDS, *WHOLE):
         every = {"never": [], "always": list(GEMMS)}.get(cell.arm, cell.arm.split(", "))
         return {name: every for name in names if every}
@@ -143,10 +215,10 @@ def _pins(cell: Fork, gemms: tuple[str, ...], parts: Parts, found: Truth) -> dic
     return by_score(rates, {}, costs, cell.budget, gemms=gemms).pins
 
 
-def _figures(low: str, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:
+def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:
     """Of each arm and budget the mean share of the gap over blocks, its 95 % interval by the pooled residual, and p
-    against `OURS`."""
-    blocks = list(dict.fromkeys((cell.base, cell.order) for cell in forks))
+    against the scene's `ours`."""
+    blocks, name = list(dict.fromkeys((cell.base, cell.order) for cell in forks)), forks[0].low
 
     def losses(base: str, arm: str) -> dict[int, float]:
         chosen = (cell for cell in forks if (cell.base, cell.arm) == (base, arm))
@@ -159,25 +231,25 @@ def _figures(low: str, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) 
         share = (never[cell.base][cell.order] - known[cell]["loss"]) / gaps[cell.base]
         closed.setdefault((cell.arm, cell.budget), {})[blocks.index((cell.base, cell.order))] = float(share)
     n, residual = len(blocks), two_way([*closed.values()])
-    figures = [Figure(f"{low}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
+    figures = [Figure(f"{name}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
     if residual is None:
         half, p = 0.0, dict[tuple[str, float], float]()
     else:
         sd, freedom = residual
-        half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(closed, sd, freedom, n)
+        half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(closed, scene, sd, freedom)
         told = f"residual {sd:.1%}, {freedom} degrees of freedom"
         figures.append(
-            Figure(f"{low}: smallest effect at 80 % power", smallest_effect(sd, freedom, n), "%", n=n, note=told)
+            Figure(f"{name}: smallest effect at 80 % power", smallest_effect(sd, freedom, n), "%", n=n, note=told)
         )
     for (arm, budget), found in closed.items():
         if arm in BOUNDS:
             continue
-        spent = np.mean([known[c]["share"] for c in forks if (c.arm, c.budget) == (arm, budget)])
+        spent = np.mean([known[cell]["share"] for cell in forks if (cell.arm, cell.budget) == (arm, budget)])
         value = float(np.mean([*found.values()]))
-        against = f", p against {OURS} {p[arm, budget]:.1g}" if (arm, budget) in p else ""
+        against = f", p against {scene.ours} {p[arm, budget]:.1g}" if (arm, budget) in p else ""
         figures.append(
             Figure(
-                f"{low}: {arm} at {budget:.1%}",
+                f"{name}: {arm} at {budget:.1%}",
                 value,
                 "%",
                 value - half,
@@ -191,13 +263,14 @@ def _figures(low: str, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) 
 
 
 def _tested(
-    closed: Mapping[tuple[str, float], Mapping[int, float]], sd: float, freedom: int, n: int
+    closed: Mapping[tuple[str, float], Mapping[int, float]], scene: Scene, sd: float, freedom: int
 ) -> dict[tuple[str, float], float]:
-    """p of each arm against `OURS` at its budget, two-sided, adjusted by Holm."""
+    """p of each arm against `ours` at its budget, two-sided, adjusted by Holm."""
     means = {key: float(np.mean([*found.values()])) for key, found in closed.items()}
-    rivals = [key for key in means if key[0] not in (OURS, *BOUNDS, *WHOLE)]
-    t = [(means[key] - means[OURS, key[1]]) / (sd * (2 / n) ** 0.5) for key in rivals]
+    rivals = [key for key in means if key[0] not in (scene.ours, *BOUNDS, *WHOLE)]
+    n = min(map(len, closed.values()))
+    t = [(means[key] - means[scene.ours, key[1]]) / (sd * (2 / n) ** 0.5) for key in rivals]
     return dict(zip(rivals, holm([float(2 * stats.t.sf(abs(one), freedom)) for one in t]), strict=True))  # type: ignore[arg-type]
 
 
-PARTS = {"spend": spend}
+PARTS = {"lasting": lasting, "passing": passing}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,13 +72,13 @@ def test_it_runs_only_where_it_is_named(setting: Setting) -> None:
 def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(spend, "LOW", ("sim_e2m1",))
-    monkeypatch.setattr(spend, "BUDGETS", (0.1,))
+    scene = spend.Scene("sim_e2m1", budgets=(0.1,), pins=("price",), controllers={"GNMR": ("signal=gnmr_delta",)})
+    monkeypatch.setattr(spend, "LASTING", {"sim_e2m1": scene})
     monkeypatch.setattr(spend, "WHOLE", {"dgrad, wgrad": 2 / 3})
-    monkeypatch.setattr(spend, "ARMS", ("price", "random", "GNMR, each step"))
+    monkeypatch.setattr(spend, "GUESSES", ("random",))
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
-    found = {figure.name: figure for figure in spend.spend(setting)}
+    found = {figure.name: figure for figure in spend.lasting(setting)}
     rows = [json.loads(line) for line in (tmp_path / "bench/spend.jsonl").read_text().splitlines()]
     arms = ["never", "always", "dgrad, wgrad", "price", "random", "GNMR, each step"]
     assert [row["fork"]["arm"] for row in rows] == made == arms
@@ -89,19 +89,39 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     losses = [row["loss"] for row in rows]
     assert found["sim_e2m1: price at 10.0%"].value == pytest.approx((losses[0] - losses[3]) / (losses[0] - losses[1]))
     (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]) + '{"fork": {"ba')
-    again = spend.spend(setting)
+    again = spend.lasting(setting)
     assert made[6:] == ["GNMR, each step"]
     assert [figure.value for figure in again] == [figure.value for figure in found.values()]
     assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
 
 
+def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
+    forks, (scene,) = Forks("shipped"), spend.PASSING.values()
+    parts = forks.parts(price.forked(forks, scene.low))
+    names = [operator.operator_name for operator in parts.plan.operators]
+    found = SimpleNamespace(operators=names, scores={"price": np.arange(len(names))})
+    broken, every = [], []
+    for order in range(3):
+        cells = [spend.Fork("a", "broken", arm, budget, order) for arm, budget in scene.arms() if budget in (0, 0.1, 1)]
+        configs = [spend._config(forks, cell, scene, parts, found) for cell in cells[:: 1 if order == 0 else 9]]
+        assert len({repr(config.stress) for config in configs}) == 1
+        (target,) = configs[0].stress.targets
+        assert target in names and configs[0].stress.windows == [[21, 20]]
+        broken.append(target)
+        every += configs
+    assert len(set(broken)) > 1
+    routed = [config for config in every if config.controller.routing == "ranked"]
+    assert len(routed) > len(scene.controllers)
+    assert all(config.paths.recovers == ["fprop", "wgrad"] and config.controller.budget == 0.1 for config in routed)
+
+
 def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses that are an arm's effect, a block's and noise: gaps, means and p as made by hand."""
-    monkeypatch.setattr(spend, "BUDGETS", (0.1,))
-    monkeypatch.setattr(spend, "ARMS", ("price", "random", "last"))
+    monkeypatch.setattr(spend, "GUESSES", ("random", "last"))
+    scene = spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={})
     effect = {"never": 0.0, "always": 1.0, **dict.fromkeys(spend.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
     noise = np.random.default_rng(0)
-    cells = [cell for base in ("a", "b") for cell in spend.cells(base, "nvfp4", 5)]
+    cells = [cell for base in ("a", "b") for cell in spend.cells(base, "nvfp4", scene, 5)]
     known = {
         cell: {
             "loss": 3
@@ -111,7 +131,7 @@ def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pyt
         }
         for cell in cells
     }
-    found = {figure.name: figure for figure in spend._figures("nvfp4", cells, known)}
+    found = {figure.name: figure for figure in spend._figures(scene, cells, known)}
     assert found["nvfp4, a: gap, nats"].value == pytest.approx(0.1, abs=0.003)
     for arm in ("price", "random", "last"):
         figure = found[f"nvfp4: {arm} at 10.0%"]
