@@ -104,8 +104,10 @@ def _text(value: float, unit: str) -> str:
 
 def record(figures: dict[str, list[Figure]], command: str, machine: dict[str, Any]) -> dict[str, Any]:
     """The JSON tree of a session: every figure and what it needs beside it to be believed."""
+    from gnmr.training.provenance import told_command
+
     return {
-        "command": command,
+        "command": told_command(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **machine,
         "figures": [

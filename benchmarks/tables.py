@@ -1,0 +1,134 @@
+"""Tables of docs/results that come from benchmarks/results: python benchmarks/tables.py writes them.
+
+tests/bench/test_tables.py fails where a committed table is not what the committed figures give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
+TRUTH = ("price-truth-early.json", "price-truth-late.json")
+SPEND = ("spend-sim_e2m1.json",)
+_SCORES = ("price", "price, by elements", "ModelOpt's score", "gap", "gradient norm", "MSE", "underflow", "update norm")
+_CHOSEN = ("price", "gap", "gradient norm", "MSE", "the truth itself")
+_BY_SCORE = {"price, by elements": "by elements", "ModelOpt's score": "ModelOpt", "the truth itself": "the truth"}
+
+
+def price_truth() -> str:
+    """docs/results/price-truth.md"""
+    text = [
+        "# Price against the truth",
+        "",
+        "One operator at a time is put on the low path, the others in 16 bits; its *rise* is what the loss is higher",
+        "then, over held-out blocks. Scores are measured on other blocks, in one backward pass. The base's name is its",
+        "seed and its age in steps, of a schedule of 1,000. *Found* is the share of all rises in the operators that a",
+        "score per cost chooses for 10 % of the GEMMs' arithmetic. *Clear* counts operators whose rise is above two",
+        "standard errors: where they are few, rank correlations say nothing, and below ten shares are left out.",
+    ]
+    records = [_read(name) for name in TRUTH]
+    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    cells = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
+    heads = ["base", "low path", "all rises, nats", "clear", *(_BY_SCORE.get(name, name) for name in _SCORES)]
+    text += ["", "## Spearman with the rises", "", *_head(heads)]
+    for cell in cells:
+        note = figures[f"{cell}: Spearman, price"]["note"].split()
+        total = note[note.index("up") + 2]
+        values = (f"{figures[f'{cell}: Spearman, {name}']['value']:.2f}" for name in _SCORES)
+        text.append(_row([*cell.split(", "), total, f"{note[0]} of {note[2]}", *values]))
+    heads = [
+        "base",
+        "low path",
+        *(_BY_SCORE.get(name, name) for name in _CHOSEN),
+        "prices / rises",
+        "rises / all at once",
+    ]
+    text += ["", "## Found in 10 % of the GEMMs, and sums", "", *_head(heads)]
+    for cell in (cell for cell in cells if _clear(figures, cell) >= 10):
+        found = (f"{figures[f'{cell}: rises in 10% of the GEMMs, {name}']['value']:.0%}" for name in _CHOSEN)
+        sums = (
+            f"{figures[f'{cell}: {what}']['value']:.2f}" for what in ("prices over rises", "rises over all at once")
+        )
+        text.append(_row([*cell.split(", "), *found, *sums]))
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def spend() -> str:
+    """docs/results/spend.md"""
+    text = [
+        "# Gap closed against spend",
+        "",
+        "Forks of trained bases: the share of the gap from always-low to always-high (validation loss on the 16-bit",
+        "path) that an arm closes, mean over bases and orders of the data, with 95 % intervals by the pooled residual.",
+        "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, Holm over the table.",
+    ]
+    records = [_read(name) for name in SPEND]
+    for record in records:
+        figures = {figure["name"]: figure for figure in record["figures"]}
+        scene = next(iter(figures)).partition(",")[0]
+        told = [f for name, f in figures.items() if name.endswith("gap, nats")]
+        power = figures[f"{scene}: smallest effect at 80 % power"]
+        gaps = ", ".join(
+            f"{f['name'].removeprefix(scene + ', ').removesuffix(': gap, nats')} {f['value']:.4f}" for f in told
+        )
+        text += ["", f"## {scene}", "", f"Gap, nats: {gaps}. n = {power['n']} blocks; {power['note']}."]
+        text += [f"Smallest difference of two arms that is shown with 80 % power: {power['value']:.1%} of the gap.", ""]
+        arms = [
+            name.removeprefix(f"{scene}: ").rsplit(" at ", 1)
+            for name in figures
+            if " at " in name and name != power["name"]
+        ]
+        budgets = [b for b in dict.fromkeys(budget for _, budget in arms) if (["price", b]) in arms]
+        text += _head(["arm", *(f"{float(budget[:-1]):g} %" for budget in budgets)])
+        for arm in dict.fromkeys(arm for arm, budget in arms if budget in budgets):
+            text.append(_row([arm, *(_closed(figures[f"{scene}: {arm} at {budget}"]) for budget in budgets)]))
+        whole = [(arm, budget) for arm, budget in arms if budget not in budgets]
+        if whole:
+            text += ["", *_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
+            text += [_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def _clear(figures: dict[str, Any], cell: str) -> int:
+    return int(figures[f"{cell}: Spearman, price"]["note"].partition(" ")[0])
+
+
+def _closed(figure: dict[str, Any]) -> str:
+    half = figure["value"] - figure["low"]
+    p = figure["note"].rpartition(" ")[2] if ", p against" in figure["note"] else "1"
+    return f"{100 * figure['value']:.0f} ± {100 * half:.0f}{' *' if float(p) < 0.01 else ''}"
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found | {"file": name}
+
+
+def _origin(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "## Where it comes from"
+    yield ""
+    for one in records:
+        machine = one["machine"]
+        yield f"- benchmarks/results/{one['file']}: commit {one['commit']}, {machine['cpu']}, PyTorch {one['torch']}:"
+        yield f"  `{one['command']}`"
+    yield ""
+
+
+def _head(names: Sequence[str]) -> list[str]:
+    return [_row(names), _row(["---", *["---:"] * (len(names) - 1)])]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+TABLES: dict[str, Callable[[], str]] = {"price-truth.md": price_truth}
+
+if __name__ == "__main__":
+    DOCS.mkdir(exist_ok=True)
+    for name, table in TABLES.items():
+        (DOCS / name).write_text(table())
