@@ -15,7 +15,7 @@ the GEMM arithmetic, with the operators that it ranks highest per cost, of which
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
 stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
-one model, gap closed = arm + block, with one residual (`report.statistics.two_way`); each arm is tested against the
+one model, gap closed = arm + block, with one residual (`report.family`); each arm is tested against the
 scene's `ours` at the same budget, p adjusted by Holm over all of these. Scores that rank as the price does (ModelOpt's,
 squares by element) are held against the truth alone (`gnmr bench price`).
 """
@@ -40,7 +40,8 @@ from gnmr.disk import replacing
 from gnmr.doctor.choice import GUESSES, arithmetic, by_score, guess
 from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
-from gnmr.report.statistics import LEVEL, holm, smallest_effect, two_way
+from gnmr.report.family import Fit, fit
+from gnmr.report.statistics import LEVEL, holm, smallest_effect
 from gnmr.training.build import Parts
 from gnmr.training.fork import Forks
 from gnmr.training.provenance import commit
@@ -230,13 +231,13 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     for cell in forks:
         share = (never[cell.base][cell.order] - known[cell]["loss"]) / gaps[cell.base]
         closed.setdefault((cell.arm, cell.budget), {})[blocks.index((cell.base, cell.order))] = float(share)
-    n, residual = len(blocks), two_way([*closed.values()])
+    n, model = len(blocks), fit(closed)
     figures = [Figure(f"{name}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
-    if residual is None:
+    if model is None:
         half, p = 0.0, dict[tuple[str, float], float]()
     else:
-        sd, freedom = residual
-        half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(closed, scene, sd, freedom)
+        sd, freedom = model.sd, model.freedom
+        half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(model, scene)
         told = f"residual {sd:.1%}, {freedom} degrees of freedom"
         figures.append(
             Figure(f"{name}: smallest effect at 80 % power", smallest_effect(sd, freedom, n), "%", n=n, note=told)
@@ -262,15 +263,11 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     return figures
 
 
-def _tested(
-    closed: Mapping[tuple[str, float], Mapping[int, float]], scene: Scene, sd: float, freedom: int
-) -> dict[tuple[str, float], float]:
+def _tested(model: Fit, scene: Scene) -> dict[tuple[str, float], float]:
     """p of each arm against `ours` at its budget, two-sided, adjusted by Holm."""
-    means = {key: float(np.mean([*found.values()])) for key, found in closed.items()}
-    rivals = [key for key in means if key[0] not in (scene.ours, *BOUNDS, *WHOLE)]
-    n = min(map(len, closed.values()))
-    t = [(means[key] - means[scene.ours, key[1]]) / (sd * (2 / n) ** 0.5) for key in rivals]
-    return dict(zip(rivals, holm([float(2 * stats.t.sf(abs(one), freedom)) for one in t]), strict=True))  # type: ignore[arg-type]
+    rivals = [key for key in model.values if key[0] not in (scene.ours, *BOUNDS, *WHOLE)]  # type: ignore[index]
+    found = [model.between(key, (scene.ours, key[1])) for key in rivals]  # type: ignore[index]
+    return dict(zip(rivals, holm([None if one is None else one.p for one in found]), strict=True))  # type: ignore[arg-type]
 
 
 PARTS = {"lasting": lasting, "passing": passing}

@@ -1,7 +1,7 @@
 """Forks of one base: the share of the gap that each arm closes, order by order, and what the table could have shown.
 
 The orders of the data are what arms have in common. The noise is what is left of the losses beside an effect of the
-arm and one of the order, pooled over all arms (`two_way`). The smallest effect is the difference of two arms' means
+arm and one of the order, pooled over all arms (`family.fit`). The smallest effect is the difference of two arms' means
 over the orders that 80 of 100 such tables show.
 """
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
+from gnmr.report.family import fit
 from gnmr.report.layout import NOTHING, Table, percent
 from gnmr.report.runs import Run
-from gnmr.report.statistics import POWER, gap_closed, smallest_effect, two_way
+from gnmr.report.statistics import POWER, gap_closed, smallest_effect
 
 _PHASES = {"low": "after the arm's steps", "healed": "after healing in 16 bits"}
 
@@ -77,10 +78,10 @@ def _power(
         f"Gap: {gap:.4f} nats, from never to always on the recovery path, mean over orders {_list(orders)}. The first "
         "row is never (0 %), the last always (100 %)."
     ]
-    found = two_way(list(losses.values()))
+    found = fit(losses)
     if found is None or gap <= 0:
         return [*told, "No noise can be told: that takes two arms over two orders and a gap."]
-    sd, freedom = found
+    sd, freedom = found.sd, found.freedom
     least = smallest_effect(sd, freedom, len(orders))
     return [
         *told,

@@ -14,6 +14,7 @@ which ignores the pairing (too cautious, if anything, where the seeds of two arm
 the smaller of the two (Bonferroni). Below five pairs no outcome could reach the level, so there is no verdict.
 
 **Many arms**: p is adjusted by Holm's method over all comparisons of one table. Intervals are of one comparison each.
+`gnmr.report.family` has one model with one residual for all arms of a family.
 
 **The effect size** d_z is the mean difference in units of its standard deviation. Its 95 % interval holds the values
 under which the observed t = d_z sqrt(n) is neither in the upper nor in the lower 2.5 % of the noncentral t distribution
@@ -129,33 +130,21 @@ def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
     return Paired(n, (mine, theirs), p=p, direction=direction)
 
 
-def two_way(cells: Sequence[Mapping[int, float]]) -> tuple[float, int] | None:
-    """What is left beside an additive effect of the arm and one of the seed: (standard deviation, degrees of freedom).
+def smallest_shift(freedom: int, level: float = LEVEL) -> float:
+    """The difference, in standard errors, that a two-sided t-test at that level shows with `POWER`.
 
-    `cells`: of each arm {seed: value}, all finite; cells may be missing. Least squares, pooled over all of them. None
-    where nothing is left to tell it by.
+    By the noncentral t distribution; the other tail is left out.
     """
-    rows = [(arm, seed, value) for arm, found in enumerate(cells) for seed, value in found.items()]
-    seeds = sorted({seed for _, seed, _ in rows})
-    design = np.zeros((len(rows), len(cells) + len(seeds)))
-    for row, (arm, seed, _) in enumerate(rows):
-        design[row, arm] = design[row, len(cells) + seeds.index(seed)] = 1
-    values = np.array([value for *_, value in rows])
-    freedom = len(rows) - int(np.linalg.matrix_rank(design)) if rows else 0
-    if freedom < 1:
-        return None
-    left = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
-    return float(np.sqrt(left @ left / freedom)), freedom
+    critical = stats.t.ppf(1 - level / 2, freedom)
+    return float(optimize.brentq(lambda x: stats.nct.sf(critical, freedom, x) - POWER, 0, 10 * critical + 10))
 
 
 def smallest_effect(sd: float, freedom: int, n: int) -> float:
     """The difference of two arms' means over n seeds that a two-sided t-test at `LEVEL` shows with `POWER`.
 
-    `sd`, `freedom`: as `two_way` gives them. By the noncentral t distribution; the other tail is left out.
+    `sd`, `freedom`: of the residual (`gnmr.report.family.fit`).
     """
-    critical = stats.t.ppf(1 - LEVEL / 2, freedom)
-    shift = optimize.brentq(lambda x: stats.nct.sf(critical, freedom, x) - POWER, 0, 10 * critical + 10)
-    return float(shift) * sd * math.sqrt(2 / n)
+    return smallest_shift(freedom) * sd * math.sqrt(2 / n)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from report_reading import row
 
+from gnmr.report.family import fit
 from gnmr.report.forks import fork_tables
-from gnmr.report.statistics import smallest_effect, two_way
+from gnmr.report.statistics import smallest_effect
 from gnmr.report.tables import comparison_tables
 
 NEVER = {0: 3.0, 1: 3.2, 2: 2.9}
@@ -42,7 +43,9 @@ def test_the_gap_closed_by_order(write_run, comparisons) -> None:
 def test_the_noise_and_the_smallest_effect(write_run, comparisons) -> None:
     forks(write_run)
     (table,) = fork_tables(comparisons()[0])
-    sd, freedom = two_way([NEVER, ARM, ALWAYS]) or (0.0, 0)
+    model = fit({"never": NEVER, "arm": ARM, "always": ALWAYS})
+    assert model is not None
+    sd, freedom = model.sd, model.freedom
     least = smallest_effect(sd, freedom, 3)
     assert freedom == 4 and "0.1000 nats" in table.notes[0]
     assert f"sd {sd:.2g} nats, {1000 * sd:.1f} % of the gap, 4 degrees" in table.notes[1]

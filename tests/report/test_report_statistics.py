@@ -15,7 +15,6 @@ from gnmr.report.statistics import (
     holm,
     paired,
     smallest_effect,
-    two_way,
     verdict,
     verdicts,
 )
@@ -125,21 +124,6 @@ def test_gap_closed() -> None:
 def test_as_percent() -> None:
     assert as_percent(math.log(1.05)) == pytest.approx(5.0)
     assert math.isfinite(as_percent(1e6))
-
-
-def test_what_is_left_beside_arm_and_seed_by_hand() -> None:
-    """Two arms over three seeds: half of the differences' variance is left, with two degrees of freedom."""
-    one, other = {0: 1.0, 1: 2.0, 2: 5.0}, {0: 1.5, 1: 2.1, 2: 5.6}
-    differences = np.array([0.5, 0.1, 0.6])
-    assert two_way([one, other]) == pytest.approx((differences.std(ddof=1) / math.sqrt(2), 2))
-    assert two_way([one, {seed: value + 7 for seed, value in one.items()}]) == pytest.approx((0, 2), abs=1e-12)
-
-
-def test_missing_cells_and_too_few_of_them() -> None:
-    one, other = {0: 1.0, 1: 2.0, 2: 5.0}, {0: 1.5, 1: 2.1, 2: 5.6}
-    sd, freedom = two_way([one, other, {1: 3.0}]) or (0, 0)
-    assert (sd, freedom) == pytest.approx(two_way([one, other])), "a cell that nothing is beside tells nothing"
-    assert two_way([one]) is None and two_way([{0: 1.0}, {0: 2.0}]) is None and two_way([]) is None
 
 
 def test_the_smallest_effect_is_shown_in_80_of_100_tables() -> None:
