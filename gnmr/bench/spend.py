@@ -96,7 +96,7 @@ PASSING = {
         recovers=("fprop", "wgrad"),  # those that read the input, which breaks
         pins=("price",),
         controllers={
-            "price": ("signal=price", "+options.every=1", "+options.decay=0"),
+            "price": ("signal=pin_excess", "+options.every=1"),
             "gap": ("signal=gap",),
             "MSE": ("signal=mse",),
             "gradient norm": ("signal=grad_norm",),

@@ -42,17 +42,16 @@ _PARTS = (
     (Plan, "predicted_bytes", "records"),
 )
 GNMR = "gnmr_delta"
-# Arm: (signal, its options, paths.probe_tokens). The last of them never measures again after its first step, so it
-# tells what the steps between two measurements cost; with every=k the mean is that plus a k-th of the difference.
+# Arm: (signal, its options, paths.probe_tokens). Those between measurements never measure again after their first step:
+# with every=k the mean is that plus a k-th of the difference.
 SIGNALS: dict[str, tuple[str, dict[str, Any], int]] = {
     GNMR: (GNMR, {}, 1),
     "gap": ("gap", {}, 1),
     "gap, every 8th token": ("gap", {}, 8),
     "gap, every 64th token": ("gap", {}, 64),
     "gap, steps between measurements": ("gap", {"every": 1_000_000}, 1),
-    "price": ("price", {}, 1),
     "price, measured in each step": ("price", {"every": 1}, 1),
-    "price, steps between measurements": ("price", {"every": 1_000_000}, 1),
+    "price, steps between measurements": ("price", {"early": 1, "every": 1_000_000}, 1),
     "gap_exact": ("gap_exact", {}, 1),
     "mse": ("mse", {}, 1),
     "grad_to_noise": ("grad_to_noise", {}, 1),

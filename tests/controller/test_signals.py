@@ -235,14 +235,27 @@ def test_levels_by_hand(name: str, value: float, risk: float) -> None:
     assert 0 < feed(make(name), **{need: 0.0})[0][0] < 1e-300, "a rank, and no trigger whatever the calibration"
 
 
-def test_price_is_the_mean_of_what_was_measured() -> None:
-    signal = make("price", 2, every=2, decay=0.5, threshold=2.0)
-    assert [signal.reads(step) for step in (1, 2, 3)] == [True, False, True]
+def test_price_is_the_geometric_mean_of_what_was_measured() -> None:
+    signal = make("price", 3, early=2, every=2, decay=0.5, threshold=2.0)
+    assert [signal.reads(step) for step in (1, 2, 3, 4, 5)] == [True, True, True, False, True]
     risks = []
-    for step, price in enumerate(((4.0, 1.0), (9.0, 9.0), (8.0, torch.nan), (0.0, 0.0)), start=1):
-        evidence = {"norm": torch.ones(2), "observed": torch.ones(2, dtype=torch.bool), "price": torch.tensor(price)}
+    prices = ((4.0, 1.0, 0.0), (9.0, 9.0, -1.0), (8.0, torch.nan, 0.0), (0.0, 0.0, 5.0))
+    for step, price in enumerate(prices, start=1):
+        evidence = {"norm": torch.ones(3), "observed": torch.ones(3, dtype=torch.bool), "price": torch.tensor(price)}
         risks.append(signal.observe({k: v if v.dtype == torch.bool else v.double() for k, v in evidence.items()}, step))
-    assert [risk.tolist() for risk, _ in risks] == [[2, 0.5], [2, 0.5], [3, torch.inf], [3, 0.5]]
+    last = 48**0.5 / 2  # of 4, 9 and 8, the newest of which weighs half
+    expected = [[2, 0.5], [3, 1.5], [last, torch.inf], [last, 1.5]]
+    assert [risk.tolist()[:2] for risk, _ in risks] == [pytest.approx(one) for one in expected]
+    assert all(0 < risk[2] < 1e-300 for risk, _ in risks), "0 and less have no logarithm: a rank behind all others"
+
+
+def test_a_price_that_one_batch_makes_does_not_stay() -> None:
+    signal = make("price", 2, every=1)
+    for step in range(1, 21):
+        prices = torch.tensor([1e-3 if step != 3 else 0.5, 4e-3], dtype=torch.float64)
+        evidence = {"norm": torch.ones(2).double(), "observed": torch.ones(2, dtype=torch.bool), "price": prices}
+        risk, _ = signal.observe(evidence, step)
+    assert risk[0] < risk[1]
 
 
 def test_grad_norm_compares_units_with_each_other() -> None:

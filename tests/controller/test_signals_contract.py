@@ -230,7 +230,7 @@ def test_risk_is_the_largest_column_over_its_threshold(name: str, options: dict[
 
 BAD: dict[str, list[Any]] = {
     **{key: [0, -1.0, math.nan, math.inf, "1.5", True] for key in ("alpha", "beta", "threshold", "eps")},
-    **{key: [0, -1, 1.5, True] for key in ("delta", "window", "warmup", "every", "calibration_steps", "k")},
+    **{key: [0, -1, 1.5, True] for key in ("delta", "window", "warmup", "early", "every", "calibration_steps", "k")},
     **{key: [-1, 1.5, True] for key in ("first", "last")},
     "decay": [0.0, 1.0, 1, -0.5, "0.9"],
     "history": ["mean", None],
