@@ -149,7 +149,8 @@ class Comparison:
 
         Gradient transforms and optimizers are arms of their own: plain AdamW stands for all of them, where there is one
         of the same rate if possible. Among equals an arm of one format throughout comes before a routed one (except
-        for faults, which spare the recovery path of a routed arm alone), then the one with most seeds in common.
+        for faults, which spare the recovery path of a routed arm alone), then one of the same low path (always high is
+        the same run whatever that is), then the one with most seeds in common.
         """
         candidates = [
             other
@@ -159,11 +160,12 @@ class Comparison:
             and (same(arm, other, ("optim.",)) or (plain_adamw(other) and not plain_adamw(arm)))
         ]
 
-        def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, int]:
+        def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, bool, int]:
             faults = other.settings.get("stress.kind") not in (None, "none")
             same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
+            same_low = other.settings.get("paths.low") == arm.settings.get("paths.low")
             common = len(arm.outcomes.keys() & other.outcomes.keys())
-            return plain_adamw(other), same_rate, not faults, other.routed == faults, other is arm, common
+            return plain_adamw(other), same_rate, not faults, other.routed == faults, other is arm, same_low, common
 
         return max(candidates, key=rank, default=None)
 

@@ -290,6 +290,20 @@ def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recor
     assert row(table, "int4_int8-always_high")["gap closed"] == "-"
 
 
+def test_each_low_path_has_its_own_run_that_always_recovers(runs: Recorded) -> None:
+    """Several arms that are the recovery path throughout: equal runs, of which each low path's own is its bound."""
+    for low in ("int3", "int4"):
+        runs.add(low, 3.0, 3.0)
+        runs.add(f"{low}_int8", 2.95, 2.95, paths__low=low, paths__recovery="int8")
+        high = {"paths__low": low, "paths__recovery": "int8", "controller__signal": "always_high"}
+        runs.add(f"{low}_int8", 2.9, *([2.9] * (low == "int3")), promoted=0.995, **high)  # int3's has more seeds
+    (comparison,) = runs.comparisons()
+    bounds = {
+        arm.settings["paths.low"]: comparison.recovery(arm) for arm in comparison.arms if arm.signal == "gnmr_delta"
+    }
+    assert {low: bound.settings["paths.low"] for low, bound in bounds.items()} == {"int3": "int3", "int4": "int4"}
+
+
 def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
     runs.add("int4", 3.0)
     runs.add("int8", 2.9)
