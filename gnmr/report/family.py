@@ -6,11 +6,12 @@ alone this is the paired t-test. In order:
 
 1. **Assumptions.** Brown and Forsythe's test of equal spread over arms and Shapiro and Wilk's of normality, both of
    the residuals, which are fewer than they look; so p is the statistic's place among `DRAWS` draws from the model
-   itself (exact for any design). Where equal spread is refused each contrast is tested by its own differences within
+   itself (exact for any design). And Tukey's test that arm and block add up: worse arms may differ more over seeds,
+   which residuals alone hide. Where spread or sum is refused each contrast is tested by its own differences within
    blocks, as the paired t-test does. Where normality is refused that is said.
 2. **Positive control.** Always on the recovery path against never, one test. Where it is not shown to be better no
    arm gets a verdict.
-3. **Every arm against the control**, p by Holm over the family. Holm keeps the chance of one false alarm in the whole
+3. **Every arm against its control**, p by Holm over the family. Holm keeps the chance of one false alarm in the whole
    family at the level; it needs no independence (Dunnett's test gains little over it).
 4. **Equivalence.** Two one-sided tests that the difference is within `MARGIN` of the gap, by Holm over the family.
    The gap is estimated too: the test is that of the linear contrast, arm - control -+ margin (never - always).
@@ -18,6 +19,7 @@ alone this is the paired t-test. In order:
 The share of the gap that an arm closes is a ratio of two contrasts, its interval Fieller's. An arm of which a run
 diverged leaves the model and is told from the control by exact tests (`statistics.paired`), in the same family.
 
+Tukey, Biometrics 5 (1949), for any design: Milliken and Graybill, JASA 65 (1970).
 Fieller, Supplementum JRSS 7 (1940); Schuirmann, J. Pharmacokin. Biopharm. 15 (1987); Holm, Scand. J. Stat. 6 (1979).
 """
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -96,6 +98,25 @@ class Fit:
         return tuple(  # type: ignore[return-value]
             float((1 + tail) / (1 + DRAWS)) if can else math.nan for tail, can in zip(tails, known, strict=True)
         )
+
+    @cached_property
+    def additive(self) -> float:
+        """p of Tukey's test that arm and block add up: the squares of the fitted values explain no more."""
+        design, inverse, _ = _design(self.rows)
+        fitted = np.array([value for found in self.values.values() for value in found.values()]) - self.residual
+        square = (fitted - fitted.mean()) ** 2
+        left = square - design @ (inverse @ square)
+        length, freedom = float(left @ left), self.freedom - 1
+        if not self.sd or freedom < 1 or length < 1e-12 * float(square @ square):
+            return math.nan
+        explained = float(left @ self.residual) ** 2 / length
+        rest = float(self.residual @ self.residual) - explained
+        return float(stats.f.sf(explained / (rest / freedom), 1, freedom)) if rest > 0 else 0.0
+
+    @property
+    def refused(self) -> bool:
+        """Whether equal spread or the sum of arm and block is refused."""
+        return self.assumptions[0] < LEVEL or self.additive < LEVEL
 
     def blocks(self, *arms: Hashable) -> list[Any]:
         """That all of these arms have."""
@@ -205,9 +226,10 @@ def _statistics(residual_DN: np.ndarray, arms: Sequence[int]) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class Row:
-    """An arm against the control."""
+    """An arm against its control."""
 
     arm: str
+    control: str
     n: int
     """Blocks that both have."""
     difference: Contrast | None
@@ -227,7 +249,6 @@ class Row:
 class Family:
     """A family of arms, tested."""
 
-    control: str
     low: str
     high: str
     rows: tuple[Row, ...]
@@ -256,20 +277,19 @@ class Family:
         return max(shifts, default=math.nan) / self.gap.estimate
 
 
-def judge(
-    values: Mapping[str, Values], *, control: str, low: str, high: str, arms: Sequence[str] | None = None
-) -> Family:
-    """Tests a family. `arms`: those that are held against the control; None: all but it. The others stand in the model.
+def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:
+    """Tests a family.
 
     Args:
-        control: whom the arms are held against.
+        values: by arm; all arms stand in the model, whether they are tested or not.
+        contrasts: arm and control of each test.
         low: never on the recovery path.
         high: always on it: the positive control.
     """
     finite = {arm: found for arm, found in values.items() if all(map(math.isfinite, found.values()))}
     model = fit(finite)
-    if model is not None and model.assumptions[0] < LEVEL:
-        model = Fit(model.values, model.rows, model.residual, model.sd, model.freedom, own=True)
+    if model is not None and model.refused:
+        model = replace(model, own=True)
     gap = model.between(low, high) if model and low in finite and high in finite else None
     if gap is not None:
         p_gate: float | None = gap.p if len(values[low].keys() & values[high].keys()) >= FEWEST else None
@@ -277,49 +297,37 @@ def judge(
     else:
         exact = paired(values[high], values[low])
         p_gate, gate = exact.p, exact.p is not None and exact.p < LEVEL and exact.direction < 0
-    named = [arm for arm in values if arm != control] if arms is None else list(arms)
-    rows = [_row(model, values, arm, control, (low, high) if gap and gate else None) for arm in named]
+    rows = [_row(model, values, arm, control, (low, high) if gap and gate else None) for arm, control in contrasts]
     adjusted, equal = holm([row.p for row in rows]), holm([row.p_equal for row in rows])
     told = [
-        Row(
-            row.arm,
-            row.n,
-            row.difference,
-            row.diverged,
-            p if gate else None,
-            row.closed,
-            q if gate else None,
-            _verdict(row, p, q) if gate else NO_VERDICT,
-        )
+        replace(row, p=p if gate else None, p_equal=q, verdict=_verdict(row, p, q) if gate else NO_VERDICT)
         for row, p, q in zip(rows, adjusted, equal, strict=True)
     ]
-    return Family(control, low, high, tuple(told), model, gap, p_gate, gate)
+    return Family(low, high, tuple(told), model, gap, p_gate, gate)
 
 
 def _row(
     model: Fit | None, values: Mapping[str, Values], arm: str, control: str, bounds: tuple[str, str] | None
 ) -> Row:
-    """The arm's tests, not adjusted; the verdict left open but for its direction."""
+    """The arm's tests, not adjusted; as verdict its direction. `bounds`: None where no share of the gap is told."""
     n = len(values[arm].keys() & values[control].keys())
     if model is None or arm not in model.values or control not in model.values:
         exact = paired(values[arm], values[control])
         p = exact.p if any(exact.diverged) else None
         verdict = BETTER if exact.direction < 0 else WORSE if exact.direction > 0 else NO_DIFFERENCE
-        return Row(arm, n, None, exact.diverged, p, None, None, verdict)
+        return Row(arm, control, n, None, exact.diverged, p, None, None, verdict)
     found = model.between(arm, control)
     if found is None:
-        return Row(arm, n, None, (0, 0), None, None, None, NO_DIFFERENCE)
+        return Row(arm, control, n, None, (0, 0), None, None, None, NO_DIFFERENCE)
     closed = p_equal = None
     if bounds is not None and arm not in bounds:
         low, high = bounds
         closed = model.ratio(_apart(low, arm), _apart(low, high))
-        sides = [model.contrast(_sum(_apart(arm, control), _apart(low, high), side * MARGIN)) for side in (1, -1)]
-        if all(sides) and n >= FEWEST:
-            above, below = sides
-            assert above and below
+        above, below = (model.contrast(_sum(_apart(arm, control), _apart(low, high), s * MARGIN)) for s in (1, -1))
+        if above and below and n >= FEWEST:
             p_equal = max(above.above, 1 - below.above)
     verdict = BETTER if found.estimate < 0 else WORSE if found.estimate > 0 else NO_DIFFERENCE
-    return Row(arm, n, found, (0, 0), found.p if n >= FEWEST else None, closed, p_equal, verdict)
+    return Row(arm, control, n, found, (0, 0), found.p if n >= FEWEST else None, closed, p_equal, verdict)
 
 
 def _verdict(row: Row, p: float | None, p_equal: float | None) -> str:
@@ -340,7 +348,7 @@ def _sum(one: Mapping[Hashable, float], other: Mapping[Hashable, float], factor:
     return {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in keys}
 
 
-def alike(cells: Mapping[Hashable, Mapping[str, Values]]) -> float | None:
+def alike(cells: Mapping[Any, Mapping[str, Values]]) -> float | None:
     """p of the F-test that arms differ in the same way in all cells; None where it cannot be told.
 
     `cells`: of each cell its arms' values. Against a model of each cell by itself, their residuals pooled.
@@ -358,7 +366,7 @@ def alike(cells: Mapping[Hashable, Mapping[str, Values]]) -> float | None:
     return float(stats.f.sf(f, more, freedom))
 
 
-def pooled(cells: Mapping[Hashable, Mapping[str, Values]]) -> dict[str, dict[Any, float]]:
+def pooled(cells: Mapping[Any, Mapping[str, Values]]) -> dict[str, dict[Any, float]]:
     """The values of all cells by arm; a block is one of one cell."""
     found: dict[str, dict[Any, float]] = {}
     for cell, arms in cells.items():

@@ -43,10 +43,10 @@ def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[A
     title = f"{comparison.name}: gap closed {_PHASES[phase]}"
     table = Table(title, ["arm", "promoted", "orders", "gap\nclosed", "by order", "loss\n16 bits", "loss\nlow path"])
     arms = [low, *(arm for arm in arms if arm is not low and arm is not high), high]
-    losses = {id(arm): _losses(arm, phase, "val_loss") for arm in arms}
+    losses = {id(arm): losses_after(arm, phase, "val_loss") for arm in arms}
     never, always = losses[id(low)], losses[id(high)]
     for arm in arms:
-        mine, beside = losses[id(arm)], _losses(arm, phase, "val_loss_low").values()
+        mine, beside = losses[id(arm)], losses_after(arm, phase, "val_loss_low").values()
         if not mine:
             continue
         closed = gap_closed(never, mine, always)
@@ -92,7 +92,7 @@ def _power(
     ]
 
 
-def _losses(arm: Arm, phase: str, field: str) -> dict[int, float]:
+def losses_after(arm: Arm, phase: str, field: str) -> dict[int, float]:
     """By order: a validation loss of each run that is done, after that phase."""
     found = {run.seed: _loss(run, phase, field) for run in arm.done}
     return {order: loss for order, loss in found.items() if np.isfinite(loss)}

@@ -26,8 +26,10 @@ def drawn(
     }
 
 
-def judged(values: dict[str, dict[int, float]], control: str = "never", **more: list[str]) -> Family:
-    return judge(values, control=control, low="never", high="always", **more)  # type: ignore[arg-type]
+def judged(values: dict[str, dict[int, float]], control: str = "never", arms: list[str] | None = None) -> Family:
+    """All arms, or these, against the control."""
+    named = [arm for arm in values if arm != control] if arms is None else arms
+    return judge(values, [(arm, control) for arm in named], low="never", high="always")
 
 
 ARMS = {"never": 4.0, "a": 3.95, "b": 3.7, "c": 3.9, "always": 3.0}
@@ -35,7 +37,7 @@ ARMS = {"never": 4.0, "a": 3.95, "b": 3.7, "c": 3.9, "always": 3.0}
 
 def test_a_balanced_family_by_closed_form() -> None:
     """Differences of means; the residual is what double centring leaves; Student's t with (A - 1)(B - 1) degrees."""
-    values = drawn(ARMS, 0.1, 1)
+    values = drawn(ARMS, 0.1, 106)
     table = np.array([list(found.values()) for found in values.values()])
     left = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
     freedom = 4 * 4
@@ -165,6 +167,25 @@ def test_unequal_spread_is_refused_and_told_by_own_differences() -> None:
     assert row.difference.freedom == 4
 
 
+def test_worse_arms_that_differ_more_over_blocks_are_refused_by_tukeys_test() -> None:
+    """The balanced closed form; and values that are a product of arm and block."""
+    values = drawn(ARMS, 0.1, 12)
+    table = np.array([list(found.values()) for found in values.values()])
+    arm, block = table.mean(axis=1) - table.mean(), table.mean(axis=0) - table.mean()
+    left = table - table.mean() - arm[:, None] - block
+    one = (arm @ table @ block) ** 2 / (arm @ arm * (block @ block))
+    f = one / (((left**2).sum() - one) / 15)
+    model = fit(values)
+    assert model is not None and model.additive == pytest.approx(stats.f.sf(f, 1, 15))
+    factor = {"never": 3.0, "a": 2.9, "b": 2.0, "c": 2.6, "always": 0.2}
+    scaled = {
+        name: {block: found[block] + (factor[name] - 1) * SEEDS[block] for block in found}
+        for name, found in values.items()
+    }
+    found = judged(scaled)
+    assert found.fit is not None and found.fit.additive < 0.01 and found.fit.own
+
+
 def test_arms_that_differ_alike_over_cells() -> None:
     """F of the interaction of arm and cell, against the closed form of a balanced layout."""
     cells = {cell: drawn({"never": 4.0 + cell, "a": 3.5 + cell, "b": 3.9 + cell}, 0.1, 10 + cell) for cell in range(3)}
@@ -203,13 +224,13 @@ def test_false_alarms_and_coverage_over_drawn_families() -> None:
 @pytest.mark.slow
 def test_assumptions_are_refused_as_often_as_they_say() -> None:
     """Where they hold 5 % of the families are refused, in a layout with missing blocks as well; where not, most."""
-    refused = np.zeros(2)
+    refused = np.zeros(3)
     for seed in range(1000):
         values = drawn(ARMS, 0.1, seed)
         del values["a"][0], values["b"][1]
         model = fit(values)
         assert model is not None
-        refused += np.array(model.assumptions) < 0.05
+        refused += np.array([*model.assumptions, model.additive]) < 0.05
     assert ((refused / 1000 > 0.03) & (refused / 1000 < 0.075)).all(), refused
     wide = [fit(drawn(ARMS, 0.02, seed, wide={"c": 30.0})) for seed in range(50)]
     assert sum(one is not None and one.assumptions[0] < 0.05 for one in wide) > 35
