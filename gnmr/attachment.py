@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -267,7 +268,7 @@ class AttachedController(Controller):
             for one, was in zip(watching, enabled, strict=True):
                 one.enabled = was
 
-    def apply(self, host: Mapping[str, Tensor]) -> Decision:
+    def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
         """As `Controller.apply`; the next step begins for the paths too."""
         self._check_attached()
         self._end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ _PARTS = (
     (Controller, "apply", "switching"),
     (Plan, "saved_bytes", "records"),
     (Plan, "predicted_bytes", "records"),
+    (Plan, "spent", "records"),
 )
 GNMR = "gnmr_delta"
 # Arm: (signal, its options, paths.probe_tokens). Those between measurements never measure again after their first step:
@@ -95,7 +96,7 @@ def controller(setting: Setting) -> list[Figure]:
             counters.step += 1
             with watch.part("records"):
                 recorder.step(rows.step_row(result, counters, 0.0), rows.ratio_rows(result.decision))
-                recorder.events([asdict(event) for event in result.decision.events])
+                recorder.events(rows.event_rows(result.decision))
 
         with Recorder(rows.run_info(parts, "bench"), settings, None) as recorder, watch.inside(*_PARTS):
             tree = to_dict(config)

@@ -27,6 +27,7 @@ from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Budget, Choice, decide
 from gnmr.controller.signals import build_signal
 from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, whole
+from gnmr.controller.signals.history import all_finite
 from gnmr.controller.spec import NO_CAP, ControlSpec
 from gnmr.controller.units import Unit
 
@@ -362,6 +363,8 @@ class Controller:
         self._check_evidence(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = self._judged(evidence)
+        if not (finite := all_finite(risk)):
+            risk = torch.where(risk.isnan(), torch.inf, risk)  # a risk that is no number
         self.t += 1
         if self.t < self.warmup_steps:
             nothing = torch.zeros_like(self._recoverable)
@@ -372,7 +375,8 @@ class Controller:
             choice = decide(risk, observed, *state, trigger, self._budget)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
                 choice = self._held(choice, risk, observed)
-            choice = self._unless_all_infinite(choice, risk, observed)
+            if not finite:
+                choice = self._unless_all_infinite(choice, risk, observed)
         self._lock, self._chosen = choice.lock, choice.active
         return HostPacket(
             {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
@@ -382,7 +386,7 @@ class Controller:
         )
 
     def _judged(self, evidence: Evidence) -> tuple[Tensor, Sequence[Tensor]]:
-        """The signal's verdict, of the shape that it has to have; a risk that is no number is Inf."""
+        """The signal's verdict, of the shape that it has to have."""
         found: Any = self.signal.observe(evidence, self.t + 1)
         names, shape = self.signal.columns, (len(self.units),)
         two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
@@ -393,7 +397,7 @@ class Controller:
                 f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
             )
         risk, *columns = tensors
-        return torch.where(risk.isnan(), torch.inf, risk), columns
+        return risk, columns
 
     def _unless_all_infinite(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
         """If all observed risks are infinite (loss-scale overflow) and more than max_o, keep the current set."""
@@ -422,14 +426,14 @@ class Controller:
         lock = torch.where(urgent, kept.lock, self._lock * kept.active)
         return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
-    def apply(self, host: Mapping[str, Tensor]) -> Decision:
-        """Switches the units as `observe` chose; `host` holds the tensors of its packet, and may hold others."""
+    def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
+        """Switches the units as `observe` chose; `host` holds the arrays of its packet, and may hold others."""
         decision = Decision(
             step=self.t,
             units=self.names,
-            **{name: host[name].numpy() for name in ("norm", "observed", "risk", *Choice._fields)},
-            columns={name: host[f"column/{name}"].numpy() for name in self.signal.columns},
-            evidence={name: host[f"evidence/{name}"].numpy() for name in self.record},
+            **{name: host[name] for name in ("norm", "observed", "risk", *Choice._fields)},
+            columns={name: host[f"column/{name}"] for name in self.signal.columns},
+            evidence={name: host[f"evidence/{name}"] for name in self.record},
             in_force=self._active,
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,

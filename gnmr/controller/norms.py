@@ -15,6 +15,11 @@ def to_device(here: Tensor, device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
+def waits_for_nothing(x: Tensor) -> bool:
+    """Whether its numbers may be looked at: on CPUs, where they are there already."""
+    return x.device.type == "cpu"
+
+
 def flags(values: Sequence[bool], device: torch.device) -> Tensor:
     """`values` as a bool tensor on the device, without waiting for it."""
     return to_device(torch.tensor(values), device)
@@ -27,17 +32,22 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     NaN and Inf pass through; squares that leave float32 show as norm Inf (elements above about 1e19) or 0 (below about
     1e-23). Does not wait for the device.
     """
-    # Of a sparse gradient (an embedding's) the rows that are there; the others are 0.
-    gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-    device = parameters[0].device
-    if not gradients:
-        return torch.zeros(len(parameters), dtype=torch.float64, device=device)
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
-    if len(gradients) == len(parameters):
+    return _norms_of([p.grad for p in parameters], parameters[0].device)
+
+
+def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """`gradient_norms` of these gradients."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    if not there:
+        return torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    if any(gradient.is_sparse for gradient in there):  # an embedding's: the rows that are there, the others are 0
+        there = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in there]
+    wide = torch.float64 if torch.float64 in [gradient.dtype for gradient in there] else torch.float32
+    norms = torch.stack(torch._foreach_norm(there, 2, dtype=wide)).double()
+    if len(there) == len(gradients):
         return norms
-    present = flags([p.grad is not None for p in parameters], device)
-    return torch.zeros(len(parameters), dtype=torch.float64, device=device).masked_scatter_(present, norms)
+    present = flags([gradient is not None for gradient in gradients], device)
+    return torch.zeros(len(gradients), dtype=torch.float64, device=device).masked_scatter_(present, norms)
 
 
 class Distinct:
@@ -93,11 +103,12 @@ class UnitNorms:
 
     def _of_groups(self) -> tuple[Tensor, Tensor]:
         """The same of the distinct groups of parameters."""
-        norms = gradient_norms(self._parameters)
+        gradients = [p.grad for p in self._parameters]
+        norms = _norms_of(gradients, self._parameters[0].device)
         if self._num_groups < len(norms):
             squares = torch.cat([norms.square(), norms.new_zeros(1)])
             norms = squares[self._places].sum(dim=1).sqrt()
-        if all(p.grad is not None for p in self._parameters):
+        if all(gradient is not None for gradient in gradients):
             return norms, self._all_observed
         observed = [any(p.grad is not None for p in group) for group in self._groups]
         if not any(observed) and not self._warned:

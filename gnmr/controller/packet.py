@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_OWN = {torch.bool: np.bool_, torch.int64: np.int64}
+"""Kinds of numbers that arrive as they left."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,13 @@ class HostPacket:
         self.tensors[name] = tensor
 
     @torch.no_grad()
-    def to_host(self) -> dict[str, Tensor]:
-        """The tensors on the host, each in its own shape and dtype. Waits for the device once."""
-        host = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu()
-        parts = host.split([tensor.numel() for tensor in self.tensors.values()])
-        return {
-            name: part.view(tensor.shape).to(tensor.dtype)
-            for (name, tensor), part in zip(self.tensors.items(), parts, strict=True)
-        }
+    def to_host(self) -> dict[str, np.ndarray]:
+        """The numbers on the host, copies, each array in its tensor's shape: flags as bool, int64 as int64, all others
+        as float64. Waits for the device once."""
+        host = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()
+        arrays, end = {}, 0
+        for name, tensor in self.tensors.items():
+            begin, end = end, end + tensor.numel()
+            part, own = host[begin:end], _OWN.get(tensor.dtype)
+            arrays[name] = (part if own is None else part.astype(own)).reshape(tensor.shape)
+        return arrays

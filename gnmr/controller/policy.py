@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gnmr.controller.norms import waits_for_nothing
+
 
 class Budget(NamedTuple):
     """What the units of a set may cost together, and what each costs, in any unit that is the same for all."""
@@ -77,6 +79,8 @@ def decide(
     """
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
+    if waits_for_nothing(candidate) and not candidate.numpy().any():
+        return Choice(candidate, candidate, torch.zeros_like(lock), torch.arange(len(lock)))
     if budget is not None:
         risk = (risk / budget.cost.clamp(min=_TINY)).clamp(max=_LARGEST).where(risk.isfinite(), risk)
     key = torch.where(observed, risk, _UNOBSERVED)

@@ -324,8 +324,18 @@ class PathLinear(nn.Linear):
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
+        node = self._holding()
+        return () if node is None else node.saved_tensors[node.num_weights :]
+
+    @property
+    def holds(self) -> bool:
+        """Whether `kept` has something."""
+        return self._holding() is not None
+
+    def _holding(self) -> Any:
+        """The node of the last pass while it holds something, else None."""
         node = self._node() if self._node is not None else None
-        return node.saved_tensors[node.num_weights :] if node is not None and node.holds_copy else ()
+        return node if node is not None and node.holds_copy else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step, whole."""

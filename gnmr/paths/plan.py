@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.int8_linear import Int8Linear
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.paths.linear import PathLinear
+from gnmr.paths.memory import Place
 from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import HADAMARD, RECIPES, ExecutionPath, Recipe
@@ -27,6 +28,33 @@ from gnmr.paths.scaling import row_bytes, scale_dtype
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
 from gnmr.vocabulary import GEMMS, OPERANDS
+
+
+class _OfOperator(NamedTuple):
+    """What one operator spends and keeps."""
+
+    recovered: int
+    """Arithmetic of its GEMMs that are on the recovery path, a token."""
+    extra: float
+    """See `Plan.extra_bytes`."""
+    kept: int
+    """Bytes that it keeps, be they others' too."""
+    kept_as: str
+
+
+@dataclass
+class _Numbers:
+    """What all operators spend and keep, and of what that was worked out."""
+
+    warmup: ExecutionPath | None
+    state: list[tuple[ExecutionPath, frozenset[str], tuple[int, str | Place, torch.dtype] | None]]
+    """(`low`, `recovered`, `read`) of each operator."""
+    of_each: list[_OfOperator]
+    predicted: int
+    spent: tuple[float, float]
+    saved: int | None = None
+    """What was read from the graph, and of which operators it held an input then."""
+    held: list[bool] | None = None
 
 
 @dataclass(eq=False)
@@ -42,7 +70,7 @@ class Plan:
     """GEMMs that recovery takes over."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
-    _predicted: tuple[object, int] | None = None
+    _numbers: _Numbers | None = None
 
     @property
     def frozen(self) -> bool:
@@ -249,20 +277,24 @@ class Plan:
         """Bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
 
         Read from the graph's own nodes; a storage that several operators share counts once, an operator that ran
-        several times with its last pass. Under activation checkpointing the graph holds no inputs at this point and
-        reading them would recompute them: do not call it.
+        several times with its last pass. Where every operator kept as many rows on the same path as at the last look,
+        of the same tensors, and the graph holds them again, that look's number stands. Under activation checkpointing
+        the graph holds no inputs at this point and reading them would recompute them: do not call it.
         ValueError under backend=te, and where `compile` took the operators into graphs.
         """
         if self.shared.engine is not None:
             raise ValueError(f"saved_bytes: {UNREADABLE}")
         if self.in_graphs:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
-        storages: dict[int, int] = {}
-        for operator in self.operators:
-            for tensor in operator.kept():
-                at = tensor.data_ptr()
-                storages[at] = max(storages.get(at, 0), tensor.nbytes)
-        return sum(storages.values())
+        numbers, holds = self._now(), [operator.holds for operator in self.operators]
+        if numbers.saved is None or numbers.held != holds:
+            storages: dict[int, int] = {}
+            for operator in self.operators:
+                for tensor in operator.kept():
+                    at = tensor.data_ptr()
+                    storages[at] = max(storages.get(at, 0), tensor.nbytes)
+            numbers.held, numbers.saved = holds, sum(storages.values())
+        return numbers.saved
 
     def predicted_bytes(self) -> int:
         """The same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
@@ -271,23 +303,39 @@ class Plan:
         input's own width: one tensor for each that is read, in each cast that wgrad reads. On real hardware it is codes
         of one byte and their scales.
         """
-        first: dict[object, str] = {}
-        """Operator by what it keeps: where a tensor lies is another place in each step."""
-        reads = [
-            (o.recovered, o.read and (o.read[0], first.setdefault(o.read[1], o.operator_name), o.read[2]))
-            for o in self.operators
-        ]
-        now = self.shared.warmup, reads
-        if self._predicted is None or self._predicted[0] != now:  # most steps switch nothing
-            copies: dict[tuple[str, str], int] = {}
-            for operator, (_, read) in zip(self.operators, reads, strict=True):
-                if read is not None:
-                    rows, keeper, dtype = read
-                    own = kept_bytes(operator, operator.path, rows, dtype)
-                    key = keeper, kept_as(operator.path)
-                    copies[key] = max(copies.get(key, 0), own)
-            self._predicted = now, sum(copies.values())
-        return self._predicted[1]
+        return self._now().predicted
+
+    def _now(self) -> _Numbers:
+        """What is in force and what the last forward pass kept, in numbers: made anew of the operators that changed."""
+        warmup, last = self.shared.warmup, self._numbers
+        state = [(operator.low, operator.recovered, operator.read) for operator in self.operators]
+        if last is not None and last.warmup is warmup and last.state == state:
+            return last
+        if last is None or last.warmup is not warmup:
+            of_each = [self._of(operator) for operator in self.operators]
+        else:
+            known = zip(self.operators, state, last.state, last.of_each, strict=True)
+            of_each = [own if now == before else self._of(operator) for operator, now, before, own in known]
+        copies: dict[tuple[object, str], int] = {}
+        for (_, _, read), own in zip(state, of_each, strict=True):
+            if read is not None:
+                key = read[1], own.kept_as
+                copies[key] = max(copies.get(key, 0), own.kept)
+        everything = len(GEMMS) * sum(_area(operator) for operator in self.operators)
+        spent = sum(own.recovered for own in of_each) / everything, sum(own.extra for own in of_each)
+        self._numbers = _Numbers(warmup, state, of_each, sum(copies.values()), spent)
+        return self._numbers
+
+    def _of(self, operator: PathLinear) -> _OfOperator:
+        """The numbers of one operator."""
+        path, read = operator.path, operator.read
+        kept = 0 if read is None else kept_bytes(operator, path, read[0], read[2])
+        recovered = len(self._recovered(operator)) * _area(operator)
+        return _OfOperator(recovered, self._extra(operator, path), kept, kept_as(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the last step's numbers."""
+        return {**self.__dict__, "_numbers": None}
 
     def extra_bytes(self) -> float:
         """Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself; pins count
@@ -296,7 +344,7 @@ class Plan:
         p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path, the input is kept in its
         own width.
         """
-        return sum(self._extra(operator, operator.path) for operator in self.operators)
+        return self.spent()[1]
 
     def extra_bytes_bound(self, max_o: int) -> float:
         """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep; `extra_bytes` exceeds it in
@@ -313,7 +361,7 @@ class Plan:
         that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all); under
         formats an operator counts as a whole. Does not wait for the device.
         """
-        return self._share(self._recovered), self.extra_bytes()
+        return self._now().spent
 
     def costs(self, kind: str) -> tuple[list[float], float]:
         """(what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
@@ -346,8 +394,8 @@ class Plan:
 
     def _share(self, gemms: Callable[[PathLinear], Collection[str]]) -> float:
         """The share of all arithmetic of these GEMMs of each operator."""
-        area = [o.in_features * o.out_features for o in self.operators]
-        return sum(len(gemms(o)) * a for o, a in zip(self.operators, area, strict=True)) / (len(GEMMS) * sum(area))
+        everything = len(GEMMS) * sum(map(_area, self.operators))
+        return sum(len(gemms(operator)) * _area(operator) for operator in self.operators) / everything
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
         """The GEMMs of the operator that are on the recovery path now."""
@@ -508,6 +556,11 @@ def described(path: ExecutionPath) -> str:
         return path.name
     outliers = None if path.fprop.input is None else path.fprop.input.outliers
     return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"
+
+
+def _area(operator: PathLinear) -> int:
+    """Multiplications of one of its GEMMs, a token."""
+    return operator.in_features * operator.out_features
 
 
 def kept_as(path: ExecutionPath) -> str:

@@ -16,6 +16,8 @@ from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
 from gnmr.records.reader import iter_sound, stored
 
+_JSON = json.JSONEncoder(allow_nan=False)
+
 
 def encode(value: Any) -> Any:
     """The inverse of `reader.decode`: non-finite floats to nan, inf and -inf, inside containers too."""
@@ -45,14 +47,20 @@ class JsonLines(AppendFile):
     def __init__(self, path: Path, fields: Iterable[str]) -> None:
         super().__init__(path)
         self._fields = tuple(fields)
+        self._keys = frozenset(self._fields)
         self._name = path.name
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Keys in the order of `fields`, floats with all their digits. A missing or unknown key is our own bug."""
         lines = []
         for row in rows:
-            assert row.keys() == set(self._fields), f"{self._name}: keys {sorted(row.keys() ^ set(self._fields))}"
-            lines.append(json.dumps({key: encode(row[key]) for key in self._fields}, allow_nan=False) + "\n")
+            assert row.keys() == self._keys, f"{self._name}: keys {sorted(row.keys() ^ self._keys)}"
+            ordered = {key: row[key] for key in self._fields}
+            try:
+                text = _JSON.encode(ordered)
+            except ValueError:  # NaN or Inf
+                text = _JSON.encode(encode(ordered))
+            lines.append(text + "\n")
         self.append("".join(lines).encode())
 
 

@@ -16,7 +16,7 @@ from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder
 from gnmr.training.build import Blocks, Parts
 from gnmr.training.checkpoint import Checkpointer
-from gnmr.training.rows import Counters, ratio_rows, step_row
+from gnmr.training.rows import Counters, event_rows, ratio_rows, step_row
 from gnmr.training.steps import Steps, heals, validated
 
 
@@ -97,7 +97,7 @@ class Loop:
         healing = heals(self.parts, step)
         row = step_row(result, counters, time.perf_counter() - began, healing)
         self.recorder.step(row, None if healing else ratio_rows(result.decision))
-        self.recorder.events([asdict(event) for event in result.decision.events])
+        self.recorder.events(event_rows(result.decision))
         if counters.nonfinite_streak >= training.max_nonfinite_streak:
             raise RunFailed(
                 f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; it began at step "

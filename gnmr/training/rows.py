@@ -102,6 +102,11 @@ def ratio_rows(decision: Decision) -> RatioRows:
     )
 
 
+def event_rows(decision: Decision) -> list[dict[str, Any]]:
+    """The decision's events as rows of `records.schema.EVENT_FIELDS`."""
+    return [dict(vars(event)) for event in decision.events]
+
+
 def header(parts: Parts, command: str) -> dict[str, Any]:
     """header.json: versions, machine, command, data and units of the run."""
     config, corpus = parts.config, parts.corpus

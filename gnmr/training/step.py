@@ -10,10 +10,12 @@ choice to the host together.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,8 +153,7 @@ class TrainStep:
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
             evidence["true_gap"] = controller.true_gap(lambda: self._passes(micro_batches))
-        loss, statistics, saved, predicted = self._backward(micro_batches)
-        spent = None if controller.plan.shared.high_precision else controller.plan.spent()
+        loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         norms, present = self._norms()
         number, of_each = len(self._of_units.groups), self._of_units.of_each
@@ -205,24 +206,29 @@ class TrainStep:
             lr=lr * factor,
             decision=controller.apply(host),
             statistics={name: float(host[f"statistic/{name}"]) for name in statistics},
-            monitored={name: float(host["norms"][own].norm()) for name, own in self._monitored.items()},
+            monitored={
+                name: float(torch.from_numpy(host["norms"][own]).norm()) for name, own in self._monitored.items()
+            },
             spent=spent,
             saturation={name: host[f"saturation/{name}"].tolist() for name in saturation},
         )
 
     def _backward(
         self, micro_batches: Sequence[Tensor | Batch]
-    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None]:
-        """(mean loss, mean statistics of the model in float64, saved bytes, predicted bytes); leaves the gradients."""
+    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None, tuple[float, float] | None]:
+        """(mean loss, mean statistics of the model in float64, saved bytes, predicted bytes, what was spent); the
+        gradients stay."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        saved = predicted = None
+        plan, saved, predicted = self.controller.plan, None, None
+        spent: tuple[float, float] | None = None
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
         for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
             loss = loss_of(self.model, block)
             if self.measure_saved:
-                saved = max(saved or 0, self.controller.plan.saved_bytes())
-                predicted = max(predicted or 0, self.controller.plan.predicted_bytes())
+                saved = max(saved or 0, plan.saved_bytes())
+                predicted = max(predicted or 0, plan.predicted_bytes())
+                spent = plan.spent()
             for name, value in statistics_of(self.model).items():
                 part = value.double() / len(micro_batches)
                 statistics[name] = statistics[name] + part if name in statistics else part
@@ -231,20 +237,24 @@ class TrainStep:
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"
-        return total / len(micro_batches), statistics, saved, predicted
+        if not self.measure_saved:  # activation checkpointing: what is kept shows in the recomputed passes alone
+            spent = plan.spent()
+        if plan.shared.high_precision:
+            spent = None
+        return total / len(micro_batches), statistics, saved, predicted, spent
 
     def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> None:
         """The forward and backward passes alone."""
         for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
             (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
 
-    def _first_nonfinite(self, loss: float, norms: Tensor, micro_batches: Sequence[Tensor | Batch]) -> str:
+    def _first_nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""
-        if not torch.tensor(loss).isfinite():
+        if not math.isfinite(loss):
             found = first_nonfinite_forward(self.model, micro_batches)
             return found or "loss"
         for index, name in self._backward_order:
-            if not norms[index].isfinite():
+            if not math.isfinite(norms[index]):
                 return name
         return "gradient norm"  # every norm is finite, their sum of squares is not
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.controller import Context, Controller, ControlSpec, Unit, build_signal
-from gnmr.controller.signals import SIGNALS, BlindSignal
+from gnmr.controller.signals import SIGNALS, BlindSignal, history
 from gnmr.controller.signals.always import AlwaysHigh, AlwaysLow
 
 NAMES = tuple(
@@ -175,12 +175,34 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: nobody looks whether numbers are finite."""
+    monkeypatch.setattr(history, "waits_for_nothing", lambda x: False)
+
+
 @every_signal
-def test_observing_reads_nothing_on_the_host(name: str, options: dict[str, Any]) -> None:
+def test_observing_reads_nothing_on_the_host(name: str, options: dict[str, Any], unseen: None) -> None:
     signal = make(name, options)
     with NoWaiting():
         for step, row in enumerate(rows(signal.needs, bad=False), 1):
             signal.observe(row, step)
+
+
+@every_signal
+def test_looking_at_numbers_changes_none(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Steps of finite numbers, and some that are not: with the selections that a CPU can leave out and without."""
+    signal, evidence = make(name, options), list(rows(make(name, options).needs))
+    seen = [signal.observe(row, step) for step, row in enumerate(evidence, 1)]
+    request.getfixturevalue("unseen")
+    other = make(name, options)
+    for step, (row, (risk, columns)) in enumerate(zip(evidence, seen, strict=True), 1):
+        again = other.observe(row, step)
+        for a, b in zip((again[0], *again[1]), (risk, *columns), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert all(value.equal(signal.state_dict()[key]) for key, value in other.state_dict().items())
 
 
 @pytest.mark.gpu

@@ -13,12 +13,13 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gnmr.controller.signals.history import LARGEST, Stateful, make_history
+from gnmr.controller.signals.history import LARGEST, Stateful, all_finite, make_history
 from gnmr.controller.thresholds import Threshold, at, check
 from gnmr.controller.units import Unit
 
@@ -119,16 +120,22 @@ class SignalBase(Stateful):
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         return (at(self.threshold, step),)
 
-    def verdict(self, evidence: Evidence, step: int, *columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What `observe` returns: R = max of column / threshold; Inf where the norm or a column is not finite."""
+    def verdict(
+        self, evidence: Evidence, step: int, *columns: Tensor, finite: bool | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What `observe` returns: R = max of column / threshold; Inf where the norm or a column is not finite.
+
+        `finite`: `all_finite` of the norms, where it was asked before."""
         norm = evidence["norm"]
-        finite = norm.isfinite()
-        columns = tuple(torch.where(finite, column, norm) for column in columns)
-        risk = torch.full_like(norm, self.least)
-        for column, threshold in zip(columns, self.thresholds(step), strict=True):
-            if threshold is not None:
-                risk = torch.maximum(risk, column / threshold)
-        return torch.where(finite & ~risk.isnan(), risk, torch.inf), columns
+        sound = None if (all_finite(norm) if finite is None else finite) else norm.isfinite()
+        if sound is not None:
+            columns = tuple(torch.where(sound, column, norm) for column in columns)
+        pairs = zip(columns, self.thresholds(step), strict=True)
+        risks = [column / threshold for column, threshold in pairs if threshold is not None]
+        risk = reduce(torch.maximum, risks).clamp(min=self.least) if risks else torch.full_like(norm, self.least)
+        if sound is None:
+            return risk if all_finite(risk) else torch.where(risk.isnan(), torch.inf, risk), columns
+        return torch.where(sound & ~risk.isnan(), risk, torch.inf), columns
 
 
 class LevelSignal(SignalBase):
@@ -175,7 +182,9 @@ class RatioSignal(SignalBase):
         column = ratio(value, mean, known, self.eps)
         if self.two_sided:
             column = torch.maximum(column, ratio(mean, value, known, self.eps))
-        self.history.update(value if remembered is None else remembered, seen & value.isfinite())
+        if not all_finite(value):
+            seen = seen & value.isfinite()
+        self.history.update(value if remembered is None else remembered, seen)
         return column
 
 
@@ -217,16 +226,21 @@ def due(step: int, rate: float) -> int:
     return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
 
 
-def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float) -> Tensor:
-    """value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is."""
+def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:
+    """value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is.
+
+    `finite`: `all_finite` of the values, where it was asked before."""
     # Clamped: a ratio of finite numbers may leave float64, and Inf is kept for what is not finite.
     over = torch.where(known, (value / (level + eps)).clamp(max=LARGEST), 1.0)
+    if all_finite(value) if finite is None else finite:
+        return over
     return torch.where(value.isfinite(), over, value)
 
 
 def seen(evidence: Evidence) -> Tensor:
     """(U,) bool: units whose evidence of this step may enter a history."""
-    return evidence["observed"] & evidence["norm"].isfinite()
+    norm, observed = evidence["norm"], evidence["observed"]
+    return observed if all_finite(norm) else observed & norm.isfinite()
 
 
 def checked_threshold(threshold: Threshold) -> Threshold:

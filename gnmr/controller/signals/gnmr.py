@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gnmr.controller.signals.base import Context, Evidence, RatioSignal, ratio, whole
-from gnmr.controller.signals.history import Window
+from gnmr.controller.signals.history import Window, all_finite
 from gnmr.controller.thresholds import Threshold, at, check
 
 
@@ -75,14 +75,16 @@ class GnmrSignal(RatioSignal):
         norm, observed = evidence["norm"], evidence["observed"]
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
         known, full = mean != 0, self.window.count >= self.delta
-        gnmr = ratio(norm, mean, known, self.eps)
-        columns = gnmr, ratio(gnmr, recent, full, self.eps)
+        finite = all_finite(norm)
+        gnmr = ratio(norm, mean, known, self.eps, finite)
+        sound = all_finite(gnmr)
+        columns = gnmr, ratio(gnmr, recent, full, self.eps, sound)
         if self.two_sided:
             collapse = ratio(mean, norm, known, self.eps), ratio(recent, gnmr, full, self.eps)
             columns = torch.maximum(columns[0], collapse[0]), torch.maximum(columns[1], collapse[1])
-        self.history.update(norm, observed)
-        self.window.update(gnmr, observed)
-        return self.verdict(evidence, step, *columns)
+        self.history.update(norm, observed, finite)
+        self.window.update(gnmr, observed, sound)
+        return self.verdict(evidence, step, *columns, finite=finite)
 
 
 class Gnmr(GnmrSignal):

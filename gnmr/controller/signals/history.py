@@ -20,10 +20,20 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.controller.norms import waits_for_nothing
+
 LARGEST: float = torch.finfo(torch.float64).max
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether every number (float64) is known to be finite, where looking waits for nothing. It saves the selections
+    that few steps need."""
+    here = x.dtype == torch.float64 and waits_for_nothing(x)
+    return here and bool(np.isfinite(x.detach().numpy()).all())
 
 
 class Stateful:
@@ -106,13 +116,17 @@ class Cumulative(_Remembered):
     def std(self) -> Tensor:
         return self.var.sqrt()
 
-    def update(self, value: Tensor, entered: Tensor) -> None:
-        """One step's `value` (U,) float64 of the units in `entered` (U,) bool; what is not finite never enters."""
-        entered = entered & value.isfinite()
+    def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
+        """One step's `value` (U,) float64 of the units in `entered` (U,) bool; what is not finite never enters.
+
+        `finite`: `all_finite` of the values, where it was asked before."""
+        if not (all_finite(value) if finite is None else finite):
+            entered = entered & value.isfinite()
         self.count = self.count + entered
         n = self.count.double().clamp(1.0, self.longest)
-        mean = self.mean + (value - self.mean) / n
-        var = self.var + (((value - self.mean) * (value - mean)).clamp(max=LARGEST) - self.var) / n
+        off = value - self.mean
+        mean = self.mean + off / n
+        var = self.var + ((off * (value - mean)).clamp(max=LARGEST) - self.var) / n
         self.mean, self.var = torch.where(entered, mean, self.mean), torch.where(entered, var, self.var)
 
 
@@ -147,9 +161,10 @@ class Window(_Remembered):
     def _filled(self) -> Tensor:
         return self.count.clamp(1, len(self.values))
 
-    def update(self, value: Tensor, entered: Tensor) -> None:
+    def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
         """As `Cumulative.update`; of the units that entered the oldest value goes."""
-        entered = entered & value.isfinite()
+        if not (all_finite(value) if finite is None else finite):
+            entered = entered & value.isfinite()
         self.count = self.count + entered
         self.values = torch.where(entered, torch.cat([self.values[1:], value[None]]), self.values)
 
