@@ -38,21 +38,6 @@ SIZES = [
 TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
 ROWS = ["data.name=instructions", "data.path=rows.jsonl"]
 DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
-RECIPES = [
-    "deepseek_v3",
-    "deepseek_v3_blocks",
-    "fp8_delayed",
-    "fp8_hybrid",
-    "llm_int8",
-    "mxfp4",
-    "mxfp8",
-    "nvfp4",
-    "sim_e2m1",
-    "sim_e2m3",
-    "sim_e3m2",
-    "sim_int4",
-    "sim_int8",
-]
 STRESSES = {
     "bit_flip": "bit_flip",
     "noise": "noise",
@@ -78,6 +63,7 @@ STEP_KEYS = (
 def runs() -> dict[str, list[str]]:
     """Name of each golden run: its words behind `gnmr train`."""
     from gnmr.controller.signals import SIGNALS
+    from gnmr.vocabulary import RECIPES
 
     act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
@@ -94,10 +80,18 @@ def runs() -> dict[str, list[str]]:
     found |= {f"recipe_{name}": ["experiment=pretrain", f"paths.low={name}", *wide] for name in RECIPES}
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
     found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
+    found["fork_base"] = ["experiment=fork_base", *DENSE]
     found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}
     lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1"]
     lora += ["optim.lr=0.01", *SIZES[1:]]  # its layers are the checkpoint's
-    return found | {"finetune": [*lora, *ROWS], "finetune_text": [*lora, *TEXT[::2]]}
+    short = ["training.steps=3", "fork.heal=2", "fork.order=1", "training.eval_blocks=2", *SIZES[-3:]]
+    fork = [
+        "experiment=fork",
+        "controller.signal=gap",
+        "controller.routing=ranked",
+        *short,
+    ]  # of the base that is shipped
+    return found | {"finetune": [*lora, *ROWS], "finetune_text": [*lora, *TEXT[::2]], "fork": fork}
 
 
 def make_inputs(folder: Path) -> None:
