@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -73,3 +74,11 @@ def _number(value: object) -> float:
     """The value; NaN, of which no comparison is true, where it is no finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
+
+
+def share_of(given: object) -> object:
+    """0.1 of "10%"; anything else as it is."""
+    if isinstance(given, str) and given.endswith("%"):
+        with suppress(ValueError):
+            return float(given[:-1]) / 100
+    return given

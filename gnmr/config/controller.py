@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.checks import fields, one_of, positive, require, within
+from gnmr.checks import fields, one_of, positive, require, share_of, within
 from gnmr.config.texts import folder_name, place, storable
 from gnmr.errors import told_as
 from gnmr.untrusted import opened
@@ -94,7 +93,7 @@ class ControllerConfig:
             require(sound, f"{main}_init", init, f"needs controller.{main} too")
         within(0, 1, **fields(self, "init_frac", "warmup_frac"))
         if self.budget is not None:
-            object.__setattr__(self, "budget", _share(self.budget))
+            object.__setattr__(self, "budget", share_of(self.budget))
             number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
             require(number and 0 < self.budget <= 1, "budget", self.budget, "must be above 0 and at most 1, or as 10%")
         place("cost", self.cost)
@@ -153,14 +152,6 @@ class ControllerConfig:
             if self.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
                 found["t_lock"] = "routing=ranked"
         return found
-
-
-def _share(given: object) -> object:
-    """0.1 of "10%"; anything else as it is."""
-    if isinstance(given, str) and given.endswith("%"):
-        with suppress(ValueError):
-            return float(given[:-1]) / 100
-    return given
 
 
 def _table(path: Path) -> dict[str, float]:

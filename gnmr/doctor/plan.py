@@ -30,7 +30,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from gnmr.checks import require, within
+from gnmr.checks import require, share_of, within
 from gnmr.errors import UserError, nearest
 from gnmr.names import by_end
 from gnmr.paths.spec import PathSpec
@@ -159,7 +159,7 @@ def budget_share(value: object) -> None:
 def budget_of(word: str) -> float:
     """The share that a word says, 10% or 0.1. ValueError: see `budget_share`."""
     try:
-        value = float(word[:-1]) / 100 if word.endswith("%") else float(word)
+        value = float(share_of(word))  # type: ignore[arg-type]
     except ValueError:
         value = math.nan
     require(0 < value <= 1, "budget", word, "must be a share of the GEMM time, above 0 and at most 100% (10%, or 0.1)")
