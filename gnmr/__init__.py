@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttachedController",
+    "Audit",
     "Context",
     "ControlSpec",
     "Controller",
@@ -25,6 +26,7 @@ __all__ = [
     "Unit",
     "__version__",
     "attach",
+    "audit",
     "convert",
     "diagnose",
 ]
@@ -32,6 +34,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
     from gnmr.controller import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
+    from gnmr.doctor.audit import Audit, audit
     from gnmr.doctor.diagnose import diagnose
     from gnmr.doctor.diagnosis import Diagnosis
     from gnmr.paths import PathSpec, convert
@@ -42,6 +45,7 @@ __getattr__ = loader(
     {
         "attachment": ("AttachedController", "attach"),
         "controller": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
+        "doctor.audit": ("Audit", "audit"),
         "doctor.diagnose": ("diagnose",),
         "doctor.diagnosis": ("Diagnosis",),
         "paths": ("PathSpec", "convert"),

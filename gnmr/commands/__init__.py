@@ -32,17 +32,20 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
   diagnose what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits
            gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
+  audit    is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read
+           gnmr audit RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]
   bench    measure what the controller and the paths cost on this machine
            gnmr bench step only=controller
 
   --help, --version
 
-exit codes: 0 done; 1 a run FAILED, or a sweep has cells that are not finished; 2 a mistake in what was asked for;
+exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or an audit has findings;
+            2 a mistake in what was asked for;
             128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "report", "pack", "replay", "eval", "diagnose", "bench")
+COMMANDS = ("train", "report", "pack", "replay", "eval", "diagnose", "audit", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

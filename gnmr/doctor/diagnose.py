@@ -76,7 +76,7 @@ def diagnose(
     whole(tokens=tokens)
     _check_model(model)
     spec = _spec(model, recipe, recovery, targets, plan)
-    with _as_it_was(model):
+    with as_it_was(model):
         converted = convert(model, spec)
         try:
             return _Doctor(converted, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
@@ -130,7 +130,7 @@ def _spec(
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
     """Inside, evaluation mode with gradients; modes, what is trained, and PyTorch's random numbers are restored."""
     modes = [(module, module.training) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -1,0 +1,445 @@
+"""`gnmr.audit`: is the recipe what you think it is?
+
+Some of what is called an instability of low precision is a mistake that says nothing: the head was converted too, a
+list of names was never applied, a text matched more names than it says, a scale was wrong by two. An audit reads what
+is in force (`in_force`), holds lists of names against it (`lists`), and measures in one forward and backward pass what
+the GEMMs really read (`operands`). Every finding says what is wrong, where, and what would be right; silence is the
+verdict of a sound model.
+
+**Related work**: torchao's SQNR and Transformer Engine's debug statistics measure casts that one asks for; msProbe
+compares two runs. None says of a converted model which list was not applied or which scale is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.checks import require
+from gnmr.doctor.diagnose import as_it_was, recipe_named
+from gnmr.doctor.in_force import READS, Operator, operators_of
+from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
+from gnmr.doctor.operands import Cause, Measured, watching
+from gnmr.paths import RECIPES, PathLinear, Recipe
+from gnmr.paths.shared import SharedState
+from gnmr.vocabulary import GEMMS
+
+KINDS = (
+    "no match",
+    "substring",
+    "not applied",
+    "not converted",
+    "another recipe",
+    "head",
+    "router",
+    "tied head",
+    "odd one out",
+    "parameter",
+    "unused recipe",
+    "never quantized",
+    "undeclared cast",
+    "scale",
+    "saturated",
+    "outlier",
+    "output",
+    "noise",
+    "not finite",
+)
+"""What a finding may be; docs/audit.md says of each what to do."""
+_HEADS = ("lm_head", "output")
+"""Two names of one thing: a list has often both."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as one would think."""
+
+    kind: str
+    where: tuple[str, ...]
+    """Operators, with GEMM and operand where it is of one: `layers.0.mlp.up_proj fprop input`; entries of lists."""
+    what: str
+    right: str
+
+    def line(self) -> str:
+        """One line."""
+        more = f" and {len(self.where) - 3} more" if len(self.where) > 3 else ""
+        return f"{self.kind}: {', '.join(self.where[:3])}{more}: {self.what}; right would be: {self.right}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operator: what is in force, and what was measured."""
+
+    operator: str
+    kind: str
+    """gnmr, plain, torchao float8, torchao mx, Transformer Engine, or a class."""
+    precision: dict[str, str]
+    """Of each GEMM."""
+    measured: dict[str, dict[str, tuple[float, float | None]]]
+    """By GEMM and operand: (dB, dB that were possible); inf: never quantized; output: of fprop."""
+    ran: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found."""
+
+    findings: tuple[Finding, ...]
+    rows: tuple[Row, ...]
+    dynamic: bool
+    """Whether a batch was run."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether there is nothing to say."""
+        return not self.findings
+
+    def verdict(self) -> str:
+        """One sentence."""
+        low = sum(any("/" in words for words in row.precision.values()) for row in self.rows)
+        seen = sum(row.ran for row in self.rows)
+        head = f"{len(self.rows)} linears, {low} in low precision"
+        head += f", {seen} of them measured in one batch" if self.dynamic else ", nothing measured"
+        return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
+
+    def tree(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "verdict": self.verdict(),
+            "findings": [asdict(finding) | {"line": finding.line()} for finding in self.findings],
+            "operators": [asdict(row) for row in self.rows],
+        }
+
+
+def audit(
+    model: nn.Module,
+    loss_of_batch: Callable[[Any], Tensor] | None = None,
+    batch: Any = None,
+    *,
+    recipe: str | Recipe | None = None,
+    lists: Mapping[str, Sequence[str] | str] | None = None,
+) -> Audit:
+    """What is in force in the model's linears, against what it should be.
+
+    Args:
+        model: converted by `gnmr.attach`, torchao (float8 and MX training) or Transformer Engine, or plain. It runs in
+            evaluation mode, without torch.compile, and is afterwards as it was: weights, gradients, modes, random
+            numbers, delayed scales.
+        loss_of_batch: the loss of a batch by `model`, one number with a gradient; None: nothing is run.
+        batch: what it is given.
+        recipe: what every linear should be on but the output head, routers and those that a list leaves out.
+        lists: {list: its entries} of `gnmr.doctor.lists.LISTS`, as {"filter_fqns": ["output", "layers.1."]}.
+
+    ValueError, in one line, for what makes no sense.
+    """
+    require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
+    texts = read_lists(lists)
+    wanted = _recipe(recipe)
+    operators = operators_of(model)
+    require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
+    found: dict[tuple[str, str, str], Measured] = {}
+    ran: set[str] = set()
+    if loss_of_batch is not None:
+        found, ran = _measured(model, operators, loss_of_batch, batch)
+    entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
+    findings = [
+        *_of_lists(entries, model, operators),
+        *_of_conversion(operators, entries, texts, wanted, found),
+        *_of_roles(operators, entries, found),
+        *_of_parameters(model),
+        *_of_passes(operators, found),
+    ]
+    rows = tuple(_row(operator, found, ran, loss_of_batch is not None) for operator in operators)
+    return Audit(tuple(findings), rows, loss_of_batch is not None)
+
+
+def _recipe(recipe: str | Recipe | None) -> Recipe | None:
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    return RECIPES[recipe_named(recipe)]
+
+
+# ---- what is said ----
+
+
+def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Operator]) -> Iterator[Finding]:
+    """Entries that match nothing, and those that match more than they say."""
+    names = [operator.name for operator in operators]
+    others = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for entry in entries:
+        if entry.trap:
+            better = repaired(entry, names)
+            first = ", ".join(entry.swept[:2])
+            what = f"means {len(entry.meant)} linears between dots, and {len(entry.swept)} more within a word ({first})"
+            right = f"{better!r}" if better else "whole names"
+            yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
+        if entry.names or _alias(entry, entries):
+            continue
+        if entries_of(entry.which, [entry.text], others)[0].names:
+            continue  # a module without a GEMM: an embedding, a norm
+        near = nearest_to(entry.text, names)
+        right = f"{near!r}" if near else f"names such as {names[0]}"
+        yield Finding("no match", (f"{entry.which} {entry.text!r}",), "matches no module of this model", right)
+
+
+def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether another entry of the same list says the same under another name: a list for several versions."""
+    parts = entry.text.strip(".").split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    for other in entries:
+        if other.which != entry.which or not other.names:
+            continue
+        own = other.text.strip(".").split(".")
+        if parts[-1] in _HEADS and own[-1] in _HEADS:
+            return True
+        if len(parts) > 1 and own[-1] == parts[-1] and [part for part in own if part.isdigit()] == numbers:
+            return True
+    return False
+
+
+def _of_conversion(
+    operators: Sequence[Operator],
+    entries: Sequence[Entry],
+    texts: Mapping[str, Sequence[str]],
+    recipe: Recipe | None,
+    found: Mapping[tuple[str, str, str], Measured],
+) -> Iterator[Finding]:
+    """Lists that were not applied, operators that were left out, and other recipes than what was asked for."""
+    out: dict[str, Entry] = {}
+    chosen: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.which != "pins":
+            own = chosen if entry.which in CONVERTS else out
+            for name in entry.names:
+                own.setdefault(name, entry)
+    selects = any(which in CONVERTS for which in texts)
+    listed = any(which != "pins" for which in texts)
+    any_low = any(_low(operator, found) for operator in operators)
+    not_applied: dict[tuple[str, str], list[str]] = {}
+    missing: list[str] = []
+    for operator in operators:
+        low, name = _low(operator, found), operator.name
+        if low and name in out:
+            not_applied.setdefault((f"{out[name].which} {out[name].text!r}", "leaves"), []).append(name)
+        elif low and selects and name not in chosen:
+            not_applied.setdefault(("no entry", "names"), []).append(name)
+        wanted = name in chosen or (not operator.role and name not in out and not selects)
+        if wanted and not low and not operator.role and (recipe is not None or (listed and any_low)):
+            missing.append(name)
+    for (entry_text, verb), names in not_applied.items():
+        what = f"{entry_text} leaves it out, and it is in {_said(operators, names[0])}"
+        if verb == "names":
+            what = f"{entry_text} names it, and it is in {_said(operators, names[0])}"
+        yield Finding("not applied", tuple(names), what, "16 bits; hand the list to the conversion itself")
+    if recipe is not None and not any_low and missing:
+        what = f"no linear is in low precision, recipe={recipe.name} was to be"
+        yield Finding("not converted", tuple(missing), what, "convert before training, and audit what is trained")
+    elif missing:
+        what = "is in 16 bits, and nothing leaves it out"
+        yield Finding("not converted", tuple(missing), what, "convert it, or name it in the list (widths may not fit)")
+    if recipe is not None:
+        yield from _of_recipe(operators, recipe)
+    if recipe is None and not listed:
+        yield from _odd(operators)
+
+
+def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Finding]:
+    """GEMMs on another recipe than this."""
+    other: dict[tuple[str, str, str], list[str]] = {}
+    for operator in operators:
+        if operator.declared is None or not operator.low:
+            continue
+        for gemm in GEMMS:
+            if gemm in operator.pinned:
+                continue
+            now = [_word(operator.declared.get((gemm, operand))) for operand in READS[gemm]]
+            want = [_word(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm]]
+            if now != want:
+                key = gemm, " x ".join(now), " x ".join(want)
+                other.setdefault(key, []).append(operator.name)
+    for (gemm, now_words, want_words), names in other.items():
+        what = f"{gemm} is {now_words}, and recipe={recipe.name} has {want_words}"
+        yield Finding("another recipe", tuple(names), what, want_words)
+
+
+def _word(cast: Any) -> str:
+    """Format and scale, without what is done beside."""
+    return "16 bits" if cast is None else "/".join(str(cast).replace("/axis", "/row").split("/")[:2])
+
+
+def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
+    """One of many operators of a kind that is in another precision, in a block that is otherwise as the others are."""
+    kinds: dict[str, list[Operator]] = {}
+    blocks: dict[str, list[Operator]] = {}
+    for operator in operators:
+        if not operator.role and operator.declared is not None and not operator.pinned:
+            kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", operator.name), []).append(operator)
+            blocks.setdefault(_block(operator.name), []).append(operator)
+    for own in kinds.values():
+        signs: dict[tuple[str, ...], list[Operator]] = {}
+        for operator in own:
+            signs.setdefault(tuple(operator.words(gemm) for gemm in GEMMS), []).append(operator)
+        usual = max(signs.values(), key=len)
+        for sign, few in signs.items():
+            if few is usual or len(few) * 4 > len(own):
+                continue
+            alone = [o for o in few if any(other.low != o.low for other in blocks[_block(o.name)])]
+            if alone or any(o.low for o in few):
+                names = tuple(o.name for o in alone or few)
+                what = f"is in {sign[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
+                yield Finding("odd one out", names, what, "the same, or a list that says so")
+
+
+def _block(name: str) -> str:
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found[0] if found else ""
+
+
+def _of_roles(
+    operators: Sequence[Operator], entries: Sequence[Entry], found: Mapping[tuple[str, str, str], Measured]
+) -> Iterator[Finding]:
+    """Output heads and routers in low precision, and tied heads."""
+    chosen = {name for entry in entries if entry.which in CONVERTS for name in entry.meant}
+    for operator in operators:
+        low, said = _low(operator, found), operator.words("fprop")
+        if operator.tied and not operator.shared:
+            what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
+            right = "tie them again behind the conversion, or leave the head out of it"
+            yield Finding("tied head", (operator.name,), what, right)
+        if low and operator.tied and operator.shared:
+            what = f"shares its weight with {operator.tied}, and is in {said}"
+            yield Finding("tied head", (operator.name,), what, "16 bits: what is cast is the embedding too")
+        elif low and operator.role and operator.name not in chosen and not operator.tied:
+            what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is in {said}"
+            yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
+
+
+def _of_parameters(model: nn.Module) -> Iterator[Finding]:
+    """Norms, embeddings and other parameters of one byte an element."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_floating_point() and parameter.element_size() == 1:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                what = f"a parameter of {type(module).__name__} is kept in {dtype}"
+                yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
+
+
+def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
+    """Recipes that were declared and that no path names."""
+    right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
+    what = "is declared, and no path is on it"
+    return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
+
+
+# ---- what is measured ----
+
+
+def _measured(
+    model: nn.Module, operators: Sequence[Operator], loss_of_batch: Callable[[Any], Tensor], batch: Any
+) -> tuple[dict[tuple[str, str, str], Measured], set[str]]:
+    """(what was measured, the operators that ran) in one forward and backward pass."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with as_it_was(model), _quiet(operators), watching(operators) as watch:
+        torch.manual_seed(0)
+        loss = loss_of_batch(batch)
+        right = "must be one number with a gradient; has the batch its targets?"
+        one = isinstance(loss, Tensor) and loss.numel() == 1
+        said = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        require(one, "loss_of_batch", said, right)
+        if trained:
+            require(loss.requires_grad, "loss_of_batch", "a tensor without gradient", right)
+            torch.autograd.grad(loss.reshape(()), trained, allow_unused=True)
+    require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
+    return watch.found, watch.ran
+
+
+@contextmanager
+def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
+    """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
+    own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
+    shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
+    kept = [(module, module.read, module._node) for module in own]
+    with ExitStack() as stack:
+        for state in shared.values():
+            stack.enter_context(_untouched(state))
+        try:
+            yield
+        finally:
+            for module, read, node in kept:
+                module.read, module._node = read, node
+
+
+@contextmanager
+def _untouched(state: SharedState) -> Iterator[None]:
+    effects, probe, prices = state.no_side_effects, state.probe, state.prices
+    drawn = None if state.generator is None else state.generator.get_state()
+    state.no_side_effects, state.probe, state.prices = True, None, None
+    state.forget()
+    try:
+        yield
+    finally:
+        state.no_side_effects, state.probe, state.prices = effects, probe, prices
+        state.forget()
+        if drawn is not None and state.generator is not None:
+            state.generator.set_state(drawn)
+
+
+def _of_passes(operators: Sequence[Operator], found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
+    """The causes, those of one kind and one operand in one line."""
+    alike: dict[tuple[str, str, str], list[tuple[str, Cause]]] = {}
+    for (name, gemm, operand), one in found.items():
+        for cause in one.causes:
+            alike.setdefault((cause.kind, operand, cause.right), []).append((f"{name} {gemm} {operand}", cause))
+    for (kind, _, right), several in alike.items():
+        first = several[0][1].text
+        text = first if len(several) == 1 or all(c.text == first for _, c in several) else f"{first} (the first)"
+        yield Finding(kind, tuple(where for where, _ in several), text, right)
+
+
+def _low(operator: Operator, found: Mapping[tuple[str, str, str], Measured]) -> bool:
+    """Whether the operator is in low precision: as it says, or where it says nothing as its output shows."""
+    if operator.low is not None:
+        return operator.low
+    seen = [found[key] for key in found if key[0] == operator.name]
+    return any(one.noise > 0 and one.snr < 45 for one in seen)
+
+
+def _said(operators: Sequence[Operator], name: str) -> str:
+    return next(operator.words("fprop") for operator in operators if operator.name == name)
+
+
+def _row(operator: Operator, found: Mapping[tuple[str, str, str], Measured], ran: set[str], dynamic: bool) -> Row:
+    measured: dict[str, dict[str, tuple[float, float | None]]] = {}
+    for gemm in GEMMS:
+        for operand in (*READS[gemm], "output"):
+            if (one := found.get((operator.name, gemm, operand))) is not None:
+                measured.setdefault(gemm, {})[operand] = one.snr, one.best
+    notes = []
+    if dynamic and operator.name not in ran:
+        notes.append("did not run in this batch")
+    elif dynamic and (out := found.get((operator.name, "fprop", "output"))) is not None and out.by == "output":
+        notes.append("judged by its output: its GEMMs run elsewhere")
+    if operator.pinned:
+        notes.append(f"pinned: {', '.join(operator.pinned)}")
+    return Row(
+        operator.name,
+        operator.kind,
+        {gemm: operator.words(gemm) for gemm in GEMMS},
+        measured,
+        operator.name in ran,
+        "; ".join(notes),
+    )
+
+
+__all__ = ["KINDS", "LISTS", "Audit", "Finding", "Row", "audit", "unused_recipes"]

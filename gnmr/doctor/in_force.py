@@ -1,0 +1,233 @@
+"""Which precision is in force in each linear of a model, as the module itself says: operator by operator, GEMM by GEMM.
+
+    gnmr                    `PathLinear`: the path in force, a recipe or a format
+    torchao float8          `Float8Linear`, and weights under `Float8TrainingOpConfig`
+    torchao mx              `MXFP8Linear`, and weights under `MXFP8TrainingOpConfig`
+    Transformer Engine      its linears: its autocast decides while it runs, so nothing is declared
+    another's               any other subclass of nn.Linear: nothing is declared
+    plain                   nn.Linear: the dtype of its tensors, 16 or 32 bits
+
+Modules are known by the names of their classes, so that nothing is imported that the model did not bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.paths import Recipe
+from gnmr.paths.casting import quantize
+from gnmr.paths.formats import Format, KeepFormat
+from gnmr.paths.linear import PathLinear
+from gnmr.paths.recipes import Cast
+from gnmr.paths.units import operator_names
+from gnmr.vocabulary import GEMMS
+
+READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""The operands of each GEMM."""
+CONTRACTS = {
+    ("fprop", "input"): 1,
+    ("fprop", "weight"): 1,
+    ("dgrad", "grad_output"): 1,
+    ("dgrad", "weight"): 0,
+    ("wgrad", "grad_output"): 0,
+    ("wgrad", "input"): 0,
+}
+"""The dimension of input (T, I), weight (O, I) or grad_output (T, O) that a GEMM contracts."""
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+@dataclass(frozen=True)
+class Grain:
+    """A cast as a library declares it."""
+
+    cast: Cast
+    along: bool = False
+    """Whether one scale is for all that is contracted with each other (torchao's axiswise), be it a column."""
+
+    def __str__(self) -> str:
+        return f"{self.cast.format.name}/axis" if self.along else str(self.cast)
+
+    def ideal(self, x: Tensor, contracted: int, generator: torch.Generator | None = None) -> Tensor:
+        """`x` (N, D) cast under the scales of its own magnitudes: what this format can give here. Of a cast with
+        `hadamard`, of an x that was rotated already."""
+        cast = replace(self.cast, hadamard=False, codes=False, outliers=None)
+        if self.along and contracted == 0:
+            return quantize(x.t().contiguous(), cast, 1, None, generator)[0].t()
+        return quantize(x, cast, contracted, None, generator)[0]
+
+
+Declared: TypeAlias = dict[tuple[str, str], Grain | None]
+"""(GEMM, operand) -> its cast; None: kept as it is."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A linear and the precision in force in it."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    declared: Declared | None
+    """None: the module does not say."""
+    result: Grain | None = None
+    """Of fprop."""
+    codes: bool = False
+    """Whether GEMMs multiply codes, whose scales are applied to sums: their operands cannot be held against tensors."""
+    pinned: tuple[str, ...] = ()
+    tied: str = ""
+    """The embedding whose tensor its weight is, or lies in."""
+    role: str = ""
+    """head, router, or nothing."""
+    shared: bool = field(default=True)
+    """Whether a tied weight is the embedding's very parameter."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(O, I), in high precision."""
+        return _plain(self.module.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(O,) float32."""
+        bias = getattr(self.module, "bias", None)
+        return _plain(bias).float() if isinstance(bias, Tensor) and bias.numel() else None
+
+    @property
+    def low(self) -> bool | None:
+        """Whether any operand is cast; None: the module does not say."""
+        return None if self.declared is None else any(self.declared.values())
+
+    def words(self, gemm: str) -> str:
+        """Its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
+        if self.declared is None:
+            return "not said"
+        sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+        kept = sixteen.get(self.weight.dtype, str(self.weight.dtype).removeprefix("torch."))
+        own = [self.declared.get((gemm, operand)) for operand in READS[gemm]]
+        return " x ".join(kept if grain is None else str(grain) for grain in own) if any(own) else kept
+
+
+def operators_of(model: nn.Module) -> list[Operator]:
+    """Every linear of the model that holds a weight of its own, under its name without what wrappers add."""
+    found = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    made = []
+    for name, module in zip(operator_names(list(found)), found.values(), strict=True):
+        one = _declared(name, module)
+        tied = next((key for key, weight in embeddings.items() if _same_memory(weight, one.weight)), "")
+        shared = bool(tied) and embeddings[tied] is module.weight
+        made.append(replace(one, tied=tied, shared=shared or not tied, role=_role(one, embeddings.values())))
+    return made
+
+
+def _plain(parameter: Any) -> Tensor:
+    """A parameter without torchao's wrapper."""
+    found: Tensor = (parameter._data if _wrapped(parameter) else parameter).detach()
+    return found
+
+
+def _wrapped(weight: Any) -> bool:
+    return hasattr(weight, "_data") and hasattr(weight, "config")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return False
+    return isinstance(module, nn.Linear) or _is_te(module)
+
+
+def _is_te(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if a.is_meta or b.is_meta or type(a) not in (Tensor, nn.Parameter) or a.numel() == 0:
+        return False
+    return a.shape == b.shape and a.data_ptr() == b.data_ptr()
+
+
+def _role(operator: Operator, embeddings: Iterable[Tensor]) -> str:
+    last = operator.name.rpartition(".")[2]
+    if last in ("lm_head", "output", "embed_out") or operator.tied:
+        return "head"
+    if last in ("router", "gate"):
+        return "router"
+    vocabularies = {weight.shape[0] for weight in embeddings if weight.shape[0] > weight.shape[1]}
+    blockless = not any(part.isdigit() for part in operator.name.split("."))
+    return "head" if blockless and operator.weight.shape[0] in vocabularies else ""
+
+
+def _declared(name: str, module: nn.Module) -> Operator:
+    weight: Any = module.weight
+    kind = type(module).__name__
+    if isinstance(module, PathLinear):
+        return _of_ours(name, module)
+    if _wrapped(weight):
+        if hasattr(weight.config, "_float8_linear_config"):
+            return Operator(name, module, "torchao float8", _float8(weight.config._float8_linear_config))
+        if hasattr(weight.config, "wgrad_with_hp"):
+            return Operator(name, module, "torchao mx", _mx(weight.config.wgrad_with_hp))
+        return Operator(name, module, type(weight.data).__name__, None)
+    if kind == "Float8Linear" and hasattr(module, "config"):
+        return Operator(name, module, "torchao float8", _float8(module.config))
+    if kind == "MXFP8Linear" and hasattr(module, "wgrad_with_hp"):
+        return Operator(name, module, "torchao mx", _mx(bool(module.wgrad_with_hp)))
+    if type(module) is nn.Linear or kind in ("NonDynamicallyQuantizableLinear", "ParametrizedLinear"):
+        return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
+    return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)
+
+
+def _of_ours(name: str, module: PathLinear) -> Operator:
+    path = module.path
+    if isinstance(path, Recipe):
+        declared: Declared = {}
+        for gemm in GEMMS:
+            for operand in READS[gemm]:
+                cast = getattr(getattr(path, gemm), operand)
+                declared[gemm, operand] = None if cast is None else Grain(cast)
+        result = None if path.fprop.result is None else Grain(path.fprop.result)
+        engine = module.shared.engine is not None
+        return Operator(
+            name, module, "gnmr", declared, result=result, codes=path.integer or engine, pinned=module.pinned
+        )
+    declared = dict.fromkeys(CONTRACTS)
+    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+        declared["wgrad", "input"] = Grain(Cast(path, "row"))
+        if module.shared.quantize_forward:
+            declared["fprop", "input"] = declared["wgrad", "input"]
+    return Operator(name, module, "gnmr", declared, pinned=module.pinned)
+
+
+def _float8(config: Any) -> Declared:
+    """Of torchao's `Float8LinearConfig`."""
+    given = {
+        ("fprop", "input"): config.cast_config_input,
+        ("fprop", "weight"): config.cast_config_weight,
+        ("dgrad", "grad_output"): config.cast_config_grad_output,
+        ("dgrad", "weight"): config.cast_config_weight_for_grad_input,
+        ("wgrad", "grad_output"): config.cast_config_grad_output_for_grad_weight,
+        ("wgrad", "input"): config.cast_config_input_for_grad_weight,
+    }
+    found: Declared = {}
+    for place, one in given.items():
+        name = _FORMATS.get(one.target_dtype)
+        on = one.scaling_type.name != "DISABLED" and name is not None
+        along = one.scaling_granularity.name == "AXISWISE"
+        cast = Cast.of(f"{name}/{'row' if along else 'tensor'}") if on else None
+        found[place] = None if cast is None else Grain(cast, along)
+    return found
+
+
+def _mx(wgrad_kept: bool) -> Declared:
+    """Of torchao's MXFP8: 32 elements along what is contracted."""
+    cast = Cast.of("e4m3/mx")
+    assert cast is not None
+    return {place: None if wgrad_kept and place[0] == "wgrad" else Grain(cast) for place in CONTRACTS}

@@ -1,0 +1,492 @@
+"""What the GEMMs of linears really read, in one forward and backward pass: their signal-to-noise ratios, and what is to
+blame where these are poor.
+
+Nothing of a recipe is believed. A dispatch mode sees each product of matrices (`aten.mm`, `addmm`, `linear`) that runs
+within a linear, forward or backward, whoever made its operands: our kernels, torchao's `Float8TrainingTensor` and
+`MXTensor` (taken back to high precision by their own method), plain tensors. An operand is held against the tensor that
+the linear was given, in the operand's dtype:
+
+    measured    ||x||^2 / ||q - x||^2, of q as the GEMM reads it; infinite: never quantized
+    possible    the same of an ideal cast of that very x: the declared format under scales of its own magnitudes
+
+Of two poor ratios alike the causes differ, and are told apart by casting again:
+
+    scale        q is a multiple of the ideal cast, or the cast under a scale that is k times the right one
+    saturated    without the elements at the largest value that q has, the ratio is as it could be
+    outlier      the ratio is as it could be, and a few channels (or, under scales of several tokens, tokens) cost all
+                 others half of their decibels: what these had if the few were zero
+    noise        none of these
+
+Operators whose GEMMs run elsewhere (codes of integers, Transformer Engine) are judged by their outputs against an
+exact linear on the same inputs, beside that of an ideal cast where a recipe is declared; of their backward passes
+nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gnmr.doctor.in_force import CONTRACTS, READS, Grain, Operator
+from gnmr.paths.casting import rotated
+from gnmr.paths.faults import Fault
+from gnmr.paths.recipes import HADAMARD
+
+TOLERANCE = 3.0
+"""dB below what is possible that are no finding: other rules for scales (powers of two) and ties."""
+PRODUCT = 30.0
+"""dB to which an output has to be the product of its operands."""
+_FEW = 256
+"""Elements below which stochastic rounding is too noisy for `TOLERANCE`: it is doubled."""
+_RISEN = 8.0
+"""Times the median channel's magnitude from where on one is an outlier's candidate."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is wrong with one operand or output."""
+
+    kind: str
+    text: str
+    right: str
+
+
+@dataclass
+class Measured:
+    """One operand of one GEMM (or fprop's `output`), over all passes of an operator."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    possible: float | None = None
+    """Noise of the ideal cast; None: nothing is declared."""
+    by: str = "gemm"
+    """gemm: seen where a GEMM read it; output: of a linear whose GEMM was not seen."""
+    causes: list[Cause] = field(default_factory=list)
+
+    @property
+    def snr(self) -> float:
+        """dB; inf: never quantized; nan: nothing but zeros."""
+        return decibels(self.signal, self.noise)
+
+    @property
+    def best(self) -> float | None:
+        """dB that were possible."""
+        return None if self.possible is None else decibels(self.signal, self.possible)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise)."""
+    if not math.isfinite(signal + noise):
+        return -math.inf
+    if signal == 0:
+        return math.nan
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
+
+
+@dataclass
+class _Pass:
+    """One forward pass of an operator, until its backward pass is over."""
+
+    operator: Operator
+    x: Tensor
+    grad: Tensor | None = None
+    seen: set[str] = field(default_factory=set)
+    operands: tuple[Tensor, Tensor] | None = None
+    """Of fprop, as its GEMM read them."""
+
+
+class Watch(TorchDispatchMode):
+    """Inside, what the linears' GEMMs read is measured; use `watching`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, str, str], Measured] = {}
+        """By operator, GEMM and operand."""
+        self.ran: set[str] = set()
+        self._now: _Pass | None = None
+        self._busy = False
+        self._draw = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._now is None or self._busy or (pair := _pair(func, args)) is None:
+            return result
+        with self._aside():
+            self._gemm(self._now, *pair)
+        return result
+
+    def before(self, operator: Operator, x: Tensor) -> None:
+        """A forward pass of `operator` on `x` begins."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        self._now = _Pass(operator, rows) if rows.numel() else None
+
+    def after(self, output: Any) -> None:
+        """It ends, with this output."""
+        now, self._now = self._now, None
+        output = output[0] if isinstance(output, tuple) else output
+        if now is None:
+            return
+        self.ran.add(now.operator.name)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._backward(now, grad))
+        with self._aside():
+            self._output(now, output.detach().reshape(-1, output.shape[-1]))
+        now.operands = None
+
+    def _backward(self, now: _Pass, grad: Tensor) -> None:
+        with self._aside():
+            now.grad = grad.detach().reshape(-1, grad.shape[-1])
+        self._now = now
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Inside, products are our own."""
+        before, self._busy = self._busy, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._busy = before
+
+    # ---- operands ----
+
+    def _gemm(self, now: _Pass, a: Tensor, b: Tensor) -> None:
+        """A product a (M, K) times b (K, N) while `now` runs: one of its GEMMs, or another's."""
+        gemms = ("fprop",) if now.grad is None else ("dgrad", "wgrad")
+        best: tuple[float, str, dict[str, Tensor]] | None = None
+        for gemm in gemms:
+            if gemm in now.seen or _of_codes(now.operator, gemm):
+                continue
+            for given in _as_operands(gemm, a, b):
+                if any(not self._fits(now, gemm, operand, shape) for operand, shape in given.items()):
+                    continue
+                values = {operand: _values(q) for operand, q in given.items()}
+                likeness = [self._likeness(now, gemm, operand, q) for operand, q in values.items()]
+                if max(likeness) > 0.5 and (best is None or sum(likeness) > best[0]):
+                    best = sum(likeness), gemm, values
+        if best is None:
+            return
+        _, gemm, values = best
+        now.seen.add(gemm)
+        for operand, q in values.items():
+            self._operand(now, gemm, operand, q)
+        if gemm == "fprop":
+            now.operands = values["input"], values["weight"]
+        if {"dgrad", "wgrad"} <= now.seen:
+            self._now = None
+
+    def _fits(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> bool:
+        """Whether a tensor has the shape of this operand; a rotated one may be filled up."""
+        have, want = tuple(q.shape), tuple(self._reference(now, operand).shape)
+        if gemm == "wgrad" and have[0] == -(-want[0] // HADAMARD) * HADAMARD:
+            return have[1] == want[1]
+        return have == want
+
+    def _likeness(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> float:
+        """The cosine of q and the tensor that it should be; 1 where q is not finite, 0 for zeros."""
+        x = self._turned(now, gemm, operand)
+        if x.shape != q.shape:
+            return 0.0
+        a, b = q.double().flatten(), x.double().flatten()
+        norms = float(a.norm() * b.norm())
+        if not math.isfinite(norms):
+            return 1.0
+        return abs(float(a @ b)) / norms if norms else 0.0
+
+    def _reference(self, now: _Pass, operand: str) -> Tensor:
+        """The tensor that the operator was given, (N, D)."""
+        if operand == "weight":
+            return now.operator.weight
+        if operand == "input":
+            return now.x
+        assert now.grad is not None
+        return now.grad
+
+    def _turned(self, now: _Pass, gemm: str, operand: str) -> Tensor:
+        """The same, rotated where that is declared."""
+        x, grain = self._reference(now, operand), _grain(now.operator, gemm, operand)
+        return rotated(x, CONTRACTS[gemm, operand]) if grain is not None and grain.cast.hadamard else x
+
+    def _operand(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> None:
+        grain, operator = _grain(now.operator, gemm, operand), now.operator
+        x = self._turned(now, gemm, operand).to(q.dtype)
+        one = self.found.setdefault((operator.name, gemm, operand), Measured())
+        ideal = None if grain is None else grain.ideal(x, CONTRACTS[gemm, operand], self._generator(x))
+        add(one, x, q, ideal)
+        if one.causes:
+            return
+        if operator.declared is not None:
+            cause = explained(x, q, grain, CONTRACTS[gemm, operand], ideal)
+            one.causes += [] if cause is None else [cause]
+
+    def _generator(self, x: Tensor) -> torch.Generator:
+        if self._draw.device != x.device:
+            self._draw = torch.Generator(x.device).manual_seed(0)
+        return self._draw
+
+    # ---- outputs ----
+
+    def _output(self, now: _Pass, y: Tensor) -> None:
+        """The output against the product of the operands that were seen, or of the tensors that were given."""
+        operator = now.operator
+        bias = operator.bias
+        x, weight = now.x.float(), operator.weight.float()
+        if x.shape[1] != weight.shape[1] or y.shape != (x.shape[0], weight.shape[0]):
+            return  # packed weights, or a parallel shard
+        one = self.found.setdefault((operator.name, "fprop", "output"), Measured())
+        exact = F.linear(x, weight, bias)
+        if now.operands is None:
+            one.by = "output"
+            ideal = self._ideal_output(operator, now.x.to(y.dtype), bias)
+            exact = exact.to(y.dtype).float()
+        else:
+            exact = F.linear(now.operands[0].float(), now.operands[1].float(), bias)
+            ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
+        add(one, exact, y, ideal)
+        if not one.causes and (cause := _of_output(exact, y, ideal, bias)) is not None:
+            one.causes.append(cause)
+
+    def _ideal_output(self, operator: Operator, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if operator.declared is None:
+            return None
+        both = []
+        for operand, own in (("input", x), ("weight", operator.weight)):
+            grain = _grain(operator, "fprop", operand)
+            both.append((own if grain is None else grain.ideal(own, 1)).float())
+        return F.linear(both[0], both[1], bias).to(x.dtype)
+
+
+@contextmanager
+def watching(operators: Sequence[Operator]) -> Iterator[Watch]:
+    """Inside, forward and backward passes of the operators are measured; their hooks are taken away afterwards."""
+    watch = Watch()
+    with ExitStack() as stack:
+        for operator in operators:
+            stack.enter_context(_hooked(operator, watch))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(watch)
+        yield watch
+
+
+@contextmanager
+def _hooked(operator: Operator, watch: Watch) -> Iterator[None]:
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+        if isinstance(x, Tensor):
+            watch.before(operator, x)
+
+    handles = [
+        operator.module.register_forward_pre_hook(before, with_kwargs=True),
+        operator.module.register_forward_hook(lambda _module, _args, output: watch.after(output)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pair(func: Any, args: Any) -> tuple[Tensor, Tensor] | None:
+    """(a (M, K), b (K, N)) of a product of two matrices; None of anything else."""
+    name = func.name().partition("::")[2].partition(".")[0] if hasattr(func, "name") else ""
+    if name == "mm":
+        return args[0], args[1]
+    if name == "addmm":
+        return args[1], args[2]
+    if name == "linear" and args[1].dim() == 2:
+        return args[0].reshape(-1, args[0].shape[-1]), args[1].t()
+    return None
+
+
+def _as_operands(gemm: str, a: Tensor, b: Tensor) -> list[dict[str, Tensor]]:
+    """What the two factors are if the product is this GEMM; wgrad may be written either way round."""
+    if gemm == "fprop":
+        return [{"input": a, "weight": b.t()}]
+    if gemm == "dgrad":
+        return [{"grad_output": a, "weight": b}]
+    return [{"grad_output": a.t(), "input": b}, {"grad_output": b, "input": a.t()}]
+
+
+def _values(q: Any) -> Tensor:
+    """What a tensor of torchao's stands for, in high precision; another as it is."""
+    for method in ("to_original_precision", "dequantize"):
+        if type(q) is not Tensor and hasattr(type(q), method) and type(q).__module__.startswith("torchao."):
+            found: Tensor = getattr(q, method)()
+            return found.detach()
+    return q.detach()
+
+
+def _grain(operator: Operator, gemm: str, operand: str) -> Grain | None:
+    return None if operator.declared is None else operator.declared.get((gemm, operand))
+
+
+def _of_codes(operator: Operator, gemm: str) -> bool:
+    """Whether this GEMM multiplies codes."""
+    return any(grain is not None and grain.cast.codes for grain in (_grain(operator, gemm, o) for o in READS[gemm]))
+
+
+def energy(x: Tensor) -> float:
+    """The sum of squares, in float64."""
+    return float(x.double().square().sum())
+
+
+def add(one: Measured, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
+    """Adds one pass."""
+    one.signal += energy(x)
+    one.noise += energy(q.float() - x.float())
+    if ideal is not None:
+        one.possible = (one.possible or 0.0) + energy(ideal.float() - x.float())
+
+
+# ---- causes ----
+
+
+def explained(x: Tensor, q: Tensor, grain: Grain | None, contracted: int, ideal: Tensor | None) -> Cause | None:
+    """What is wrong with `q`, as a GEMM reads the tensor `x` (N, D) that is cast in `grain`; None: nothing."""
+    x, q = x.float(), q.float()
+    signal, noise = energy(x), energy(q - x)
+    if not math.isfinite(signal):
+        return Cause("not finite", "the tensor itself is not finite", "look for the operator before it")
+    if not math.isfinite(noise):
+        return Cause("not finite", "is not finite, the tensor that was cast is", "look at its scale")
+    if signal == 0:
+        return None
+    if grain is None:
+        return None if noise == 0 else _undeclared(x, q, signal, noise)
+    assert ideal is not None
+    possible = energy(ideal.float() - x)
+    if noise == 0:
+        said = f"is the tensor itself (infinite dB); {grain} can give {decibels(signal, possible):.0f} dB"
+        return None if possible == 0 else Cause("never quantized", said, f"cast it to {grain}, or say that it is not")
+    allowed = TOLERANCE * (2 if x.numel() < _FEW else 1)
+    if decibels(signal, noise) < decibels(signal, possible) - allowed:
+        return _poor(x, q, grain, contracted, ideal.float())
+    return _outlier(x, q, grain, contracted)
+
+
+def _undeclared(x: Tensor, q: Tensor, signal: float, noise: float) -> Cause:
+    gain = float((q.double() * x.double()).sum()) / signal
+    said = f"is cast to {decibels(signal, noise):.0f} dB, and nothing says that it is"
+    if abs(gain - 1) > 0.1:
+        said = f"is {gain:.3g} times the tensor that the operator was given"
+    return Cause("undeclared cast", said, "look at what wraps this linear")
+
+
+def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) -> Cause:
+    """Why the noise of q is far above that of the ideal cast."""
+    signal, noise, possible = energy(x), energy(q - x), energy(ideal - x)
+    head = f"{decibels(signal, noise):.1f} dB where {grain} can give {decibels(signal, possible):.1f}"
+    enough = possible * 10 ** (TOLERANCE / 10)
+    for dim, what in ((None, "the tensor"), (1, "its rows"), (0, "its columns")):
+        gain = _gain(ideal, q, dim)
+        if energy(q / gain - x) <= enough and float((gain - 1).abs().max()) > 0.1:
+            off = gain[(gain - 1).abs() > 0.1]
+            part = "" if dim is None else f" in {off.numel()} of {gain.numel()} of {what}"
+            text = f"{head}: the GEMM reads {float(off.flatten()[0]):.3g} times the tensor{part}"
+            return Cause("scale", text, "the scale that is multiplied back must be the one that was divided by")
+    largest = float(q.abs().max())
+    reached = largest / float(x.abs().max())
+    for factor in (2.0, 0.5, reached, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625):
+        if factor <= 0 or abs(factor - 1) < 0.05:
+            continue
+        if energy(q - _recast(x, grain, contracted, factor)) < 0.1 * noise:
+            share = float((x.abs() > 1.03 * largest).double().mean())
+            small = f", so that {share:.2g} of its elements saturate" if share else ""
+            power = abs(math.log2(factor) - round(math.log2(factor))) < 0.05
+            if share and not power and grain.cast.scale != "delayed":
+                said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
+                return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
+            if grain.cast.scale == "delayed" and factor < 1:
+                said = f"{head}: saturated: its delayed scale is of {factor:.2g} times its largest value{small}"
+                return Cause("saturated", said, "a shorter history, or a scale of the tensor at hand")
+            said = f"{head}: cast under {factor:.3g} times the right scale{small}"
+            return Cause("scale", said, "the scale of a group is its largest magnitude over the format's")
+    beyond = x.abs() > 1.03 * largest
+    if bool(beyond.any()) and energy((q - x)[~beyond]) <= enough:
+        share = float(beyond.double().mean())
+        said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
+        return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
+    return Cause("noise", f"{head}, and no scale, saturation or outlier explains it", "look at how it is cast")
+
+
+def _gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
+    """The factor by which q is nearest to x, of all or of each row or column; 1 where there are zeros alone."""
+    x, q = x.double(), q.double()
+    own, both = x.square(), x * q
+    own, both = (own.sum(), both.sum()) if dim is None else (own.sum(dim, keepdim=True), both.sum(dim, keepdim=True))
+    gain = torch.where(own > 0, both / own, 1.0)
+    return torch.where(gain.abs() > 1e-6, gain, 1.0).float()
+
+
+def _recast(x: Tensor, grain: Grain, contracted: int, factor: float) -> Tensor:
+    """x cast under `factor` times the right scales."""
+    fault = Fault("scale_up", factor) if factor > 1 else Fault("scale_down", 1 / factor)
+    cast, turn = replace(grain.cast, hadamard=False, codes=False, outliers=None), grain.along and contracted == 0
+    rows = x.t().contiguous() if turn else x
+    generator = torch.Generator(x.device).manual_seed(0)
+    values = fault.quantize(rows, cast, 1 if turn else contracted, None, generator)[0]
+    return values.t() if turn else values
+
+
+def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | None:
+    """Channels, or tokens, that cost the others half of their decibels."""
+    dims = [0] if x.shape[1] > 4 else []
+    if grain.cast.scale in ("tensor", "delayed", "block") and x.shape[0] > 4:
+        dims.append(1)
+    for dim in dims:
+        peaks = x.abs().amax(dim)
+        few = peaks > _RISEN * peaks.median()
+        if not 0 < int(few.sum()) <= max(1, few.numel() // 32):
+            continue
+        others = ~few.unsqueeze(dim).expand_as(x)
+        without = grain.ideal(torch.where(others, x, 0.0), contracted).float()
+        signal = energy(x[others])
+        now, then = (decibels(signal, energy((each - x)[others])) for each in (q, without))
+        if now < then / 2:
+            which = few.nonzero().flatten().tolist()
+            what = "channel" if dim == 0 else "row"
+            names = ", ".join(map(str, which[:3])) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
+            times = float(peaks[few].max() / peaks.median())
+            said = (
+                f"{what} {names} is {times:.3g} times the median one: all others have {now:.1f} dB, {then:.1f} without"
+            )
+            return Cause("outlier", said, "smaller groups with a scale, a rotation, or 16 bits for this operator")
+    return None
+
+
+def _of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
+    """What is wrong with an output that should be `exact`; `ideal`: what could be had."""
+    exact, y = exact.float(), y.float()
+    signal, noise = energy(exact), energy(y - exact)
+    if not math.isfinite(noise):
+        finite = math.isfinite(signal)
+        return Cause("not finite", "its output is not finite", "look at its scales") if finite else None
+    if signal == 0:
+        return None
+    floor = signal * 10 ** (-PRODUCT / 10)
+    if ideal is None:  # nothing is declared: a multiple alone is wrong
+        floor = signal * 0.1
+    possible = max(floor, 0.0 if ideal is None else energy(ideal.float() - exact) * 10 ** (TOLERANCE / 10))
+    if noise <= possible:
+        return None
+    if bias is not None and energy(y + bias - exact) <= possible:
+        return Cause("output", "its output lacks the bias", "the bias has to be added behind the product")
+    gain = float((y.double() * exact.double()).sum()) / signal
+    said = f"its output is {decibels(signal, noise):.1f} dB from what its operands give"
+    if abs(gain - 1) > 0.1:
+        said += f", {gain:.3g} times it"
+    return Cause("output", said, "look at the scales that multiply the product")
+
+
+def of_gemm(found: dict[tuple[str, str, str], Measured], operator: str, gemm: str) -> dict[str, Measured]:
+    """What was measured of one GEMM, by operand."""
+    own = ((operand, found.get((operator, gemm, operand))) for operand in READS[gemm])
+    return {operand: one for operand, one in own if one is not None}

@@ -1,0 +1,332 @@
+"""The audit on plain models and on conversions of ours: planted mistakes by their names, silence on sound models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from audited import audited, batch_of, lines, net, said
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.doctor.audit import KINDS, unused_recipes
+from gnmr.doctor.operands import decibels
+from gnmr.paths import Fault, PathLinear, PathSpec, Plan, Recipe, convert
+from gnmr.paths.faults import Injector
+from gnmr.paths.kernels.simulated import GemmContext
+
+UP = "layers.1.up_proj"
+
+
+def converted(
+    low: str = "fp8_hybrid", dtype: torch.dtype = torch.bfloat16, **options: object
+) -> tuple[nn.Module, Plan]:
+    model = net(dtype)
+    return model, convert(model, PathSpec(low=low, recovery=None, **options))
+
+
+def planted(plan: Plan, fault: Fault, index: int = 2) -> PathLinear:
+    operator = plan.operators[index]
+    operator.fault = Injector(fault, None)
+    operator.fault.arm(1)
+    return operator
+
+
+# ---- sound models ----
+
+
+@pytest.mark.parametrize(
+    "low",
+    ["fp8_hybrid", "mxfp8", "nvfp4", "sim_int8", "fp8_delayed"]
+    + [
+        pytest.param(low, marks=pytest.mark.slow)
+        for low in ("mxfp4", "sim_e2m1", "sim_int4", "llm_int8", "nvfp4_no_rht")
+    ],
+)
+def test_a_sound_recipe_is_met_with_silence(low: str) -> None:
+    found = audited(converted(low)[0], recipe=low, lists={"targets": ["*_proj"]})
+    assert found.sound, lines(found)
+    assert found.verdict().endswith("7 linears, 6 in low precision, 7 of them measured in one batch: sound")
+    row = next(row for row in found.rows if row.operator == UP)
+    for gemm, words in row.precision.items():
+        assert "/" in words or low == "llm_int8", gemm
+    for operands in row.measured.values():
+        for snr, best in operands.values():
+            assert best is None or snr == pytest.approx(best, abs=1) or math.isinf(best)
+
+
+@pytest.mark.parametrize("site", ["saved", "forward"])
+def test_a_format_is_measured_where_it_is_read(site: str) -> None:
+    found = audited(converted("int4", site=site)[0])
+    assert found.sound, lines(found)
+    measured = next(row for row in found.rows if row.operator == UP).measured
+    assert 10 < measured["wgrad"]["input"][0] < 25
+    assert math.isinf(measured["fprop"]["input"][0]) == (site == "saved")
+    assert math.isinf(measured["wgrad"]["grad_output"][0]) and math.isinf(measured["dgrad"]["weight"][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_plain_model_reads_its_own_tensors(dtype: torch.dtype) -> None:
+    found = audited(net(dtype, tied=True))
+    assert found.sound, lines(found)
+    assert {row.precision["fprop"] for row in found.rows} == {"bf16" if dtype == torch.bfloat16 else "fp32"}
+    for row in found.rows:
+        assert all(math.isinf(own[0]) for gemm in row.measured.values() for key, own in gemm.items() if key != "output")
+
+
+def test_autocast_and_checkpointing_are_no_findings() -> None:
+    model, _ = converted("fp8_hybrid", torch.float32)
+    tokens = batch_of()
+
+    def loss(_batch: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        with torch.autocast("cpu", torch.bfloat16):
+            x = model.embed_tokens(tokens[:, :-1])
+            for layer in model.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return F.cross_entropy(model.lm_head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    found = gnmr.audit(model, loss, tokens)
+    assert found.sound, lines(found)
+    measured = next(row for row in found.rows if row.operator == UP).measured
+    assert set(measured) == {"fprop", "dgrad", "wgrad"}
+
+
+# ---- planted mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("low", "kind", "text"), [("fp8_hybrid", "scale_down", "0.5 times"), ("sim_int8", "scale_up", "2 times")]
+)
+def test_a_scale_that_is_wrong_by_two(low: str, kind: str, text: str) -> None:
+    model, plan = converted(low)
+    planted(plan, Fault(kind, 2.0))
+    found = audited(model)
+    assert {finding.kind for finding in found.findings} == {"scale"}, lines(found)
+    assert found.findings[0].where == (f"{UP} fprop input", f"{UP} wgrad input")
+    assert f"cast under {text} the right scale" in found.findings[0].what
+    assert ("saturate" in found.findings[0].what) == (kind == "scale_down")
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_a_scale_that_is_not_multiplied_back(operand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = converted("mxfp8")
+    sound = GemmContext.cast
+
+    def broken(self: GemmContext, own: str, x: Tensor, cast: object, *rest: object, **more: object) -> Tensor:
+        values: Tensor = sound(self, own, x, cast, *rest, **more)
+        return values * 2 if (self.name, own) == (UP, operand) and cast is not None else values
+
+    monkeypatch.setattr(GemmContext, "cast", broken)
+    found = audited(model)
+    assert {finding.kind for finding in found.findings} == {"scale"}, lines(found)
+    assert all(UP in where and where.endswith(operand) for finding in found.findings for where in finding.where)
+    assert "the GEMM reads 2 times the tensor" in found.findings[0].what
+
+
+def test_an_operand_that_was_never_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = converted("nvfp4_no_rht")
+    sound = GemmContext.cast
+
+    def left_out(self: GemmContext, own: str, x: Tensor, *rest: object, **more: object) -> Tensor:
+        values: Tensor = sound(self, own, x, *rest, **more)
+        return x if own == "grad_output" and self.name == UP else values
+
+    monkeypatch.setattr(GemmContext, "cast", left_out)
+    found = audited(model)
+    assert len(found.findings) == 1 and found.findings[0].kind == "never quantized"
+    assert found.findings[0].where == (f"{UP} dgrad grad_output", f"{UP} wgrad grad_output")
+    assert "infinite dB" in found.findings[0].what and "e2m1/nv" in found.findings[0].right
+
+
+def test_an_outlier_channel_has_its_number() -> None:
+    model, _ = converted("sim_int8", torch.float32)
+    with torch.no_grad():
+        model.layers[1].norm.weight[23] = 500
+        model.layers[1].up_proj.weight[:, 23] *= 1e-3  # what training does about it
+    found = audited(model)
+    one = next(finding for finding in found.findings if f"{UP} fprop input" in finding.where)
+    assert one.kind == "outlier" and "channel 23 is" in one.what, lines(found)
+    clean, _ = converted("sim_int8", torch.float32)
+    assert audited(clean).sound
+
+
+def test_inputs_that_have_grown_saturate_under_a_delayed_scale() -> None:
+    model, plan = converted("fp8_delayed")
+    tokens = batch_of()
+    F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    plan.end_step()
+    assert audited(model).sound, "what has not grown does not saturate"
+    with torch.no_grad():
+        model.layers[1].norm.weight.mul_(8)
+    found = audited(model)
+    one = next(finding for finding in found.findings if f"{UP} fprop input" in finding.where)
+    assert one.kind == "saturated" and "delayed scale" in one.what and "0.12" in one.what, lines(found)
+    assert "of its elements saturate" in one.what
+
+
+def test_a_clamp_before_the_cast_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = converted("fp8_hybrid")
+    sound = GemmContext.cast
+
+    def clamped(self: GemmContext, own: str, x: Tensor, *rest: object, **more: object) -> Tensor:
+        if (self.name, own) == (UP, "input"):
+            x = x.clamp(-1.5, 1.5)
+        return sound(self, own, x, *rest, **more)
+
+    monkeypatch.setattr(GemmContext, "cast", clamped)
+    found = audited(model)
+    assert [finding.kind for finding in found.findings] == ["saturated"], lines(found)
+    assert "of its elements are beyond 1.5, the largest that the GEMM reads" in found.findings[0].what
+
+
+def test_a_cast_that_is_not_finite() -> None:
+    model, plan = converted("mxfp8")
+    planted(plan, Fault("nan", share=0.01))
+    found = audited(model)
+    assert ("not finite", f"{UP} fprop input") in said(found)
+
+
+def test_noise_that_nothing_explains() -> None:
+    model, plan = converted("fp8_hybrid")
+    planted(plan, Fault("noise", 4.0))
+    found = audited(model)
+    assert said(found) == [("noise", f"{UP} fprop input")], lines(found)
+
+
+def test_a_cast_that_nobody_declared() -> None:
+    model = net()
+    linear = model.layers[2].down_proj
+    linear.forward = lambda x: F.linear(x, linear.weight.to(torch.float8_e4m3fn).to(x.dtype))
+    found = audited(model)
+    assert said(found) == [("undeclared cast", "layers.2.down_proj fprop weight")], lines(found)
+    assert found.findings[0].where[1] == "layers.2.down_proj dgrad weight" and "dB, and nothing says" in lines(found)
+
+
+def test_an_output_that_is_scaled_afterwards() -> None:
+    model, _ = converted()
+    linear = model.layers[0].up_proj
+    plain = linear.forward
+    linear.forward = lambda x: plain(x) * 2
+    found = audited(model)
+    assert ("output", "layers.0.up_proj fprop output") in said(found) and "2 times it" in lines(found)
+
+
+def test_a_recipe_that_is_not_in_force_and_another_one() -> None:
+    found = audited(net(), recipe="fp8_hybrid")
+    assert [f.kind for f in found.findings] == ["not converted"] and "no linear is in low precision" in lines(found)
+    assert len(found.findings[0].where) == 6, "the head is no part of it"
+    found = audited(converted("fp8_hybrid")[0], recipe="mxfp8")
+    assert {f.kind for f in found.findings} == {"another recipe"} and len(found.findings) == 3
+    assert "fprop is e4m3/tensor x e4m3/tensor, and recipe=mxfp8 has e4m3/mx x e4m3/mx" in lines(found)
+
+
+def test_pins_are_as_they_should_be() -> None:
+    model, _ = converted("mxfp8", pins={UP: ["fprop"]})
+    found = audited(model, recipe="mxfp8", lists={"pins": [UP]})
+    assert found.sound, lines(found)
+    row = next(row for row in found.rows if row.operator == UP)
+    assert (
+        row.note == "pinned: fprop"
+        and row.precision["fprop"] == "bf16"
+        and math.isinf(row.measured["fprop"]["input"][0])
+    )
+
+
+def test_one_operator_that_was_left_out() -> None:
+    model = net(blocks=5)
+    convert(
+        model,
+        PathSpec(low="mxfp8", recovery=None, targets=[f"layers.{i}.*" for i in (0, 1, 2, 4)] + ["layers.3.up_proj"]),
+    )
+    found = audited(model)
+    assert said(found) == [("odd one out", "layers.3.down_proj")] and "the 4 others of its kind" in lines(found)
+    model = net(blocks=5)
+    convert(model, PathSpec(low="mxfp8", recovery=None, targets=[f"layers.{i}.*" for i in (1, 2, 3)]))
+    assert audited(model).sound, "whole blocks in 16 bits are somebody's choice"
+
+
+def test_a_parameter_of_one_byte() -> None:
+    model = net()
+    model.layers[0].norm.register_parameter(
+        "shift", nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn), requires_grad=False)
+    )
+    assert said(audited(model)) == [("parameter", "layers.0.norm.shift")]
+
+
+def test_recipes_that_no_path_names() -> None:
+    assert [f.line() for f in unused_recipes(["mine", "other"], ["mine", None])] == [
+        "unused recipe: other: is declared, and no path is on it; right would be: one of mine, or a path that names it"
+    ]
+
+
+# ---- the model afterwards, and mistakes ----
+
+
+def test_the_model_is_as_it_was() -> None:
+    model, plan = converted("nvfp4")
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, drawn, hooks = plan.state_dict(), torch.get_rng_state(), [len(m._forward_hooks) for m in model.modules()]
+    assert audited(model).sound
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    assert model.training and torch.equal(torch.get_rng_state(), drawn)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    for key, value in plan.state_dict().items():
+        same = torch.equal(value, state[key]) if isinstance(value, Tensor) else value == state[key]
+        assert same, key
+    with pytest.raises(RuntimeError, match="boom"):
+        gnmr.audit(model, lambda _: (_ for _ in ()).throw(RuntimeError("boom")), None)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks and model.training
+
+
+@pytest.mark.parametrize(
+    ("ask", "line"),
+    [
+        (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
+        (lambda: audited(net(), lists={"filter_fqns": [""]}), "has an empty entry"),
+        (lambda: audited(net(), lists={"modules_to_not_convert": ["a("]}), "is no regular expression"),
+        (lambda: audited(net(), recipe="fp8_hybird"), "^recipe=fp8_hybird: is no recipe: did you mean fp8_hybrid"),
+        (lambda: gnmr.audit(net(), lambda _: 3.0, None), "^loss_of_batch=float: must be one number with a gradient"),
+        (lambda: gnmr.audit(net(), lambda _: torch.ones(()), None), "a tensor without gradient"),
+        (lambda: gnmr.audit(nn.LayerNorm(4)), "has no linear"),
+        (lambda: gnmr.audit(3), "must be an nn.Module"),
+    ],
+)
+def test_a_mistake_is_one_line(ask: Callable[[], object], line: str) -> None:
+    with pytest.raises(ValueError, match=line) as told:
+        ask()
+    assert "\n" not in str(told.value)
+
+
+def test_without_a_batch_names_and_precision_alone() -> None:
+    found = gnmr.audit(converted()[0], lists={"filter_fqns": ["lm_head"]})
+    assert found.sound and not found.dynamic and all(not row.measured for row in found.rows)
+    assert "nothing measured" in found.verdict()
+
+
+def test_what_a_kind_says_is_known_and_one_line() -> None:
+    found = audited(net(), recipe="fp8_hybrid", lists={"filter_fqns": ["nobody"]})
+    assert all(finding.kind in KINDS and "\n" not in finding.line() for finding in found.findings)
+    tree = found.tree()
+    assert [one["line"] for one in tree["findings"]] == [finding.line() for finding in found.findings]
+    assert len(tree["operators"]) == 7
+
+
+def test_decibels() -> None:
+    assert decibels(100.0, 1.0) == 20 and decibels(1.0, 0.0) == math.inf and math.isnan(decibels(0.0, 0.0))
+    assert decibels(1.0, math.nan) == -math.inf
+
+
+def test_a_recipe_of_ones_own() -> None:
+    mine = Recipe.of("mine", {"fprop": {"input": "e4m3/tensor", "weight": "e4m3/tensor"}})
+    model = net()
+    convert(model, PathSpec.of(mine, None))
+    assert audited(model, recipe=mine).sound

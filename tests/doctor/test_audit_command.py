@@ -1,0 +1,108 @@
+"""`gnmr audit`: of a run of ours and of a Hugging Face checkpoint; findings, exit codes, JSON, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.xdist_group("diagnose")
+
+SMALL = ("batch_size=2", "device=cpu")
+
+
+@pytest.fixture(scope="module")
+def run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keys = ("training.steps=3", "paths.low=fp8_hybrid", "paths.recovery=bf16", "paths.pins={layers.0.*: [fprop]}")
+    return train(tmp_path_factory.mktemp("runs") / "run", *keys)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA in Hugging Face's layout with the run's tokenizer."""
+    pytest.importorskip("transformers")
+    from gnmr.config import read
+    from gnmr.evaluation.subjects import run_corpus
+    from gnmr.models import Llama
+    from gnmr.models.pretrained import save
+
+    corpus = run_corpus(run)
+    model = Llama(read(run / "config.yaml").model, corpus.vocab_size, 32)
+    model.init_weights(torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("checkpoint") / "hf"
+    save(model, folder, corpus.tokenizer_path)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_is_audited_on_its_low_path(gnmr, run: Path) -> None:
+    before = {str(file): file.read_bytes() for file in sorted(run.rglob("*")) if file.is_file()}
+    ended = gnmr("audit", str(run), *SMALL, "--table", "out=audit.json")
+    assert ended.code == 0 and ended.err == "", ended.err + ended.out
+    assert {str(file): file.read_bytes() for file in sorted(run.rglob("*")) if file.is_file()} == before
+    assert "in low precision" in ended.out and ended.out.rstrip().endswith("measured in one batch: sound")
+    assert "e5m2/tensor x e4m3/tensor" in ended.out and "input inf" in ended.out, "pinned, and so never quantized"
+    tree = json.loads(Path("audit.json").read_text())
+    assert tree["findings"] == [] and tree["command"].startswith("gnmr audit ")
+    rows = {row["operator"]: row for row in tree["operators"]}
+    assert rows["layers.0.mlp.up_proj"]["note"] == "pinned: fprop"
+    assert rows["layers.0.mlp.up_proj"]["measured"]["fprop"]["input"][0] == "inf"
+    assert 20 < rows["layers.0.mlp.up_proj"]["measured"]["wgrad"]["input"][0] < 40
+
+
+def test_findings_are_lines_and_exit_code_1(gnmr, run: Path) -> None:
+    ended = gnmr("audit", str(run), *SMALL, "recipe=mxfp8", "filter_fqns=[lm_haed,mlp]")
+    assert ended.code == 1 and ended.err == "", ended.err
+    *findings, verdict = ended.out.strip().splitlines()
+    assert [line.split(":")[0] for line in findings][:2] == ["no match", "not applied"], ended.out
+    assert "another recipe" in ended.out and "right would be: 'lm_head'" in findings[0]
+    assert verdict.endswith(f"{len(findings)} findings")
+    ended = gnmr("audit", str(run), "--static", "device=cpu", "filter_fqns=[lm_head]", "out=a.json")
+    assert ended.code == 0 and "nothing measured" in ended.out
+    assert all(not row["measured"] for row in json.loads(Path("a.json").read_text())["operators"])
+
+
+@pytest.mark.slow
+def test_a_run_of_formats(gnmr, train: Callable[..., Path], tmp_path: Path) -> None:
+    folder = train(tmp_path / "formats", "training.steps=2", "paths.low=int4", "paths.recovery=int8")
+    ended = gnmr("audit", str(folder), *SMALL, "--table")
+    assert ended.code in (0, 1) and "bf16 x int4/row" in ended.out.replace("fp32", "bf16"), ended.err + ended.out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
+    Path("t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    words = (str(checkpoint), "data=t.txt", "block=16", *SMALL)
+    ended = gnmr("audit", *words)
+    assert ended.code == 0 and "0 in low precision" in ended.out, ended.err + ended.out
+    ended = gnmr("audit", *words, "recipe=fp8_hybrid", "modules_to_not_convert=[lm_head,up_proj]", "--table")
+    assert ended.code == 0 and "e4m3/tensor x e4m3/tensor" in ended.out, ended.err + ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["{run}", "recpie=mxfp8"], "unknown option 'recpie=mxfp8': did you mean recipe"),
+        (["{run}", "recipe=mxfp9"], "recipe=mxfp9: is no recipe: did you mean mxfp8"),
+        (["{run}", "out=no/where.json"], "out=no/where.json"),
+        (["{run}", "filter_fqns="], "'filter_fqns=' has no value"),
+        (["{run}", "modules_to_not_convert=[a(]"], "is no regular expression"),
+        (["nobody"], "nobody: there is no such run, checkpoint folder or hub name"),
+        ([], "usage: gnmr audit"),
+        (["{run}", "{run}"], "name one run folder or checkpoint"),
+        (["{run}", "block=100000"], "block=100000: the model reads"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(gnmr, run: Path, words: list[str], line: str) -> None:
+    ended = gnmr("audit", *(word.replace("{run}", str(run)) for word in words))
+    assert ended.code == 2 and re.search(re.escape(line), ended.err + ended.out), ended.err + ended.out
+    assert not words or ended.err.count("\n") == 1
+    assert not list(Path().iterdir())

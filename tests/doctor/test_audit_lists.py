@@ -1,0 +1,148 @@
+"""Lists of names: what an entry matches by the rule of its library, traps, near misses, and what was not applied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from audited import lines, net, said
+from torch import nn
+
+import gnmr
+from gnmr.doctor.export import torchtitan_float8
+from gnmr.doctor.lists import LISTS, entries_of, matches, nearest_to, repaired
+from gnmr.doctor.plan import PinPlan
+from gnmr.paths import PathSpec, convert
+
+NAMES = [f"layers.{i}.mlp.{name}" for i in range(12) for name in ("gate_proj", "up_proj", "down_proj")] + ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("which", "text", "meant", "swept"),
+    [
+        ("filter_fqns", "layers.1", 3, 6),  # layers.10 and layers.11
+        ("filter_fqns", "layers.1.", 3, 0),
+        ("filter_fqns", "proj", 0, 36),
+        ("filter_fqns", "head", 0, 1),
+        ("fqns", "1.mlp", 3, 3),  # layers.11
+        ("modules_to_not_convert", "layers.1", 3, 0),
+        ("modules_to_not_convert", "layers.*", 36, 0),
+        ("modules_to_not_convert", "up_proj", 12, 0),
+        ("modules_to_not_convert", "proj", 0, 36),
+        ("modules_to_ignore", "layers.1", 3, 0),
+        ("modules_to_ignore", "up_proj", 0, 0),
+        ("targets", "layers.1.*", 3, 0),
+        ("targets", "layers.1*", 3, 6),
+        ("targets", "up_proj", 12, 0),
+        ("targets", "layers.1?.*", 6, 0),
+        ("pins", "*_proj", 36, 0),
+    ],
+)
+def test_an_entry_means_what_its_library_reads(which: str, text: str, meant: int, swept: int) -> None:
+    (entry,) = entries_of(which, [text], NAMES)
+    assert (len(entry.meant), len(entry.swept)) == (meant, swept)
+    assert entry.trap == (swept > 0 and (meant > 0)), entry
+
+
+@pytest.mark.slow  # it imports transformers
+@pytest.mark.parametrize("name", [*NAMES[:6], "lm_head"])
+@pytest.mark.parametrize("text", ["layers.1", "up_proj", "proj", "layers.*", "lm_head", "mlp", "layers.1.mlp.gate"])
+def test_the_rule_of_transformers_is_its_own(text: str, name: str) -> None:
+    quantizers = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    assert matches(text, name, "regex") != quantizers.should_convert_module(name, [text])
+
+
+def test_a_repaired_entry_means_the_whole_words_alone() -> None:
+    for which, text, better in (
+        ("filter_fqns", "layers.1", "layers.1."),
+        ("fqns", "1.mlp", ".1.mlp"),
+        ("targets", "layers.1*", "layers.1.*"),
+    ):
+        (entry,) = entries_of(which, [text], NAMES)
+        assert repaired(entry, NAMES) == better
+        assert entries_of(which, [better], NAMES)[0].names == entry.meant
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("lm_haed", "lm_head"),
+        ("down_projs", "down_proj"),
+        ("LM_HEAD", "lm_head"),
+        ("layer.1.mlp", "layers.1.mlp"),
+        ("zzz", None),
+    ],
+)
+def test_a_near_miss_is_named(text: str, near: str | None) -> None:
+    assert nearest_to(text, NAMES) == near
+
+
+def test_every_list_has_a_rule() -> None:
+    assert set(LISTS.values()) == {"part", "regex", "module", "end"}
+
+
+def low(skip: object = None, **options: bool) -> nn.Module:
+    model = net(blocks=12, **options)
+    names = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head" and not (skip and skip(n))
+    ]
+    convert(model, PathSpec(low="fp8_hybrid", recovery=None, targets=names))
+    return model
+
+
+def test_a_trap_a_miss_and_a_list_that_was_not_applied() -> None:
+    model = low(lambda name: "layers.1" in name)  # as the library reads it: layers.10 and layers.11 too
+    found = gnmr.audit(model, lists={"filter_fqns": ["layers.1", "lm_head"]})
+    assert said(found) == [("substring", "filter_fqns 'layers.1'")], lines(found)
+    assert "means 2 linears between dots, and 4 more within" in lines(found) and "right would be: 'layers.1.'" in lines(
+        found
+    )
+    found = gnmr.audit(low(), lists={"filter_fqns": ["layers.3.", "lm_haed"]})
+    assert said(found) == [("no match", "filter_fqns 'lm_haed'"), ("not applied", "layers.3.up_proj")], lines(found)
+    assert "right would be: 'lm_head'" in lines(found) and len(found.findings[1].where) == 2
+
+
+def test_what_no_list_leaves_out_should_be_converted() -> None:
+    model = low(lambda name: name == "layers.4.up_proj")
+    assert said(gnmr.audit(model, lists={"filter_fqns": ["lm_head"]})) == [("not converted", "layers.4.up_proj")]
+    assert gnmr.audit(model, lists={"filter_fqns": ["lm_head", "layers.4.up_proj"]}).sound
+    found = gnmr.audit(low(), lists={"fqns": ["up_proj"]})
+    assert said(found) == [("not applied", "layers.0.down_proj")] and len(found.findings[0].where) == 12
+    assert "no entry names it" in lines(found)
+
+
+def test_modules_without_a_gemm_and_names_of_other_versions_are_no_misses() -> None:
+    given = {"modules_to_not_convert": ["lm_head", "embed_tokens"], "filter_fqns": ["output", "lm_head", "norm"]}
+    assert gnmr.audit(low(), lists=given).sound
+    assert said(gnmr.audit(low(), lists={"filter_fqns": ["output"]}))[0] == ("no match", "filter_fqns 'output'")
+
+
+def test_our_own_export_is_sound() -> None:
+    names = [f"layers.{i}.{n}" for i in range(12) for n in ("attention.wq", "feed_forward.w1")]
+    ours = [f"layers.{i}.{n}" for i in range(12) for n in ("self_attn.q_proj", "mlp.gate_proj")]
+    pins = {ours[2]: ["fprop"], ours[3]: ["fprop"], ours[6]: ["fprop"]}
+    plan = PinPlan(operators=dict.fromkeys(ours, (8, 8)), low="fp8_hybrid", recovery="bf16", pins=pins)
+    text = torchtitan_float8(plan).text
+    entries = [line.strip(' ",') for line in text.splitlines() if line.startswith("    ")]
+    model = nn.ModuleDict({"output": nn.Linear(8, 8)})
+    for name in names:
+        at: nn.Module = model
+        for part in name.split(".")[:-1]:
+            if part not in dict(at.named_children()):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.add_module(name.split(".")[-1], nn.Linear(8, 8))
+    found = gnmr.audit(model, lists={"filter_fqns": entries})
+    assert found.sound, lines(found)
+
+
+def test_heads_and_routers_and_tied_heads_in_low_precision() -> None:
+    model = net(tied=True, router=True)
+    spec = PathSpec(low="int4", recovery=None, targets=["*_proj", "router", "lm_head"])  # formats pass over nothing
+    convert(model, spec)
+    assert said(gnmr.audit(model)) == [("router", "router"), ("tied head", "lm_head")]
+    model = net()
+    convert(model, PathSpec(low="int4", recovery=None, targets=["*_proj", "lm_head"]))
+    found = gnmr.audit(model)
+    assert said(found) == [("head", "lm_head")] and "the output head is in" in lines(found)
+    assert gnmr.audit(model, lists={"targets": ["*_proj", "lm_head"]}).sound, "who names it wants it"
+    assert torch.is_tensor(model.lm_head.weight)

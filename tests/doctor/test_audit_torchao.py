@@ -1,0 +1,194 @@
+"""The audit on torchao's float8 and MX training, emulated: planted mistakes by their names, silence on sound models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from audited import audited, lines, net, said
+from torch import nn
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchao")]
+UP = "layers.1.up_proj"
+
+
+def float8(
+    model: nn.Module, recipe: str = "tensorwise", keep: Callable[[str], bool] = lambda name: name == "lm_head"
+) -> nn.Module:
+    """`keep`: names that stay in 16 bits."""
+    ao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    converted: nn.Module = ao.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _module, name: not keep(name)
+    )
+    return converted
+
+
+def mx(model: nn.Module, keep: str = "lm_head", **options: Any) -> nn.Module:
+    ao = pytest.importorskip("torchao.prototype.moe_training.config", reason="torchao is not installed")
+    from torchao.quantization import quantize_
+
+    config = ao.MXFP8TrainingOpConfig.from_recipe(ao.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    config = replace(config, **options)
+    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != keep)
+    return model
+
+
+# ---- sound models ----
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_sound_float8(recipe: str) -> None:
+    found = audited(float8(net(bias=True), recipe), lists={"filter_fqns": ["lm_head"]})
+    assert found.sound, lines(found)
+    row = next(row for row in found.rows if row.operator == UP)
+    assert row.kind == "torchao float8" and 25 < row.measured["fprop"]["input"][0] < 40
+    assert row.measured["dgrad"]["grad_output"][0] < 40, "seen where the GEMM reads it, in backward"
+    kept = recipe == "rowwise_with_gw_hp"
+    assert math.isinf(row.measured["wgrad"]["grad_output"][0]) == kept == (row.precision["wgrad"] == "bf16")
+
+
+@pytest.mark.parametrize("wgrad_with_hp", [False, True])
+def test_sound_mx(wgrad_with_hp: bool) -> None:
+    found = audited(mx(net(), wgrad_with_hp=wgrad_with_hp), recipe=None if wgrad_with_hp else "mxfp8")
+    assert found.sound, lines(found)
+    row = next(row for row in found.rows if row.operator == UP)
+    assert row.kind == "torchao mx" and row.precision["dgrad"] == "e4m3/mx x e4m3/mx"
+    assert 25 < row.measured["fprop"]["weight"][0] < 40
+    assert math.isinf(row.measured["wgrad"]["input"][0]) == wgrad_with_hp
+
+
+def test_sound_mx_linears() -> None:
+    ao = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear", reason="torchao is not installed")
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    model = net(bias=True)
+    for block in model.layers:
+        plain, sizes = block.up_proj, (block.up_proj.in_features, block.up_proj.out_features)
+        block.up_proj = ao.MXFP8Linear(*sizes, kernel_preference=KernelPreference.EMULATED)
+        block.up_proj.load_state_dict(plain.state_dict())
+        block.up_proj.to(plain.weight.dtype)
+    found = audited(model)
+    assert found.sound, lines(found)
+    assert [row.kind for row in found.rows].count("torchao mx") == 3
+
+
+# ---- planted mistakes ----
+
+
+def test_the_head_was_left_in() -> None:
+    assert said(audited(float8(net(), keep=lambda _name: False))) == [("head", "lm_head")]
+
+
+def test_a_list_was_not_applied() -> None:
+    found = audited(float8(net(), keep=lambda _name: False), lists={"filter_fqns": ["lm_head", "layers.2."]})
+    assert said(found) == [("not applied", "layers.2.up_proj"), ("not applied", "lm_head"), ("head", "lm_head")]
+
+
+def test_a_text_matched_more_than_it_says() -> None:
+    given = ["lm_head", "layers.1"]
+    found = audited(
+        float8(net(blocks=12), keep=lambda name: any(text in name for text in given)), lists={"filter_fqns": given}
+    )
+    assert said(found) == [("substring", "filter_fqns 'layers.1'")] and "'layers.1.'" in lines(found)
+
+
+def test_one_operator_was_left_out() -> None:
+    found = audited(float8(net(blocks=5), keep=lambda name: name in ("lm_head", "layers.2.up_proj")))
+    assert said(found) == [("odd one out", "layers.2.up_proj")], lines(found)
+
+
+def test_the_router_was_left_in() -> None:
+    assert said(audited(float8(net(router=True)))) == [("router", "router")]
+
+
+def test_a_tied_head_was_left_in() -> None:
+    found = audited(float8(net(tied=True), keep=lambda _name: False))
+    assert said(found) == [("tied head", "lm_head")] and "shares its weight with embed_tokens" in lines(found)
+
+
+def test_a_wrapped_tied_head_is_two_parameters() -> None:
+    found = audited(mx(net(tied=True), keep=""))
+    assert ("tied head", "lm_head") in said(found) and "two gradients, one weight" in lines(found), lines(found)
+
+
+def test_another_recipe_is_in_force() -> None:
+    found = audited(float8(net()), recipe="mxfp8")
+    assert {finding.kind for finding in found.findings} == {"another recipe"} and len(found.findings) == 3
+
+
+def broken_cast(monkeypatch: pytest.MonkeyPatch, of: str, change: Callable[..., Any], only: int | None = None) -> None:
+    """Changes what torchao's float8 casts of one operand give; `only`: for weights of so many rows or columns."""
+    module = pytest.importorskip("torchao.float8.float8_linear", reason="torchao is not installed")
+    sound = module.hp_tensor_to_float8_dynamic
+
+    def cast(x: Any, dtype: Any, *rest: Any, **more: Any) -> Any:
+        found = sound(x, dtype, *rest, **more)
+        return change(x, dtype, found, rest, more) if more["gemm_input_role"].name == of else found
+
+    monkeypatch.setattr(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@pytest.mark.parametrize("role", ["INPUT", "WEIGHT", "GRAD_OUTPUT"])
+def test_a_scale_is_wrong_by_two(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def saturating(x: Any, dtype: Any, found: Any, rest: Any, more: Any) -> Any:
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+        return hp_tensor_and_scale_to_float8(
+            x, found._scale * 2, dtype, rest[0], more["gemm_input_role"], more["axiswise_dim"]
+        )
+
+    broken_cast(monkeypatch, role, saturating)
+    found = audited(float8(net()))
+    assert {finding.kind for finding in found.findings} == {"scale"}, lines(found)
+    assert "cast under 0.5 times the right scale" in lines(found) and role.lower() in found.findings[0].where[0]
+
+
+def test_a_scale_is_not_multiplied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(_x: Any, _dtype: Any, found: Any, _rest: Any, _more: Any) -> Any:
+        found._scale = found._scale / 2
+        return found
+
+    broken_cast(monkeypatch, "GRAD_OUTPUT", twice)
+    found = audited(float8(net()))
+    assert {finding.kind for finding in found.findings} == {"scale"}, lines(found)
+    assert "the GEMM reads 2 times the tensor" in lines(found)
+
+
+def test_an_operand_is_never_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_cast(monkeypatch, "INPUT", lambda x, *_rest: x)
+    broken_cast(monkeypatch, "WEIGHT", lambda x, *_rest: x)
+    broken_cast(monkeypatch, "GRAD_OUTPUT", lambda x, *_rest: x)
+    found = audited(float8(net()))
+    assert {finding.kind for finding in found.findings} == {"never quantized"}, lines(found)
+    places = {where.split(" ", 1)[1] for finding in found.findings for where in finding.where}
+    assert len(places) == 6, "every operand of every GEMM"
+
+
+def test_inputs_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clipped(x: Any, dtype: Any, found: Any, rest: Any, more: Any) -> Any:
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+        scale = 448 / (3 * x.float().std())
+        return hp_tensor_and_scale_to_float8(x, scale, dtype, rest[0], more["gemm_input_role"], more["axiswise_dim"])
+
+    model = net()
+    broken_cast(monkeypatch, "INPUT", clipped)
+    found = audited(float8(model))
+    assert {finding.kind for finding in found.findings} <= {"saturated", "scale"} and not found.sound, lines(found)
+    assert "of its elements" in lines(found)
+
+
+def test_mx_drops_the_bias_of_a_wrapped_weight() -> None:
+    """pytorch/ao issue 4846; where it is fixed there is nothing to find."""
+    found = audited(mx(net(bias=True)))
+    assert found.sound or (
+        said(found) == [("output", "layers.0.up_proj fprop output")] and "lacks the bias" in lines(found)
+    )
+
+
+def test_a_head_in_mx() -> None:
+    assert ("head", "lm_head") in said(audited(mx(net(), keep="")))
