@@ -218,8 +218,8 @@ class Unpacked:
     def told(self, text: object) -> str:
         """The text as it is shown: PACK/RUN instead of the temporary folder."""
         line = str(text)
-        for folder, pack in self.packs.items():
-            line = line.replace(str(folder), str(pack))
+        for folder in sorted(self.packs, key=lambda one: len(str(one)), reverse=True):  # .../1 begins .../10 too
+            line = line.replace(str(folder), str(self.packs[folder]))
         return line
 
 

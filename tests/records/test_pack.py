@@ -22,7 +22,7 @@ from gnmr.errors import UserError
 from gnmr.records import pack
 from gnmr.records.files import replace_text
 from gnmr.records.ledger import check_records, left_out, write
-from gnmr.records.pack import ABOUT, is_pack, unpacked, write_pack
+from gnmr.records.pack import ABOUT, Unpacked, is_pack, unpacked, write_pack
 
 FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
 part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))
@@ -277,3 +277,10 @@ def test_a_report_of_a_pack_is_that_of_the_folders(
     shutil.rmtree(runs)
     assert main(["report", str(out), "--no-plots"]) == 0
     assert (tmp_path / "some" / "report" / "report.md").exists()
+
+
+def test_every_pack_is_told_by_its_own_name(tmp_path: Path) -> None:
+    """Of more than ten packs too, whose folders' names begin alike."""
+    packs = {tmp_path / str(number): Path(f"pack{number}.parquet") for number in range(12)}
+    found = Unpacked(packs=packs)
+    assert [found.told(folder / "run") for folder in packs] == [f"{pack}/run" for pack in packs.values()]
