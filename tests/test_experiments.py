@@ -270,7 +270,7 @@ def test_no_scale_is_left_out():
 
 
 def test_the_transient_scale_is_the_maps_cell():
-    """The words with which the cell was run (docs/evidence.md)."""
+    """The words with which the cell was run (docs/log.md)."""
     cell = "paths.low=int4 paths.site=forward model.outlier_channels.number=0 stress.kind=noise stress.rate=5"
     words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "stress.magnitude=8"]
     ours = compose("experiment=act_quant_stress", "scale=cpu_transient")

@@ -3,7 +3,7 @@
 A page a claim and README.md, an overview; nothing in them but what the records say, so that the same records give the
 same files. A number in another text is marked, and is filled in by its name:
 
-    <!-- result: table11/gap/difference -->-18.7 %<!-- / -->
+    <!--=table11/gap/difference-->-18.7 %<!--/-->
 
 Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what is the family's: `numbers` has them.
 """
@@ -32,7 +32,7 @@ from gnmr.report.routability import routability_of
 from gnmr.report.runs import Run, load
 from gnmr.report.statistics import LEVEL, POWER, as_percent, stat
 
-_MARK = re.compile(r"(<!-- result: ([^>\n]+?) -->)(.*?)(<!-- / -->)")
+_MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _HEAD = "<!-- made from the records by gnmr report claims=...; do not edit -->"
 _PHASES = {"end": "at the end", "low": "after the arm's steps", "healed": "after healing in 16 bits"}
 
@@ -231,15 +231,15 @@ def _row_numbers(row: Row) -> dict[str, str]:
         told["difference"], told["interval"] = _relative(one.estimate), _between(*map(_relative, one.interval))
     if row.closed is not None:
         share, interval = row.closed
-        told["closed"] = f"{100 * share:.0f} %"
-        told["closed_interval"] = "" if interval is None else _between(*(f"{100 * end:.0f}" for end in interval))
+        told["closed"] = f"{_whole(share)} %"
+        told["closed_interval"] = "" if interval is None else _between(*map(_whole, interval))
     return told | {"p": _p(row.p), "p_equal": _p(row.p_equal), "verdict": row.verdict, "tested": str(row.n)}
 
 
 def _family_numbers(one: Tested) -> dict[str, str]:
     family = one.family
     model, gap = family.fit, family.gap
-    first, whole = family.smallest(), family.smallest(len(family.rows))
+    first, whole = (family.smallest(tests) if family.gate else None for tests in (1, len(family.rows)))
     return {
         "n": str(family.n),
         "gap": NOTHING if gap is None else f"{gap.estimate:.3f} nats",
@@ -259,10 +259,11 @@ def _power(one: Tested) -> list[str]:
     notes = [f"Positive control, one test before all others: {what}, a gap of {told['gap']} ({told['cost']}): {shown}."]
     if model is not None:
         of_gap = f", {100 * model.sd / family.gap.estimate:.0f} % of the gap" if family.gap and family.gate else ""
-        notes.append(
-            f"n = {told['n']}; residual sd {told['sd']}{of_gap}, {model.freedom} degrees of freedom. Smallest effect "
-            f"that is shown with {100 * POWER:.0f} % power: {told['smallest']} of the gap by one test, "
-            f"{told['smallest_in_family']} as the first of {len(family.rows)} by Holm."
+        notes.append(f"n = {told['n']}; residual sd {told['sd']}{of_gap}, {model.freedom} degrees of freedom.")
+    if told["smallest"] != NOTHING:
+        notes[-1] += (
+            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {told['smallest']} of the gap by one "
+            f"test, {told['smallest_in_family']} as the first of {len(family.rows)} by Holm."
         )
     if one.cells:
         same = alike(one.cells)
@@ -352,7 +353,11 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
 
 
 def _relative(difference: float) -> str:
-    return f"{as_percent(difference):+.1f} %"
+    return f"{round(as_percent(difference), 1) + 0.0:+.1f} %"  # + 0.0: no -0
+
+
+def _whole(share: float) -> str:
+    return str(round(100 * share))
 
 
 def _between(low: str, high: str) -> str:

@@ -47,7 +47,7 @@ def written(write_run: Write, tmp_path: Path) -> Path:
     with (tmp_path / "pack.parquet").open("wb") as file:
         write_pack(file, folders)
     (tmp_path / "claims.yaml").write_text(CLAIMS)
-    (tmp_path / "text.md").write_text("It ends <!-- result: one/gnmr/difference -->?<!-- / --> lower.\n")
+    (tmp_path / "text.md").write_text("It ends <!--=one/gnmr/difference-->?<!--/--> lower.\n")
     return tmp_path / "claims.yaml"
 
 
@@ -62,7 +62,7 @@ def test_pages_and_marked_numbers_are_written(written: Path) -> None:
     pairs = zip(PERPLEXITY["int4_int8"], PERPLEXITY["int4"], strict=True)
     difference = (math.prod(mine / theirs for mine, theirs in pairs) ** (1 / 3) - 1) * 100
     assert (written.parent / "text.md").read_text() == (
-        f"It ends <!-- result: one/gnmr/difference -->{difference:+.1f} %<!-- / --> lower.\n"
+        f"It ends <!--=one/gnmr/difference-->{difference:+.1f} %<!--/--> lower.\n"
     )
     overview = (written.parent / "results" / "README.md").read_text()
     assert "[one](one.md)" in overview and "| one | shown |" in overview
@@ -117,7 +117,7 @@ def test_mistakes_in_claims_are_one_line(written: Path, old: str, new: str, told
 
 
 def test_a_mark_that_names_no_number(written: Path) -> None:
-    (written.parent / "text.md").write_text("<!-- result: one/gnmr/diference --><!-- / -->")
+    (written.parent / "text.md").write_text("<!--=one/gnmr/diference--><!--/-->")
     with pytest.raises(UserError, match=r"text\.md: 'one/gnmr/diference' is no result: did you mean one/gnmr/differ"):
         quiet(written)
 
@@ -150,6 +150,10 @@ def test_the_claims_of_this_project_are_well_formed() -> None:
     found = claims_file.read(ROOT / "docs" / "claims.yaml")
     assert {"table11", "broken_20_steps", "saved_cells"} <= set(found.claims)
     assert all((ROOT / "docs" / "results" / f"{name}.md").exists() for name in found.claims)
+
+
+def test_the_evidence_is_a_short_page() -> None:
+    assert len((ROOT / "docs" / "evidence.md").read_bytes()) <= 10_240
 
 
 @pytest.mark.slow
