@@ -8,6 +8,7 @@ controller.step()          # before clipping and optimizer.step()
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
 from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
 from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
-from gnmr.controller.norms import Distinct
+from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
@@ -216,7 +218,7 @@ class AttachedController(Controller):
         self._end()
         return found
 
-    def true_gap(self, backward: Callable[[], None]) -> Tensor:
+    def true_gap(self, backward: Callable[[], object]) -> Tensor:
         """The evidence `true_gap`: the gradients of both paths on one batch (corollary 1), (U,).
 
         Call it before the step's own passes. `backward` runs them, forward and backward, and is called once a path.
@@ -226,7 +228,7 @@ class AttachedController(Controller):
         gradients: list[list[list[Tensor]]] = []
         distinct = Distinct(unit.parameters for unit in self.units)
         devices = [self._device] if self._device.type == "cuda" else []
-        with self._unmeasured():
+        with self.unmeasured():
             for recovering in (False, True):
                 # Dropout draws in each of them what the step will draw.
                 with self.plan.no_side_effects(), torch.random.fork_rng(devices):
@@ -251,8 +253,70 @@ class AttachedController(Controller):
             )
         )
 
+    def explain(
+        self,
+        loss_of_batch: Callable[[], Tensor],
+        *,
+        loss: float | None = None,
+        usual: tuple[float, float] | None = None,
+    ) -> Verdict:
+        """What is to blame for the step whose gradients are there now: data, precision (of which units) or chance.
+
+        Call it between the step's last backward pass and `step`, for a step that spikes or is not finite.
+
+            if not loss.isfinite() or loss > 2 * usual_loss:
+                print(controller.explain(lambda: model(batch).loss, loss=loss.item(), usual=(usual_loss, usual_norm)))
+
+        Args:
+            loss_of_batch: runs the forward passes of the step, and returns its mean loss.
+            loss: of the step as it was seen; None: that of the first repetition.
+            usual: loss and gradient norm of ordinary steps. ValueError where it is missing and the loss is finite.
+
+        Takes four times the step's time at the most, a third of it for a loss that is not finite in 16 bits either.
+        Gradients, generators, buffers, paths and history are afterwards as they were. Dropout draws anew, so passes
+        that differ by less than a quarter are called equal. Waits for the device. See docs/blame.md.
+        """
+        self._follow()
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        kept = [p.grad for p in parameters]
+        distinct = Distinct(unit.parameters for unit in self.units)
+        norm = float(gradient_norms(parameters).square().sum().sqrt())
+        of_units = UnitNorms(distinct.groups)
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        def both() -> Seen:
+            value = loss_of_batch()
+            value.backward()
+            units = distinct.of_each(of_units()[0]).cpu().numpy()
+            found = Seen(float(value.detach()), float(gradient_norms(parameters).square().sum().sqrt()), units)
+            clear()
+            return found
+
+        again = Again(self.plan, Start.of(self.plan, self._device), self._device, loss_of_batch, both)
+        clear()
+        try:
+            with replaying(self.plan, self._model, self.unmeasured(), self._device):
+                if loss is None:
+                    loss = again.loss()
+                if not math.isfinite(loss):
+                    return find_nonfinite(again, self.t + 1)
+                if usual is None and math.isfinite(norm):
+                    raise ValueError(
+                        "usual: give loss and gradient norm of ordinary steps, or nothing says what is gone"
+                    )
+                levels = NO_LEVEL, NO_LEVEL
+                if usual is not None:
+                    levels = Level(usual[0], 1.2 * usual[0]), Level(usual[1], 1.2 * usual[1])
+                return explain(again, Seen(loss, norm), levels, self.t + 1, same=0.25)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
     @contextmanager
-    def _unmeasured(self) -> Iterator[None]:
+    def unmeasured(self) -> Iterator[None]:
         """Inside, passes leave nothing in the probe and in norms of outputs."""
         watching = [
             one
@@ -274,6 +338,10 @@ class AttachedController(Controller):
         self._end()
         self._begin()
         return super().apply(host)
+
+    def begin_again(self) -> None:
+        """The step that was undone begins again for the paths too."""
+        self._begin()
 
     def discard(self) -> None:
         """As `Controller.discard`, with what the paths measured and remember of the step."""

@@ -165,11 +165,13 @@ _OUTSIDE_THE_HASH = (
     "records.wandb_project",
     "records.wandb_every",
     "records.monitor",
+    "records.verdicts",
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
 # Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
 _CAME_LATER = {
     "controller.warmup_path": "recovery",
+    "controller.nonfinite": "find",  # before: keep; differs where a loss is not finite alone
     "controller.budget": None,
     "controller.cost": "gemm",
     "base": None,

@@ -69,6 +69,9 @@ class ControllerConfig:
     """Steps for which a triggered unit stays a candidate."""
     hold: int = 1
     """Steps for which a chosen set stays in force; 1: a new choice in every step (section 3)."""
+    nonfinite: str = "find"
+    """Where the loss is not finite: find (the operators whose low path did it go on the recovery path, and the step is
+    tried again once), keep (the set stays as it is) or order (the paper's bare rule: equal risks go by unit order)."""
     eps: float = 1e-8
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
@@ -82,6 +85,7 @@ class ControllerConfig:
         one_of(("parameters", "adapter", "input_grad"), observe=self.observe)
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
+        one_of(("find", "keep", "order"), nonfinite=self.nonfinite)
         if self.max_o is None:
             require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
         numbers = fields(self, "delta", "t_lock", "hold", "eps", "trigger")
@@ -128,7 +132,7 @@ class ControllerConfig:
         same = ("signal", "options", "observe", "routing", "trigger", "delta", "eps", "t_lock", "hold", "budget")
         measured = self.budget is not None and self.cost not in COSTS
         return ControlSpec(
-            **{name: getattr(self, name) for name in (*same, "warmup_path")},
+            **{name: getattr(self, name) for name in (*same, "warmup_path", "nonfinite")},
             alpha=threshold("alpha"),
             beta=threshold("beta"),
             warmup_steps=self.warmup_steps(steps),

@@ -50,6 +50,8 @@ class RecordsConfig:
     monitor: list[str] = field(default_factory=list)
     """Modules outside of the units whose gradient norms steps.jsonl keeps, as paths.targets: what a recipe leaves in 16
     bits is watched and never routed. It costs nothing."""
+    verdicts: bool = True
+    """A step that spikes or is not finite is run again, to say what is to blame (gnmr/blame.py, docs/blame.md)."""
     live: str = "auto"
     """auto: a live view on a terminal, else plain lines; plain; off."""
     plain_every: int = 20

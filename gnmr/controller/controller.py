@@ -43,7 +43,8 @@ class Event:
     """promote or release."""
     cause: str
     """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
-    of the largest risks of a ranked signal, under its threshold), nonfinite or warmup;
+    of the largest risks of a ranked signal, under its threshold), nonfinite, retry (`Controller.promote`: in force in
+    this very step) or warmup;
     release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be spent) or warmup
     (it ended)."""
     risk: float | None
@@ -91,6 +92,17 @@ class Decision:
         if threshold is None:
             return 0
         return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A controller before a step (`Controller.mark`)."""
+
+    t: int
+    lock: Tensor
+    chosen: Tensor
+    risk: Tensor
+    signal: Mapping[str, Tensor]
 
 
 def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
@@ -188,7 +200,7 @@ class Controller:
 
     If all observed risks are Inf (a loss scale overflowed, or the loss itself is not finite) and they are more than
     max_o, set and locks stay as they are. **Choice**: the paper says nothing of such steps, and ranking equal risks by
-    unit order would mean nothing.
+    unit order would mean nothing; `spec.nonfinite="order"` does it all the same.
 
     Works with no file system, no configuration library and no process group. ValueError for values without sense.
     """
@@ -240,6 +252,7 @@ class Controller:
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
         self._chosen = self._recoverable & (self.warmup_steps > 0)  # what `apply` will have made of it
+        self._risk = torch.zeros(len(units), dtype=torch.float64, device=self._device)  # of the last step
         self._pending: list[Event] = []
         self._advised = False
         if self.warmup_steps > 0:
@@ -352,13 +365,52 @@ class Controller:
         reads = getattr(self.signal, "reads", None)
         return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
 
+    def mark(self) -> Mark:
+        """What `observe` changes, as it is now: `undo` takes it back. Copies nothing of our signals; does not wait."""
+        state = self.signal.state_dict()
+        return Mark(
+            self.t,
+            self._lock,
+            self._chosen,
+            self._risk,
+            state if isinstance(self.signal, SignalBase) else deepcopy(state),
+        )
+
+    def undo(self, mark: Mark) -> None:
+        """Takes back an `observe` whose packet was not applied: the step begins again."""
+        self.t, self._lock, self._chosen, self._risk = mark.t, mark.lock, mark.chosen, mark.risk
+        self.signal.load_state_dict(dict(mark.signal))
+
+    def promote(self, names: Iterable[str]) -> bool:
+        """Puts these units on the recovery path at once, between two steps, in the places of the least risky ones.
+
+        False, and nothing changes, where they are more than max_o or the budget allow, or one has no recovery path.
+        They are locked like any unit that was over its threshold; the events (cause "retry") come with the next
+        decision. Waits for the device. KeyError for a name that is no unit's.
+        """
+        places = {name: i for i, name in enumerate(self.names)}
+        wanted = flags([i in {places[name] for name in names} for i in range(len(self.units))], self._device)
+        stay = torch.where(self._chosen, self._risk.nan_to_num(posinf=1.0).clamp(min=TINY), 0.0)
+        state = self._recoverable, self._lock, self.max_o, self.t_lock
+        risk = torch.where(wanted, torch.inf, stay)
+        choice = decide(risk, wanted | self._chosen, *state, 0.0, self._budget)
+        if bool((wanted & ~choice.active).any()):
+            return False
+        before, self._chosen = self._active, choice.active
+        self._lock = torch.where(wanted, self.t_lock, self._lock * choice.active)
+        events: list[Event] = []
+        self._switch(choice.active.cpu().numpy(), self.t + 1, None, None, events)
+        full = "max_o" if self._budget is None or int(before.sum()) >= self.max_o else "budget"
+        self._pending += [replace(one, cause="retry" if one.event == "promote" else full) for one in events]
+        return True
+
     @torch.no_grad()
-    def observe(self, evidence: Evidence) -> HostPacket:
+    def observe(self, evidence: Evidence, keep: bool = False) -> HostPacket:
         """Risk and choice of this step, (U,) each, as a packet for the host. Does not wait for the device.
 
         For loops that send other numbers to the host in the same transfer (`HostPacket.add`), for replay and for
         foreign norms; hand `to_host()` of it to `apply`. `evidence`: norm (U,) float64, observed (U,) bool and what
-        `needs` names.
+        `needs` names. `keep`: set and locks stay as they are, whatever the risks (no unit is to blame).
         """
         self._check_evidence(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
@@ -375,9 +427,9 @@ class Controller:
             choice = decide(risk, observed, *state, trigger, self._budget)
             if (self.t - max(self.warmup_steps, 1)) % self.hold:
                 choice = self._held(choice, risk, observed)
-            if not finite:
-                choice = self._unless_all_infinite(choice, risk, observed)
-        self._lock, self._chosen = choice.lock, choice.active
+            if keep or (not finite and self.spec.nonfinite != "order"):
+                choice = self._unless_all_infinite(choice, risk, observed, keep)
+        self._lock, self._chosen, self._risk = choice.lock, choice.active, risk.double()
         return HostPacket(
             {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
             | choice._asdict()
@@ -399,11 +451,14 @@ class Controller:
         risk, *columns = tensors
         return risk, columns
 
-    def _unless_all_infinite(self, choice: Choice, risk: Tensor, observed: Tensor) -> Choice:
-        """If all observed risks are infinite (loss-scale overflow) and more than max_o, keep the current set."""
+    def _unless_all_infinite(self, choice: Choice, risk: Tensor, observed: Tensor, keep: bool) -> Choice:
+        """If all observed risks are infinite (loss-scale overflow) and more than max_o, or to `keep` it, keep the
+        current set."""
         routed = observed & self._recoverable
         # Right after the warm-up more than that may be in force; then the cap comes first.
         stays = (risk.isinf() | ~observed).all() & ~self._may(routed) & self._may(self._chosen)
+        if keep:
+            stays = self._may(self._chosen)
         return choice._replace(
             candidate=choice.candidate | (stays & self._chosen),
             active=torch.where(stays, self._chosen, choice.active),

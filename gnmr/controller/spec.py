@@ -61,6 +61,10 @@ class ControlSpec:
     warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A unit whose
     risk is not finite does not wait: it joins the set at once, in the place of the least risky unit where it is full.
     """
+    nonfinite: str = "find"
+    """What happens where the loss is not finite: keep (set and locks stay as they are, where all risks are Inf and they
+    are more than max_o), find (the same; `gnmr train` also looks for the units whose low path did it, puts them on the
+    recovery path and tries the step again once) or order (the paper's bare rule: equal risks go by unit order)."""
     warmup_steps: int = 0
     """High-fidelity warm-up: in these first steps every recoverable unit is on `warmup_path`, the history builds up
     and nothing is decided."""
@@ -79,6 +83,7 @@ class ControlSpec:
             ("observe", OBSERVE),
             ("routing", ("thresholded", "ranked")),
             ("warmup_path", ("recovery", "16bit")),
+            ("nonfinite", ("find", "keep", "order")),
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")

@@ -50,8 +50,15 @@ class AmaxHistory:
         if self._written:
             self.counts.zero_()
             if self.history is not None:
-                self.history.copy_(self.history.roll(1, dims=2))
+                self.history = self.history.roll(1, dims=2)  # a new tensor: `Plan.mark` keeps the one before
                 self.history[:, :, 0] = 0
+        self._written = False
+
+    def begin_again(self) -> None:
+        """Forgets what was written in this step."""
+        self.counts.zero_()
+        if self.history is not None:
+            self.history[:, :, 0] = 0
         self._written = False
 
     def delayed(self, operator: int, operand: int, steps: int, now: Tensor) -> Tensor:

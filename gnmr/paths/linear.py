@@ -172,7 +172,7 @@ class PathLinear(nn.Linear):
     def _fits_graph(self, input: Tensor) -> bool:
         """Whether no probe or fault is at work, and there is a backward pass in which casts can be counted."""
         measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
-        disturbed = self.fault is not None or bool(measuring)
+        disturbed = self.fault is not None or bool(measuring) or self.shared.watch is not None
         disturbed = disturbed or is_sharded(input, self.weight)  # refused there
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
@@ -184,6 +184,8 @@ class PathLinear(nn.Linear):
         output, prices = self._on_path(input), self.shared.prices
         if prices is not None and prices.enabled and not self.shared.high_precision:
             prices.watch(self, input, output)
+        if self.shared.watch is not None:
+            self.shared.watch(self, input, output)
         return output
 
     def _on_path(self, input: Tensor) -> Tensor:

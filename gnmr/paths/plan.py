@@ -185,6 +185,28 @@ class Plan:
                 operator.put(recovered)
                 operator.fault = fault
 
+    def mark(self) -> tuple[Tensor | None, Tensor | None]:
+        """What a step changes of the paths' state, as it is now, for `back_to`. Does not wait for the device."""
+        generator, amax = self.shared.generator, self.shared.amax
+        return None if generator is None else generator.get_state(), None if amax is None else amax.history
+
+    def back_to(self, mark: tuple[Tensor | None, Tensor | None]) -> None:
+        """Rounding draws what it drew, delayed scales are those of the steps before. For a pass within
+        `no_side_effects`."""
+        state, history = mark
+        self.shared.forget()
+        if self.shared.generator is not None and state is not None:
+            self.shared.generator.set_state(state)
+        if self.shared.amax is not None and history is not None:
+            self.shared.amax.history = history.clone()
+
+    def begin_again(self, mark: tuple[Tensor | None, Tensor | None]) -> None:
+        """The step that began at `mark` begins again; what it wrote is forgotten."""
+        self.back_to(mark)
+        self._collect(into_counts=False)
+        if self.shared.amax is not None:
+            self.shared.amax.begin_again()
+
     def begin_step(self, step: int) -> None:
         """Call before step `step` (from 1) where there are `warmup_steps`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ class SharedState:
     - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
     - `probe`: what measures the paths' errors, if anything does;
     - `prices`: what measures the paths' prices, if anything does;
+    - `watch`: what looks at operators' outputs in a repeated pass (`gnmr.blame`), if anything does;
     - `amax`: counts and magnitudes of what recipes cast (None: the paths are formats, or an engine's);
     - `engine`: what runs the recipes in place of our kernels (Transformer Engine), if anything does.
     """
@@ -49,6 +50,7 @@ class SharedState:
         self.no_side_effects = False
         self.probe: Observer | None = None
         self.prices: PriceObserver | None = None
+        self.watch: Callable[[Any, Tensor, Tensor], None] | None = None
         self._last: Read | None = None
 
     @property
@@ -85,4 +87,4 @@ class SharedState:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what belongs to a step."""
-        return {**self.__dict__, "_last": None, "probe": None, "prices": None}
+        return {**self.__dict__, "_last": None, "probe": None, "prices": None, "watch": None}

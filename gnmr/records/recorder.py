@@ -96,6 +96,11 @@ class Recorder:
         self._writer.events(rows)
         self._view.events(rows)
 
+    def verdict(self, row: dict[str, Any], told: str) -> None:
+        """A row of `EVENT_FIELDS` that says what is to blame for a step, and the line that tells it."""
+        self._writer.events([row])
+        self._view.say(told)
+
     def faults(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `FAULT_FIELDS`, all windows of the run."""
         self._writer.faults(rows)

@@ -9,7 +9,7 @@ A run folder holds
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
     scores.json     what `gnmr eval` wrote of the run, if it did
-    events.jsonl    one `EVENT_FIELDS` row a promotion or release
+    events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
     ratios.rows     `ratio_schema` rows as they are made (gnmr.records.ratios); becomes ratios.parquet when the run ends
                     and is deleted when it is DONE
@@ -88,13 +88,15 @@ SCORE_FIELDS: dict[str, str] = {
 }
 
 EVENT_FIELDS: dict[str, str] = {
-    "step": "step whose norms led to it; in force from the next step on (0: in force from the start)",
-    "unit": "the unit's id",
-    "event": "promote or release",
+    "step": "step whose norms led to it; in force from the next step on (0: in force from the start; cause retry: in "
+    "force in this very step)",
+    "unit": "the unit's id; of a verdict those to blame with spaces between them, null where none is told",
+    "event": "promote, release or verdict",
     "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), rank (a ranked "
-    "signal took it under its threshold), nonfinite or "
-    "warmup; release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be "
-    "spent) or warmup (it ended)",
+    "signal took it under its threshold), nonfinite, retry (the loss was not finite by its low path, and the step was "
+    "tried again with it on the recovery path) or warmup; release: lock (it ran out), max_o (riskier units took the "
+    "places), budget (they took what may be spent) or warmup (it ended); verdict: what is to blame for a spike or a "
+    "loss that is not finite: data, precision or not_reproducible (docs/blame.md)",
     "risk": "R of the unit at that step; null where it has none",
 }
 

@@ -197,8 +197,11 @@ def recovery_totals(events: list[dict[str, Any]], last_step: int) -> Counter[str
     """Steps that each unit spent on the recovery path up to and with `last_step`, by the `EVENT_FIELDS` rows so far."""
     totals: Counter[str] = Counter()
     for row in events:
+        if row["event"] == "verdict":
+            continue
         sign = 1 if row["event"] == "promote" else -1
-        totals[row["unit"]] += sign * (last_step - row["step"])  # in force, or no longer, from the next step on
+        # In force, or no longer, from the next step on; in a step that was tried again at once.
+        totals[row["unit"]] += sign * (last_step - row["step"]) + (row["cause"] == "retry")
     return totals
 
 

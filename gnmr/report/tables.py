@@ -175,6 +175,7 @@ def control(comparison: Comparison) -> Table:
         "backward by the converted linears, mean over steps."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
+    table.notes += [told for arm in comparison.arms if (told := _verdicts(arm))]
     if skipped := [arm.label for arm in comparison.arms if (arm.mean("nonfinite_total") or 0) > 0]:
         table.notes.append(f"Steps skipped for a non-finite loss or gradient: {', '.join(skipped)}.")
     if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
@@ -259,6 +260,16 @@ def _promotions(arm: Arm) -> str:
     told = ", ".join(f"{cause} {number:,}" for cause, number in causes.most_common())
     seeds = f"{len(kept)} seeds" if len(kept) == len(arm.done) else f"{len(kept)} of {len(arm.done)} seeds"
     return f"{arm.label}: {causes.total():,} promotions in {seeds}" + (f" ({told})." if told else ".")
+
+
+def _verdicts(arm: Arm) -> str:
+    """What was to blame for spikes and losses that were not finite, over its runs; nothing where there were none."""
+    rows = [row for run in arm.done for row in run.events if row.get("event") == "verdict"]
+    causes = Counter(str(row.get("cause")).replace("_", " ") for row in rows)
+    units = Counter(name for row in rows for name in str(row.get("unit") or "").split())
+    of = f"; most often {', '.join(name for name, _ in units.most_common(3))}" if units else ""
+    told = ", ".join(f"{cause} {number:,}" for cause, number in causes.most_common())
+    return f"{arm.label}: to blame for {causes.total():,} spikes: {told}{of}." if rows else ""
 
 
 def _what(comparison: Comparison) -> str:

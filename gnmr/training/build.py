@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gnmr import models
 from gnmr.attachment import AttachedController, costs_of, norms_of, units_of
+from gnmr.blame import Levels
 from gnmr.config import Config, PathsConfig
 from gnmr.controller.evidence import PATH_EVIDENCE
 from gnmr.data.batch import Batch
@@ -395,8 +396,8 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
         )
 
 
-def train_step(parts: Parts, controller: AttachedController | None = None) -> TrainStep:
-    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own."""
+def train_step(parts: Parts, controller: AttachedController | None = None, levels: Levels | None = None) -> TrainStep:
+    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own; `levels`: see there."""
     config = parts.config
     return TrainStep(
         parts.model,
@@ -408,6 +409,7 @@ def train_step(parts: Parts, controller: AttachedController | None = None) -> Tr
         and not parts.plan.in_graphs,
         transform=parts.transform,
         monitor=config.records.monitor,
+        levels=levels,
     )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from gnmr.blame import Levels
 from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder
 from gnmr.training.build import Blocks, Parts
 from gnmr.training.checkpoint import Checkpointer
-from gnmr.training.rows import Counters, event_rows, ratio_rows, step_row
+from gnmr.training.rows import Counters, event_rows, ratio_rows, step_row, verdict_row
 from gnmr.training.steps import Steps, heals, validated
 
 
@@ -45,6 +46,8 @@ class Loop:
     counters: Counters
     checkpointer: Checkpointer
     recorder: Recorder
+    levels: Levels = field(default_factory=Levels)
+    """Loss and gradient norm of the last steps."""
     scorer: Scorer | None = None
     """Needed where scores.tasks asks for any."""
 
@@ -56,7 +59,7 @@ class Loop:
     def __call__(self, stop: list[int]) -> tuple[str, str | None]:
         """Steps until the end, or until `stop` holds a signal: ("done", None) or ("interrupted", why)."""
         training, counters, total = self.parts.config.training, self.counters, self.parts.config.total_steps
-        take_step = Steps(self.parts, self.blocks)
+        take_step = Steps(self.parts, self.blocks, self.levels if self.parts.config.records.verdicts else None)
         if counters.step == 0 and self.parts.base is not None:
             self._validate()
         if self._score_is_due():
@@ -98,6 +101,8 @@ class Loop:
         row = step_row(result, counters, time.perf_counter() - began, healing)
         self.recorder.step(row, None if healing else ratio_rows(result.decision))
         self.recorder.events(event_rows(result.decision))
+        if result.verdict is not None:
+            self.recorder.verdict(verdict_row(result.verdict), str(result.verdict))
         if counters.nonfinite_streak >= training.max_nonfinite_streak:
             raise RunFailed(
                 f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; it began at step "
@@ -111,7 +116,8 @@ class Loop:
 
     def _save(self) -> None:
         records = self.recorder.sync()
-        host = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict(), "records": records}
+        host: dict[str, Any] = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict()}
+        host |= {"records": records, "levels": [list(pair) for pair in self.levels.seen]}
         self.checkpointer.save(self.counters.step, host)
 
     def _score_is_due(self) -> bool:

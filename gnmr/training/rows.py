@@ -11,6 +11,7 @@ import torch
 
 import gnmr
 from gnmr import models
+from gnmr.blame import Verdict
 from gnmr.controller import Decision
 from gnmr.paths import Window
 from gnmr.paths.plan import described
@@ -73,6 +74,12 @@ def step_row(result: StepResult, counters: Counters, seconds: float, healing: bo
         "nonfinite_unit": result.nonfinite_unit,
         "step_time_s": seconds,
     }
+
+
+def verdict_row(verdict: Verdict) -> dict[str, Any]:
+    """A row of `records.schema.EVENT_FIELDS`."""
+    units = " ".join(verdict.units) or None
+    return {"step": verdict.step, "unit": units, "event": "verdict", "cause": verdict.cause, "risk": None}
 
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from gnmr.blame import Levels
 from gnmr.config import Config, config_hash
 from gnmr.data.packing import PackedBlocks
 from gnmr.errors import RunFailed, UserError
@@ -122,11 +123,12 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     if isinstance(blocks, PackedBlocks):
         say(blocks.packing.summary)
     checkpointer = _checkpointer(parts)
-    counters, counted = Counters(), None
+    counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
         host = checkpointer.load(newest)
         counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
+        levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         say(f"continuing after step {newest} of {folder}")
     started_before = stored(folder / "steps.jsonl") is not None
 
@@ -143,7 +145,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             )
             if parts.stress:
                 recorder.faults(fault_rows(parts))
-            loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, scorer)
+            loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
             looping = True
             with signals_collected() as stop:
                 status, reason = loop(stop)

@@ -6,6 +6,9 @@
 
 Nothing waits for the device until the one transfer at the end, which brings the loss, the norms and the controller's
 choice to the host together.
+
+Where they show a loss that is not finite, or a spike, the step is run again to see what is to blame (`gnmr.blame`). The
+optimizer has left the weights alone then, by the same selection on the device, so this is still before its step.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.attachment import AttachedController
+from gnmr.blame import NO_LEVEL, Again, Level, Levels, Seen, Start, Verdict, explain, find_nonfinite, replaying
 from gnmr.controller import Controller, Decision
+from gnmr.controller.controller import Mark
 from gnmr.controller.evidence import UpdateNorms, spike_share
 from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.controller.packet import HostPacket
 from gnmr.data.batch import Batch, model_inputs
 from gnmr.models import Decoder
 from gnmr.names import select
@@ -59,6 +66,33 @@ class StepResult:
     """`Plan.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
     """Saturated elements, and Inf or NaN, by operand, of all operators (`Plan.saturation`); empty under formats."""
+    verdict: Verdict | None = None
+    """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
+
+
+@dataclass
+class _Taken:
+    """A step that was taken, before the controller's choice is in force."""
+
+    host: dict[str, np.ndarray]
+    loss: Tensor
+    statistics: dict[str, Tensor]
+    saved: int | None
+    predicted: int | None
+    spent: tuple[float, float] | None
+    saturation: dict[str, Tensor]
+    evidence: dict[str, Tensor]
+    alone: dict[str, Tensor]
+    """What the packet holds besides the controller's own."""
+    skip: Tensor
+    """Without the spike, which only puts the optimizer off."""
+    factor: float
+    gradients: list[Tensor | None]
+    """As the optimizer reads them, of a step that it may have been put off in; else none."""
+
+    @property
+    def nonfinite(self) -> bool:
+        return bool(self.host["nonfinite"])
 
 
 def loss_of(model: nn.Module, batch: Tensor | Batch) -> Tensor:
@@ -121,10 +155,13 @@ class TrainStep:
         measure_saved: bool = True,
         transform: Transform | None = None,
         monitor: Sequence[str] = (),
+        levels: Levels | None = None,
     ) -> None:
-        """`monitor`: patterns of modules outside of the units whose norms every result shall hold."""
+        """`monitor`: patterns of modules outside of the units whose norms every result shall hold. `levels`: of the
+        steps before; given, a step that spikes or is not finite gets a verdict."""
         self.model, self.controller, self.optimizer = model, controller, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
+        self.levels = levels
         self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
@@ -147,12 +184,45 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[Tensor | Batch], lr: float) -> StepResult:
         """Takes one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
 
-        The gradient is that of the mean over all targets of the step. Waits for the device once.
+        The gradient is that of the mean over all targets of the step. Waits for the device once; more often in a step
+        that spikes or is not finite.
         """
+        controller, levels = self.controller, (NO_LEVEL, NO_LEVEL) if self.levels is None else self.levels.now()
+        start, mark = Start.of(controller.plan, self.parameters[0].device), controller.mark()
+        taken, verdict = self._take(micro_batches, lr, levels), None
+        if self._looks_again(taken, levels):
+            taken, verdict = self._blame(taken, micro_batches, lr, levels, start, mark)
+        host = taken.host
+        loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
+        if self.levels is not None:
+            self.levels.add(loss, grad_norm)
+        where = None
+        if taken.nonfinite:
+            where = self._first_nonfinite(loss, host["norms"], micro_batches)
+        return StepResult(
+            loss=loss,
+            grad_norm_pre_clip=grad_norm,
+            skipped=bool(host["skip"]),
+            nonfinite_unit=where,
+            saved_bytes=taken.saved,
+            saved_bytes_predicted=taken.predicted,
+            lr=lr * taken.factor,
+            decision=controller.apply(host),
+            statistics={name: float(host[f"statistic/{name}"]) for name in taken.statistics},
+            monitored={
+                name: float(torch.from_numpy(host["norms"][own]).norm()) for name, own in self._monitored.items()
+            },
+            spent=taken.spent,
+            saturation={name: host[f"saturation/{name}"].tolist() for name in taken.saturation},
+            verdict=verdict,
+        )
+
+    def _take(self, micro_batches: Sequence[Tensor | Batch], lr: float, levels: tuple[Level, Level]) -> _Taken:
+        """Takes the step; the optimizer is put off where the loss or the gradient norm is above its level."""
         controller, step = self.controller, self.controller.t + 1
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
-            evidence["true_gap"] = controller.true_gap(lambda: self._passes(micro_batches))
+            evidence["true_gap"] = controller.true_gap(partial(self._passes, micro_batches))
         loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         norms, present = self._norms()
@@ -175,6 +245,23 @@ class TrainStep:
             clip_gradients(self.parameters, now, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * factor
+        gradients: list[Tensor | None] = []
+        off = skip
+        if levels[0].limit < math.inf:
+            gradients = [p.grad for p in self.parameters]
+            off = skip | (loss.double() > levels[0].limit) | (grad_norm > levels[1].limit)
+        self._update(evidence, off)
+
+        alone = {"loss": loss, "grad_norm": grad_norm, "nonfinite": nonfinite, "skip": skip, "norms": norms}
+        alone |= {f"statistic/{name}": value for name, value in statistics.items()}
+        alone |= {f"saturation/{name}": value for name, value in saturation.items()}
+        host = self._observed(evidence, alone)
+        return _Taken(
+            host, loss, statistics, saved, predicted, spent, saturation, evidence, alone, skip, factor, gradients
+        )
+
+    def _update(self, evidence: dict[str, Tensor], skip: Tensor) -> None:
+        """The optimizer's step, nothing where `skip`; leaves no gradients."""
         if self._updates is not None:
             self._updates.before()
         skip_where(self.optimizer, skip)
@@ -183,35 +270,73 @@ class TrainStep:
         if self._updates is not None:
             evidence["update_norm"] = self._updates.after()
 
-        packet = controller.observe(evidence)
-        packet.add("loss", loss)
-        packet.add("grad_norm", grad_norm)
-        packet.add("nonfinite", nonfinite)
-        packet.add("skip", skip)
-        packet.add("norms", norms)
-        for kind, values in (("statistic", statistics), ("saturation", saturation)):
-            for name, value in values.items():
-                packet.add(f"{kind}/{name}", value)
+    def _observed(
+        self, evidence: dict[str, Tensor], alone: dict[str, Tensor], keep: bool = False
+    ) -> dict[str, np.ndarray]:
+        """The controller's choice from this evidence, and what goes along, on the host."""
+        packet = self.controller.observe(evidence, keep)
+        for name, value in alone.items():
+            packet.add(name, value)
+        return packet.to_host()
+
+    def _looks_again(self, taken: _Taken, levels: tuple[Level, Level]) -> bool:
+        """Whether something is to blame for, and it can be looked for."""
+        plan, host = self.controller.plan, taken.host
+        if plan.shared.engine is not None or plan.shared.high_precision:
+            return False
+        finds = self.controller.spec.nonfinite == "find" and plan.recovery is not None
+        if not math.isfinite(host["loss"]):
+            return finds or self.levels is not None
+        spikes = levels[0].spike(float(host["loss"])) or levels[1].spike(float(host["grad_norm"]))
+        return self.levels is not None and spikes
+
+    def _blame(
+        self,
+        taken: _Taken,
+        micro_batches: Sequence[Tensor | Batch],
+        lr: float,
+        levels: tuple[Level, Level],
+        start: Start,
+        mark: Mark,
+    ) -> tuple[_Taken, Verdict]:
+        """(the step as it counts, what is to blame): it is tried again with the units to blame on the recovery path, or
+        the optimizer takes the step that it was put off in."""
+        controller, plan, device = self.controller, self.controller.plan, self.parameters[0].device
+        loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
+        again = Again(plan, start, device, lambda: self._mean_loss(micro_batches), lambda: self._seen(micro_batches))
+        with replaying(plan, self.model, controller.unmeasured(), device):
+            if not math.isfinite(loss):
+                verdict = find_nonfinite(again, mark.t + 1)
+            else:
+                verdict = explain(again, Seen(loss, norm), levels, mark.t + 1)
+        if math.isfinite(loss):
+            if taken.gradients:
+                for parameter, gradient in zip(self.parameters, taken.gradients, strict=True):
+                    parameter.grad = gradient
+                self._update(taken.evidence, taken.skip)
+            if self._updates is not None:  # the signal may read it
+                controller.undo(mark)
+                taken.host = self._observed(taken.evidence, taken.alone)
+        elif controller.spec.nonfinite == "find":
+            controller.undo(mark)
+            if verdict.units and controller.promote(verdict.units):
+                start.again(plan, device)
+                plan.begin_again(start.plan)
+                controller.begin_again()
+                return self._take(micro_batches, lr, levels), verdict
+            taken.host = self._observed(taken.evidence, taken.alone, keep=verdict.cause != "precision")
+        return taken, verdict
+
+    def _seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
+        """The passes alone, on the host; leaves no gradients."""
+        loss = self._passes(micro_batches)
+        norms, _ = self._norms()
+        self.optimizer.zero_grad(set_to_none=True)
+        number = len(self._of_units.groups)
+        packet = HostPacket({"loss": loss, "norm": norms.square().sum().sqrt()})
+        packet.add("units", self._of_units.of_each(norms[:number]))
         host = packet.to_host()
-        where = None
-        if bool(host["nonfinite"]):
-            where = self._first_nonfinite(float(host["loss"]), host["norms"], micro_batches)
-        return StepResult(
-            loss=float(host["loss"]),
-            grad_norm_pre_clip=float(host["grad_norm"]),
-            skipped=bool(host["skip"]),
-            nonfinite_unit=where,
-            saved_bytes=saved,
-            saved_bytes_predicted=predicted,
-            lr=lr * factor,
-            decision=controller.apply(host),
-            statistics={name: float(host[f"statistic/{name}"]) for name in statistics},
-            monitored={
-                name: float(torch.from_numpy(host["norms"][own]).norm()) for name, own in self._monitored.items()
-            },
-            spent=spent,
-            saturation={name: host[f"saturation/{name}"].tolist() for name in saturation},
-        )
+        return Seen(float(host["loss"]), float(host["norm"]), host["units"])
 
     def _backward(
         self, micro_batches: Sequence[Tensor | Batch]
@@ -243,10 +368,19 @@ class TrainStep:
             spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent
 
-    def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> None:
-        """The forward and backward passes alone."""
+    def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+        """The forward and backward passes alone; the mean loss."""
+        total = torch.zeros((), device=self.parameters[0].device)
         for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
-            (objective_of(self.model, loss_of(self.model, block)) / divisor).backward()
+            loss = loss_of(self.model, block)
+            (objective_of(self.model, loss) / divisor).backward()
+            total = total + loss.detach() / divisor
+        return total
+
+    def _mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+        """The forward passes alone."""
+        parts = zip(micro_batches, _divisors(micro_batches), strict=True)
+        return torch.stack([loss_of(self.model, block) / divisor for block, divisor in parts]).sum()
 
     def _first_nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gnmr.attachment import AttachedController, units_of
+from gnmr.blame import Levels
 from gnmr.controller import ControlSpec, Unit
 from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
@@ -22,9 +23,10 @@ from gnmr.training.step import StepResult, TrainStep, evaluate
 class Steps:
     """Calling it with a step's number, from 1 on and each in its turn, takes that step."""
 
-    def __init__(self, parts: Parts, blocks: Blocks) -> None:
+    def __init__(self, parts: Parts, blocks: Blocks, levels: Levels | None = None) -> None:
+        """`levels`: of the steps before, for verdicts on steps that spike; None: none are wanted."""
         self._parts, self._blocks = parts, blocks
-        self._routed = train_step(parts)
+        self._routed = train_step(parts, levels=levels)
         self._healing: TrainStep | None = None
 
     def __call__(self, step: int) -> StepResult:

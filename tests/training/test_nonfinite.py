@@ -24,14 +24,11 @@ def state_of(parts) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*parts.model.parameters(), *kept]]
 
 
-def spoil(parts, unit: str, calls: set[int], value: float = math.nan) -> None:
-    """One number of the unit's weight gradient becomes `value` in these backward passes (from 1)."""
-    count = 0
+def spoil(parts, unit: str, at: set[int], value: float = math.nan) -> None:
+    """One number of the unit's weight gradient becomes `value` in the backward passes of these steps (from 1)."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count in calls:
+        if parts.controller.t + 1 in at:
             gradient = gradient.clone()
             gradient.view(-1)[3] = value
         return gradient
