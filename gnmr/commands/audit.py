@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
-from gnmr.commands.words import Parser, names_of, path, text, whole
+from gnmr.commands.progress import showing
+from gnmr.commands.words import Parser, names_of, optional, path, text, whole
 from gnmr.errors import UserError, printable, told_as
 from gnmr.extras import install
 from gnmr.untrusted import exists
@@ -18,7 +19,9 @@ from gnmr.untrusted import exists
 if TYPE_CHECKING:
     from gnmr.config import Config
     from gnmr.doctor.audit import Audit, Finding
+    from gnmr.doctor.plan import PinPlan
     from gnmr.evaluation.subjects import Subject
+    from gnmr.paths import Recipe
 
 _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
@@ -44,6 +47,7 @@ _LISTS = {
 def _parser() -> Parser:
     parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT)
     parser.option("recipe", text, "what a checkpoint's linears are put on, or what a run's should be on")
+    parser.option("plan", optional, "a plan.json: what a checkpoint's linears are put on, with its pins")
     for name, about in _LISTS.items():
         parser.option(name, names_of, about)
     parser.option("data", path, "a file of text, of which the model's own tokens are read")
@@ -63,9 +67,13 @@ def main(argv: list[str]) -> int:
         parser.print_help()
         return 2
     asked, place = parser.of_one_place(argv, "run folder or checkpoint")
+    if asked.plan is not None and asked.recipe is not None:
+        raise UserError("recipe: the plan says which; leave one of them out")
     if asked.out is not None:
         output.check(asked.out, f"out={asked.out}")
     run = exists(Path(place).expanduser() / "config.yaml")
+    if run and asked.plan is not None:
+        raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
     if not run and find_spec("transformers") is None:
         raise UserError(f"audit: transformers not installed: {install('finetune')}")
     found, subject = _audited(asked, place, run)
@@ -83,23 +91,34 @@ def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
 
     from gnmr.doctor.diagnose import recipe_named
     from gnmr.doctor.lists import read_lists
+    from gnmr.doctor.plan import read_plan
     from gnmr.evaluation.blocks import blocks_of
     from gnmr.evaluation.subjects import load_subject
+    from gnmr.paths import Recipe
 
-    with told_as():
-        lists = read_lists({name: own for name in _LISTS if (own := getattr(asked, name)) is not None})
-        recipe = None if asked.recipe is None else recipe_named(asked.recipe)
-    subject = load_subject(place, device=asked.device)
     config = _run_config(Path(place).expanduser()) if run else None
+    own = {} if config is None else dict(config.paths.recipes)
+    recipe: str | Recipe | None = None
+    with told_as():
+        lists = read_lists({name: given for name in _LISTS if (given := getattr(asked, name)) is not None})
+        plan = None if asked.plan is None else read_plan(asked.plan)
+        if asked.recipe is not None:
+            recipe = recipe_named(asked.recipe, own)
+            recipe = Recipe.of(recipe, own[recipe]) if recipe in own else recipe
+    subject = load_subject(place, device=asked.device)
     extra: list[Finding] = []
     if config is not None:
         extra = _as_trained(subject, config, lists)
-    elif recipe is not None:
+    elif plan is not None:
+        _on_plan(subject, plan, lists, asked.plan)
+    elif isinstance(recipe, str):
         _planned(subject, recipe, lists)
     blocks = None
     if not asked.static:
         data = None if asked.data is None else asked.data.expanduser()
         blocks = blocks_of(subject, data, batches=1, held_out=0, length=asked.block, size=asked.batch_size)
+        about = f"{blocks.size} x {blocks.length} tokens on {subject.device}"
+        print(f"gnmr: {subject.name}: a batch of {about}", flush=True)
     try:
         return _found(subject, None if blocks is None else blocks.batches[0], recipe, lists, extra), subject
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -107,16 +126,16 @@ def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
 
 
 def _found(
-    subject: Subject, batch: Any, recipe: str | None, lists: dict[str, list[str]], extra: list[Finding]
+    subject: Subject, batch: Any, recipe: str | Recipe | None, lists: dict[str, list[str]], extra: list[Finding]
 ) -> Audit:
     from dataclasses import replace
 
     from gnmr.doctor.audit import audit
     from gnmr.training.step import loss_of
 
-    with told_as():
+    with told_as(), showing("auditing", "passes of linears") as progress:
         loss = None if batch is None else lambda own: loss_of(subject.model, own)
-        found = audit(subject.model, loss, batch, recipe=recipe, lists=lists)
+        found = audit(subject.model, loss, batch, recipe=recipe, lists=lists, progress=progress)
     return replace(found, findings=(*extra, *found.findings))
 
 
@@ -141,6 +160,18 @@ def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -
         operator.switch(False)
     lists |= {"targets": list(config.paths.targets)} | ({"pins": list(config.paths.pins)} if config.paths.pins else {})
     return unused_recipes(list(config.paths.recipes), [config.paths.low, config.paths.recovery])
+
+
+def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where: str) -> None:
+    """Puts a checkpoint's linears on the paths of a plan.json, and adds its pins to the lists."""
+    from gnmr.paths import PathSpec, convert
+    from gnmr.paths.conversion import operator_shapes
+
+    with told_as():
+        spec = PathSpec(**plan.paths())
+        plan.refuse_other(f"plan={where}", operator_shapes(subject.model, spec))
+        subject.plan = convert(subject.model, spec)
+    lists |= {"targets": list(spec.targets)} | ({"pins": list(spec.pins)} if spec.pins else {})
 
 
 def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None:

@@ -6,14 +6,13 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
+from gnmr.commands.progress import showing
 from gnmr.commands.words import Parser, optional, path, text, whole
 from gnmr.errors import UserError, told_as, writing
 from gnmr.extras import install
@@ -153,7 +152,7 @@ def _diagnosed(
     if subject.plan is not None:  # a fine-tuned run's own paths
         subject.plan.restore()
     try:
-        with told_as(), _progress() as progress:
+        with told_as(), showing("diagnosing", "batches") as progress:
             return diagnose(
                 subject.model,
                 lambda batch: loss_of(subject.model, batch),
@@ -248,35 +247,3 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
         numbers = asked.out / NUMBERS
         output.write_json(numbers, origin | found.tree(), f"out={numbers}", follow=False)
         print(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int | None], None]]:
-    """A bar with the time left on a terminal's standard error; anywhere else a line every ten seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (
-            TextColumn("diagnosing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("batches"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("diagnosing", total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        return
-    began = said = time.monotonic()
-
-    def tell(done: int, total: int | None) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if total is not None and done < total and now - said >= 10:
-            said = now
-            left = (now - began) / done * (total - done)
-            print(f"gnmr: diagnosing: {done} of {total} batches, {left:.0f} s left", file=sys.stderr, flush=True)
-
-    yield tell

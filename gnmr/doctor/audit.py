@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.checks import require
-from gnmr.doctor.diagnose import as_it_was, recipe_named
+from gnmr.doctor.diagnose import Progress, as_it_was, recipe_named
 from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Cause, Measured, watching
@@ -125,17 +125,20 @@ def audit(
     *,
     recipe: str | Recipe | None = None,
     lists: Mapping[str, Sequence[str] | str] | None = None,
+    progress: Progress | None = None,
 ) -> Audit:
     """What is in force in the model's linears, against what it should be.
 
     Args:
         model: converted by `gnmr.attach`, torchao (float8 and MX training) or Transformer Engine, or plain. It runs in
             evaluation mode, without torch.compile, and is afterwards as it was: weights, gradients, modes, random
-            numbers, delayed scales.
+            numbers, delayed scales. A controller with observe=input_grad counts its backward pass: audit behind a step,
+            and `controller.discard()`.
         loss_of_batch: the loss of a batch by `model`, one number with a gradient; None: nothing is run.
         batch: what it is given.
         recipe: what every linear should be on but the output head, routers and those that a list leaves out.
         lists: {list: its entries} of `gnmr.doctor.lists.LISTS`, as {"filter_fqns": ["output", "layers.1."]}.
+        progress: called with (passes of linears that are done, of about how many).
 
     ValueError, in one line, for what makes no sense.
     """
@@ -147,7 +150,7 @@ def audit(
     found: dict[tuple[str, str, str], Measured] = {}
     ran: set[str] = set()
     if loss_of_batch is not None:
-        found, ran = _measured(model, operators, loss_of_batch, batch)
+        found, ran = _measured(model, operators, loss_of_batch, batch, progress)
     entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
     findings = [
         *_of_lists(entries, model, operators),
@@ -344,13 +347,19 @@ def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list
 
 
 def _measured(
-    model: nn.Module, operators: Sequence[Operator], loss_of_batch: Callable[[Any], Tensor], batch: Any
+    model: nn.Module,
+    operators: Sequence[Operator],
+    loss_of_batch: Callable[[Any], Tensor],
+    batch: Any,
+    progress: Progress | None,
 ) -> tuple[dict[tuple[str, str, str], Measured], set[str]]:
     """(what was measured, the operators that ran) in one forward and backward pass."""
     meta = any(parameter.is_meta for parameter in model.parameters())
     require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with as_it_was(model), _quiet(operators), watching(operators) as watch:
+    passes = 2 * len(operators)
+    tell = None if progress is None else lambda done: progress(min(done, passes), passes)
+    with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
         torch.manual_seed(0)
         loss = loss_of_batch(batch)
         right = "must be one number with a gradient; has the batch its targets?"

@@ -155,14 +155,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _role(operator: Operator, embeddings: Iterable[Tensor]) -> str:
-    last = operator.name.rpartition(".")[2]
-    if last in ("lm_head", "output", "embed_out") or operator.tied:
+    last, (outputs, inputs) = operator.name.rpartition(".")[2], operator.weight.shape
+    blockless = not any(part.isdigit() for part in operator.name.split("."))
+    if operator.tied or last == "lm_head" or (blockless and last in ("output", "embed_out")):
         return "head"
-    if last in ("router", "gate"):
+    if last == "router" or (last == "gate" and 2 * outputs <= inputs):  # else the gate of an MLP
         return "router"
     vocabularies = {weight.shape[0] for weight in embeddings if weight.shape[0] > weight.shape[1]}
-    blockless = not any(part.isdigit() for part in operator.name.split("."))
-    return "head" if blockless and operator.weight.shape[0] in vocabularies else ""
+    return "head" if blockless and outputs in vocabularies else ""
 
 
 def _declared(name: str, module: nn.Module) -> Operator:

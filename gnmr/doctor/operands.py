@@ -25,7 +25,7 @@ nothing is said.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +46,8 @@ PRODUCT = 30.0
 """dB to which an output has to be the product of its operands."""
 _FEW = 256
 """Elements below which stochastic rounding is too noisy for `TOLERANCE`: it is doubled."""
+_ROWS = 256
+"""By which an operand is recognised."""
 _RISEN = 8.0
 """Times the median channel's magnitude from where on one is an outlier's candidate."""
 
@@ -106,8 +108,10 @@ class _Pass:
 class Watch(TorchDispatchMode):
     """Inside, what the linears' GEMMs read is measured; use `watching`."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], None] | None = None) -> None:
+        """progress: called with the forward and backward passes of linears that are done."""
         super().__init__()
+        self._progress, self._done = progress, 0
         self.found: dict[tuple[str, str, str], Measured] = {}
         """By operator, GEMM and operand."""
         self.ran: set[str] = set()
@@ -135,13 +139,20 @@ class Watch(TorchDispatchMode):
         if now is None:
             return
         self.ran.add(now.operator.name)
+        self._tell()
         if output.requires_grad:
             output.register_hook(lambda grad: self._backward(now, grad))
         with self._aside():
             self._output(now, output.detach().reshape(-1, output.shape[-1]))
         now.operands = None
 
+    def _tell(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done)
+
     def _backward(self, now: _Pass, grad: Tensor) -> None:
+        self._tell()
         with self._aside():
             now.grad = grad.detach().reshape(-1, grad.shape[-1])
         self._now = now
@@ -195,7 +206,8 @@ class Watch(TorchDispatchMode):
         x = self._turned(now, gemm, operand)
         if x.shape != q.shape:
             return 0.0
-        a, b = q.double().flatten(), x.double().flatten()
+        every = max(1, len(x) // _ROWS)
+        a, b = q[::every].double().flatten(), x[::every].double().flatten()
         norms = float(a.norm() * b.norm())
         if not math.isfinite(norms):
             return 1.0
@@ -265,9 +277,9 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watching(operators: Sequence[Operator]) -> Iterator[Watch]:
+def watching(operators: Sequence[Operator], progress: Callable[[int], None] | None = None) -> Iterator[Watch]:
     """Inside, forward and backward passes of the operators are measured; their hooks are taken away afterwards."""
-    watch = Watch()
+    watch = Watch(progress)
     with ExitStack() as stack:
         for operator in operators:
             stack.enter_context(_hooked(operator, watch))
@@ -335,7 +347,7 @@ def _of_codes(operator: Operator, gemm: str) -> bool:
 
 def energy(x: Tensor) -> float:
     """The sum of squares, in float64."""
-    return float(x.double().square().sum())
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def add(one: Measured, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:

@@ -58,7 +58,7 @@ from .spoiling import (
     with_content,
 )
 
-_READERS = ("report", "replay", "eval", "diagnose")
+_READERS = ("report", "replay", "eval", "diagnose", "audit")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "config.yaml": _READERS,
     "header.json": _READERS,
@@ -239,7 +239,7 @@ _ODD_VALUES = {
 
 
 def _configs(draw: random.Random) -> Iterator[Hostile]:
-    read = ("report", "replay", "eval", "diagnose")
+    read = ("report", "replay", "eval", "diagnose", "audit")
     resolvers = ("${oc.env:HOSTILE_SECRET}", "a-${oc.env:HOSTILE_SECRET}-b", "${oc.decode:${oc.env:HOSTILE_SECRET}}")
     for key in (
         "arm",

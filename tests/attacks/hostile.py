@@ -100,6 +100,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "eval": (("eval", "ODD", "tasks=[wikitext2]", "data=TASKS", "limit=1", "block=16"), (0, 2)),
     "score": (("eval", "ODD", "tasks=[wikitext2]", "data=TASKS", "limit=1", "block=16", "out=scores.json"), (0, 2)),
     "diagnose": (("diagnose", "ODD", "recipe=int4", "batches=2", "held_out=0", "batch_size=2"), (0, 2)),
+    "audit": (("audit", "ODD", "batch_size=2"), (0, 1, 2)),
     "adapt": (("eval", "HF", "adapter=odd", "tasks=[wikitext2]", "data=TASKS", "block=16", "out=scores.json"), (0, 2)),
     "tasks": (
         ("eval", "STOPPED", "tasks=[wikitext2,hellaswag]", "data=odd", "limit=1", "block=16", "out=s.json"),

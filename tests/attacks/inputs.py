@@ -568,6 +568,16 @@ RUN data=device | RUN data=@300 | RUN out=plain_file | RUN out=device | RUN out=
 RUN out=@300 | RUN html=empty_folder | RUN html=/proc/x | RUN html=plain_file/x
 """
 
+AUDITS = """
+nowhere | plain_file | empty_folder | pipe.txt | device | a/b | loop.txt | @300 | @deep | a\0b | model-empty
+model-bare | model-deep | adapter-only | RUN nosuch=1 | RUN recipe=nosuch | RUN recipe=e5m2 | RUN recipe=
+RUN plan=nowhere | RUN plan=nowhere recipe=mxfp8 | RUN filter_fqns= | RUN modules_to_not_convert=[a(]
+RUN filter_fqns=[,] | RUN block=1 | RUN block=17 | RUN block=@huge | RUN batch_size=0 | RUN batch_size=100000
+RUN device=tpu | RUN data=nowhere | RUN data=short.txt | RUN data=empty.txt | RUN data=binary.txt
+RUN data=pipe.txt | RUN data=folder.txt | RUN data=device | RUN data=@300 | RUN out=empty_folder
+RUN out=nowhere/x | RUN out=/proc/x | RUN out=@300 | RUN --nosuch
+"""
+
 BENCHES = """
 nosuch | decision repeats=0 | decision repeats=nan | decision repeats= | decision -m | decision clock=sun
 decision out= | decision out=empty_folder | decision out=/nowhere/x | decision out=/proc/x | decision out=plain_file/x
@@ -586,15 +596,16 @@ def inputs(draw: random.Random) -> list[Input]:
     found += _lines((*TRAIN, "training.steps=1"), ACCEPTED, LEGAL)
     found += _lines((*TRAIN, "training.steps=1"), EITHER, DOUBTFUL)
     found += _lines((*TRAIN, "-m"), REFUSED, SWEEPS)
-    tables = {"report": REPORTS, "replay": REPLAYS, "eval": EVALS, "diagnose": DIAGNOSES, "bench": BENCHES}
+    tables = {"report": REPORTS, "replay": REPLAYS, "eval": EVALS, "diagnose": DIAGNOSES, "audit": AUDITS}
+    tables["bench"] = BENCHES
     for command, table in tables.items():
         found += _lines((command,), REFUSED, table)
     odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\udcff=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
     odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
-    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "bench")]
-    found += [Input((command,), USAGE) for command in ("replay", "eval", "diagnose")]
+    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "audit", "bench")]
+    found += [Input((command,), USAGE) for command in ("replay", "eval", "diagnose", "audit")]
     found += [Input(("eval", "RUN", "OTHER")), Input(("replay", "RUN", "OTHER"), named=("OTHER",))]
     norms = [name for name in FILES if name.startswith("norms-")]
     legal = ("norms-long.csv", "norms-wide.csv", "norms-huge.csv")

@@ -330,3 +330,57 @@ def test_a_recipe_of_ones_own() -> None:
     model = net()
     convert(model, PathSpec.of(mine, None))
     assert audited(model, recipe=mine).sound
+
+
+@pytest.mark.parametrize("more", [{}, {"signal": "price"}, {"signal": "gap"}, {"observe": "input_grad"}])
+def test_in_the_midst_of_training_under_a_controller_it_changes_nothing(more: dict[str, str]) -> None:
+    def trained(audits: bool) -> list[float]:
+        model = net()
+        numbers = {} if "signal" in more else {"alpha": 1.01, "beta": 1.0}
+        controller = gnmr.attach(model, low="nvfp4", recovery="mxfp8", max_o=2, **numbers, **more)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, tokens = [], batch_of()
+        for _ in range(4):
+            loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            if audits and "observe" not in more:
+                assert audited(model).sound
+            controller.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if audits:
+                assert audited(model).sound
+                controller.discard()
+        return [*losses, *(float(parameter.sum()) for parameter in model.parameters())]
+
+    assert trained(False) == trained(True)
+
+
+def test_transformer_engine_is_judged_by_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Module):
+        """As far as an audit sees one: its GEMMs run in kernels of its own, here a cast and an einsum."""
+
+        def __init__(self, plain: nn.Linear, low: bool) -> None:
+            super().__init__()
+            self.weight, self.low = plain.weight, low
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.to(torch.float8_e4m3fn).to(x.dtype) if self.low else self.weight
+            return (x.unsqueeze(-2) * weight).sum(-1)
+
+    monkeypatch.setattr(Linear, "__module__", "transformer_engine.pytorch.module.linear")
+    model = net()
+    for block in model.layers:
+        block.up_proj = Linear(block.up_proj, low=True)
+    model.lm_head = Linear(model.lm_head, low=False)
+    found = audited(model)
+    assert found.sound, lines(found)
+    rows = {row.operator: row for row in found.rows}
+    assert rows[UP].kind == "Transformer Engine" and rows[UP].precision["fprop"] == "not said"
+    assert 20 < rows[UP].measured["fprop"]["output"][0] < 40 and "judged by its output" in rows[UP].note
+    assert rows["lm_head"].measured["fprop"]["output"][0] > 45
+    model.lm_head.low = True
+    assert said(audited(model)) == [("head", "lm_head")]
+    found = audited(model, lists={"filter_fqns": ["lm_head", UP, "down_proj"]})
+    assert [finding.kind for finding in found.findings] == ["not applied", "not applied", "head"], lines(found)

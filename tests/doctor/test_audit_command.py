@@ -61,7 +61,7 @@ def test_a_run_is_audited_on_its_low_path(gnmr, run: Path) -> None:
 def test_findings_are_lines_and_exit_code_1(gnmr, run: Path) -> None:
     ended = gnmr("audit", str(run), *SMALL, "recipe=mxfp8", "filter_fqns=[lm_haed,mlp]")
     assert ended.code == 1 and ended.err == "", ended.err
-    *findings, verdict = ended.out.strip().splitlines()
+    _, *findings, verdict = ended.out.strip().splitlines()
     assert [line.split(":")[0] for line in findings][:2] == ["no match", "not applied"], ended.out
     assert "another recipe" in ended.out and "right would be: 'lm_head'" in findings[0]
     assert verdict.endswith(f"{len(findings)} findings")
@@ -106,3 +106,22 @@ def test_a_mistake_is_one_line_and_exit_code_2(gnmr, run: Path, words: list[str]
     assert ended.code == 2 and re.search(re.escape(line), ended.err + ended.out), ended.err + ended.out
     assert not words or ended.err.count("\n") == 1
     assert not list(Path().iterdir())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_a_plan(gnmr, checkpoint: Path) -> None:
+    Path("t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    shape = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 0, "gate_proj": 0, "up_proj": 0, "down_proj": 0}
+    ended = gnmr(
+        "diagnose", str(checkpoint), "data=t.txt", "block=16", "batches=2", "held_out=0", "device=cpu", "out=p"
+    )
+    assert ended.code == 0, ended.err
+    words = (str(checkpoint), "plan=p/plan.json", "data=t.txt", "block=16", *SMALL)
+    ended = gnmr("audit", *words, "--table", "out=a.json")
+    assert ended.code in (0, 1) and "e2m1/nv x e2m1/nv2d" in ended.out, ended.err + ended.out
+    rows = json.loads(Path("a.json").read_text())["operators"]
+    pins = json.loads(Path("p/plan.json").read_text())["pins"]
+    assert {row["operator"] for row in rows if "pinned" in row["note"]} == set(pins)
+    assert {row["operator"].rpartition(".")[2] for row in rows} == {*shape, "lm_head"}
+    ended = gnmr("audit", *words, "recipe=nvfp4")
+    assert ended.code == 2 and ended.err == "gnmr: recipe: the plan says which; leave one of them out\n"
