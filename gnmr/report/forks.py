@@ -2,18 +2,21 @@
 
 The orders of the data are what arms have in common. The noise is what is left of the losses beside an effect of the
 arm and one of the order, pooled over all arms (`family.fit`). The smallest effect is the difference of two arms' means
-over the orders that 80 of 100 such tables show.
+over the orders that 80 of 100 such tables show. Each arm is tested against never by that model, the positive control
+first (`gnmr.report.family`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
-from gnmr.report.family import fit
+from gnmr.report.family import fit, judge
+from gnmr.report.family_notes import assumptions, p_text, positive_control
 from gnmr.report.layout import NOTHING, Table, percent
 from gnmr.report.runs import Run
 from gnmr.report.statistics import POWER, gap_closed, smallest_effect
@@ -41,13 +44,18 @@ def fork_tables(comparison: Comparison) -> list[Table]:
 
 def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[Arm]) -> Table:
     title = f"{comparison.name}: gap closed {_PHASES[phase]}"
-    table = Table(title, ["arm", "promoted", "orders", "gap\nclosed", "by order", "loss\n16 bits", "loss\nlow path"])
+    table = Table(title, ["arm", "promoted", "orders", "gap\nclosed", "by order", "p\n(Holm)", "verdict"])
+    table.columns += ["loss\n16 bits", "loss\nlow path"]
     arms = [low, *(arm for arm in arms if arm is not low and arm is not high), high]
     losses = {id(arm): losses_after(arm, phase, "val_loss") for arm in arms}
     never, always = losses[id(low)], losses[id(high)]
+    values = {str(id(arm)): losses[id(arm)] | dict.fromkeys(arm.diverged, math.inf) for arm in arms}
+    first, *others = values
+    family = judge(values, [(arm, first) for arm in others], low=first, high=others[-1])
+    tested = {row.arm: [p_text(row.p), row.verdict] for row in family.rows}
     for arm in arms:
         mine, beside = losses[id(arm)], losses_after(arm, phase, "val_loss_low").values()
-        if not mine:
+        if not mine and not (arm.diverged and never):
             continue
         closed = gap_closed(never, mine, always)
         by_order = [gap_closed(never, {order: mine[order]}, always) for order in sorted(mine)]
@@ -58,11 +66,14 @@ def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[A
                 str(len(mine)),
                 NOTHING if closed is None else f"{100 * closed[0]:.0f} %",
                 ", ".join(NOTHING if one is None else f"{100 * one[0]:.0f}" for one in by_order),
-                f"{np.mean(list(mine.values())):.4f}",
+                *tested.get(str(id(arm)), [NOTHING, NOTHING]),
+                f"{np.mean(list(mine.values())):.4f}" if mine else NOTHING,
                 f"{np.mean(list(beside)):.4f}" if beside else NOTHING,
             ]
         )
-    table.notes = _power(losses, never, always)
+    table.notes = _power({key: found for key, found in losses.items() if found}, never, always)
+    if family.fit is not None:
+        table.notes += [positive_control(family, low.label, high.label), *assumptions(family.fit)]
     return table
 
 

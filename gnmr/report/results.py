@@ -26,11 +26,12 @@ from gnmr.report.arms import Arm
 from gnmr.report.claims import Claim, Claims, read
 from gnmr.report.comparisons import compare
 from gnmr.report.family import MARGIN, Family, Row, Values, alike, judge, pooled
+from gnmr.report.family_notes import assumptions, p_text, positive_control, relative_text
 from gnmr.report.forks import losses_after
 from gnmr.report.layout import NOTHING, Table, as_markdown, measure, percent
 from gnmr.report.routability import routability_of
 from gnmr.report.runs import Run, load
-from gnmr.report.statistics import LEVEL, POWER, as_percent, stat
+from gnmr.report.statistics import POWER, stat
 
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _HEAD = "<!-- made from the records by gnmr report claims=...; do not edit -->"
@@ -194,7 +195,7 @@ def _page(one: Tested) -> str:
         shown[0], shown[2] = f"{shown[0]} {told['interval']}".strip(), f"{shown[2]} {told['closed_interval']}".strip()
         cells = _of_arm(one, row.arm)
         table.rows.append([row.arm, row.control, str(row.n), *cells[1:], *shown])
-    table.notes = [*_power(one), *_assumptions(one), *_provenance(one)]
+    table.notes = [*_power(one), *assumptions(family.fit), *_provenance(one)]
     asked = f"{as_markdown(claim.asks)}\n"
     return f"{_HEAD}\n\n{asked}\n{table.markdown()}"
 
@@ -228,12 +229,12 @@ def _row_numbers(row: Row) -> dict[str, str]:
     if any(row.diverged):
         told["difference"] = f"diverged {row.diverged[0]} : {row.diverged[1]}"
     if one is not None:
-        told["difference"], told["interval"] = _relative(one.estimate), _between(*map(_relative, one.interval))
+        told["difference"], told["interval"] = relative_text(one.estimate), _between(*map(relative_text, one.interval))
     if row.closed is not None:
         share, interval = row.closed
         told["closed"] = f"{_whole(share)} %"
         told["closed_interval"] = "" if interval is None else _between(*map(_whole, interval))
-    return told | {"p": _p(row.p), "p_equal": _p(row.p_equal), "verdict": row.verdict, "tested": str(row.n)}
+    return told | {"p": p_text(row.p), "p_equal": p_text(row.p_equal), "verdict": row.verdict, "tested": str(row.n)}
 
 
 def _family_numbers(one: Tested) -> dict[str, str]:
@@ -243,8 +244,8 @@ def _family_numbers(one: Tested) -> dict[str, str]:
     return {
         "n": str(family.n),
         "gap": NOTHING if gap is None else f"{gap.estimate:.3f} nats",
-        "cost": NOTHING if gap is None else _relative(gap.estimate),
-        "p": _p(family.p_gate),
+        "cost": NOTHING if gap is None else relative_text(gap.estimate),
+        "p": p_text(family.p_gate),
         "sd": NOTHING if model is None else f"{model.sd:.3f} nats",
         "smallest": NOTHING if first is None else f"{100 * first:.0f} %",
         "smallest_in_family": NOTHING if whole is None else f"{100 * whole:.0f} %",
@@ -254,9 +255,7 @@ def _family_numbers(one: Tested) -> dict[str, str]:
 
 def _power(one: Tested) -> list[str]:
     told, family, model = _family_numbers(one), one.family, one.family.fit
-    shown = f"shown (p = {told['p']})" if family.gate else f"not shown (p = {told['p']}), so no verdict on any arm"
-    what = f"{one.claim.high} against {one.claim.low}"
-    notes = [f"Positive control, one test before all others: {what}, a gap of {told['gap']} ({told['cost']}): {shown}."]
+    notes = [positive_control(family, one.claim.low, one.claim.high)]
     if model is not None:
         of_gap = f", {100 * model.sd / family.gap.estimate:.0f} % of the gap" if family.gap and family.gate else ""
         notes.append(f"n = {told['n']}; residual sd {told['sd']}{of_gap}, {model.freedom} degrees of freedom.")
@@ -269,27 +268,11 @@ def _power(one: Tested) -> list[str]:
         same = alike(one.cells)
         notes.append(
             f"Cells, each with blocks of its own: {', '.join(one.cells)}. That all arms differ alike in "
-            f"them: p = {_p(same)} (F-test)."
+            f"them: p = {p_text(same)} (F-test)."
         )
     if one.left_out:
         notes.append(f"Left out, since their positive control is not shown: {', '.join(one.left_out)}.")
     return notes
-
-
-def _assumptions(one: Tested) -> list[str]:
-    model = one.family.fit
-    if model is None:
-        return []
-    spread, normal = model.assumptions
-    told = (
-        f"Equal spread over arms: p = {_p(spread)} (Brown-Forsythe); arm and block add up: p = {_p(model.additive)} "
-        f"(Tukey); normal residuals: p = {_p(normal)} (Shapiro-Wilk)."
-    )
-    if model.own:
-        told += " So each contrast is tested by its own differences, not by the pooled residual."
-    if normal < LEVEL:
-        told += " Normality is refused: p values near the level mean little."
-    return [told]
 
 
 def _provenance(one: Tested) -> list[str]:
@@ -352,19 +335,9 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
     return _MARK.sub(fill, text)
 
 
-def _relative(difference: float) -> str:
-    return f"{round(as_percent(difference), 1) + 0.0:+.1f} %"  # + 0.0: no -0
-
-
 def _whole(share: float) -> str:
     return str(round(100 * share))
 
 
 def _between(low: str, high: str) -> str:
     return f"({low.removesuffix(' %')} to {high.removesuffix(' %')})"
-
-
-def _p(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return NOTHING
-    return f"{value:.0e}".replace("e-0", "e-") if value < 0.001 else f"{value:.3f}"

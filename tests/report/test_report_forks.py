@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from report_reading import row
+from scipy import stats
 
 from gnmr.report.family import fit
+from gnmr.report.family_notes import p_text
 from gnmr.report.forks import fork_tables
 from gnmr.report.statistics import smallest_effect
 from gnmr.report.tables import comparison_tables
@@ -50,6 +53,31 @@ def test_the_noise_and_the_smallest_effect(write_run, comparisons) -> None:
     assert freedom == 4 and "0.1000 nats" in table.notes[0]
     assert f"sd {sd:.2g} nats, {1000 * sd:.1f} % of the gap, 4 degrees" in table.notes[1]
     assert f"{least:.2g} nats, {1000 * least:.1f} % of the gap" in table.notes[1]
+
+
+def test_arms_are_tested_against_never_behind_the_positive_control(write_run, comparisons) -> None:
+    """ARM - NEVER is -0.0533; its standard error the residual sd times sqrt(2 / 3)."""
+    forks(write_run)
+    (table,) = fork_tables(comparisons()[0])
+    model = fit({"never": NEVER, "arm": ARM, "always": ALWAYS})
+    assert model is not None
+    p = [2 * stats.t.sf(gap / (model.sd * math.sqrt(2 / 3)), 4) for gap in (0.16 / 3, 0.1)]
+    assert row(table, "int4_int8-gnmr")["p (Holm)"] == p_text(p[0]) and 2 * p[1] < p[0]
+    assert row(table, "int4_int8-gnmr")["verdict"] == row(table, "int8")["verdict"] == "better"
+    assert f"int8 against int4, a gap of 0.100 nats (+10.5 %): shown (p = {p_text(p[1])})" in table.notes[2]
+    assert "Tukey" in table.notes[3]
+
+
+def test_a_fork_that_diverged_is_no_number_and_is_told(write_run, comparisons) -> None:
+    forks(write_run)
+    settings = {"base": "a", "fork.heal": 0, "training.steps": 2, "fork.order": 1, "controller.alpha": 9.0}
+    header = {"base": {"step": 600, "sha256": "abcdef0123456789"}}
+    why = "step 2 had a non-finite loss"
+    write_run(arm="int4_int8", seed=1, steps=2, settings=settings, header=header, status="failed", reason=why)
+    (table,) = fork_tables(comparisons()[0])
+    told = row(table, "int4_int8-gnmr alpha=9.0")
+    assert (told["orders"], told["loss 16 bits"], told["verdict"]) == ("0", "-", "too few seeds")
+    assert row(table, "int8")["verdict"] == "better", "the others stand in the model as before"
 
 
 def test_healing_is_a_table_of_its_own(write_run, comparisons) -> None:
