@@ -255,10 +255,11 @@ class AttachedController(Controller):
 
     def explain(
         self,
-        loss_of_batch: Callable[[], Tensor],
+        loss_of_batch: Callable[[], Tensor | Iterable[Tensor]],
         *,
         loss: float | None = None,
         usual: tuple[float, float] | None = None,
+        grad_scale: float = 1.0,
     ) -> Verdict:
         """What is to blame for the step whose gradients are there now: data, precision (of which units) or chance.
 
@@ -268,9 +269,11 @@ class AttachedController(Controller):
                 print(controller.explain(lambda: model(batch).loss, loss=loss.item(), usual=(usual_loss, usual_norm)))
 
         Args:
-            loss_of_batch: runs the forward passes of the step, and returns its mean loss.
-            loss: of the step as it was seen; None: that of the first repetition.
-            usual: loss and gradient norm of ordinary steps. ValueError where it is missing and the loss is finite.
+            loss_of_batch: runs the step's forward passes and returns what backward started from, the mean loss; or
+                gives its parts one after the other (a generator), of which each has its backward pass before the next.
+            loss: of the step as it was seen; None: that of a repetition.
+            usual: loss and gradient norm of ordinary steps. ValueError where it is missing and both are finite.
+            grad_scale: the loss scale that the gradients carry.
 
         Takes four times the step's time at the most, a third of it for a loss that is not finite in 16 bits either.
         Gradients, generators, buffers, paths and history are afterwards as they were. Dropout draws anew, so passes
@@ -279,38 +282,36 @@ class AttachedController(Controller):
         self._follow()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         kept = [p.grad for p in parameters]
+        norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
         distinct = Distinct(unit.parameters for unit in self.units)
-        norm = float(gradient_norms(parameters).square().sum().sqrt())
         of_units = UnitNorms(distinct.groups)
 
-        def clear() -> None:
-            for parameter in parameters:
-                parameter.grad = None
+        def run(backward: bool) -> Tensor:
+            given, total = loss_of_batch(), torch.zeros((), device=self._device)
+            for part in [given] if isinstance(given, Tensor) else given:
+                if backward:
+                    part.backward()
+                total = total + part.detach()
+            return total
 
         def both() -> Seen:
-            value = loss_of_batch()
-            value.backward()
+            value = float(run(True))
             units = distinct.of_each(of_units()[0]).cpu().numpy()
-            found = Seen(float(value.detach()), float(gradient_norms(parameters).square().sum().sqrt()), units)
-            clear()
+            found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), units)
+            for parameter in parameters:
+                parameter.grad = None
             return found
 
-        again = Again(self.plan, Start.of(self.plan, self._device), self._device, loss_of_batch, both)
-        clear()
+        start = Start.of(self.plan, self._device)
+        again = Again(self.plan, start, self._device, lambda: run(False), both)
+        for parameter in parameters:
+            parameter.grad = None
         try:
             with replaying(self.plan, self._model, self.unmeasured(), self._device):
-                if loss is None:
-                    loss = again.loss()
-                if not math.isfinite(loss):
+                seen = Seen(again.loss() if loss is None else loss, norm)
+                if not math.isfinite(seen.loss):
                     return find_nonfinite(again, self.t + 1)
-                if usual is None and math.isfinite(norm):
-                    raise ValueError(
-                        "usual: give loss and gradient norm of ordinary steps, or nothing says what is gone"
-                    )
-                levels = NO_LEVEL, NO_LEVEL
-                if usual is not None:
-                    levels = Level(usual[0], 1.2 * usual[0]), Level(usual[1], 1.2 * usual[1])
-                return explain(again, Seen(loss, norm), levels, self.t + 1, same=0.25)
+                return explain(again, seen, _levels(seen, usual), self.t + 1, same=0.25)
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -390,6 +391,16 @@ class AttachedController(Controller):
         if isinstance(state, Mapping):
             self.plan.check_state(state.get("plan"))
         super().check_state(state)
+
+
+def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level]:
+    """From a fifth above what is `usual` on it is a spike; where neither is that far, the loss is one."""
+    if usual is None:
+        if math.isfinite(seen.norm):
+            raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")
+        return NO_LEVEL, NO_LEVEL
+    loss, norm = (Level(value, 1.2 * value) for value in usual)
+    return (loss, norm) if loss.spike(seen.loss) or norm.spike(seen.norm) else (Level(usual[0], usual[0]), norm)
 
 
 def specs_of(

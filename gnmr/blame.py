@@ -365,9 +365,9 @@ def _same(one: Seen, other: Seen, most: float) -> bool:
 
 
 def _gone(levels: tuple[Level, Level], before: Seen, now: Seen) -> bool:
-    """Whether what spiked of loss and norm is no longer there."""
+    """Whether what spiked of loss and norm is no longer there; False where nothing did."""
     spiked = [(level, a, b) for level, a, b in zip(levels, before[:2], now[:2], strict=True) if level.spike(a)]
-    return all(level.gone(a, b) for level, a, b in spiked)
+    return bool(spiked) and all(level.gone(a, b) for level, a, b in spiked)
 
 
 def _narrowed(

@@ -13,10 +13,12 @@ they go) and `train` (to know which checkpoint is resumed). Subclasses that over
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 
 from gnmr.attachment import AttachedController, attach, specs_of
+from gnmr.blame import Levels, Verdict
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.extras import install
@@ -37,6 +40,7 @@ try:
 except ImportError as error:
     raise ImportError(f"gnmr.integrations.trainer needs transformers and accelerate: {install('finetune')}") from error
 
+_LOG = logging.getLogger(__name__)
 STATE_FILE = "gnmr.pt"
 """The controller's state in a checkpoint of the Trainer."""
 
@@ -52,11 +56,23 @@ class GnmrCallback(TrainerCallback):
     - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it. Where
       a checkpoint has none, or one that does not fit, that is a `UserError`.
 
+    - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to say
+      what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. Where the
+      loss is not finite by the low path of some units, they are put on the recovery path and the step is tried again.
+      `verdicts=False` turns it off.
+
     What it cannot do is refused with a `UserError`: several processes or devices, FSDP, DeepSpeed, tensor parallelism,
     `auto_find_batch_size` and hyperparameter search.
     """
 
-    def __init__(self, trainer: Trainer, controller: AttachedController | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        controller: AttachedController | None = None,
+        *,
+        verdicts: bool = True,
+        **options: Any,
+    ) -> None:
         """`controller`: attached to the Trainer's model by the caller, who detaches it; or else `options` of
         `gnmr.attach`: the model is then attached when training begins and detached when it ends (after an error
         midway it is not: `callback.controller.detach()`).
@@ -78,6 +94,10 @@ class GnmrCallback(TrainerCallback):
         """None before training begins, if the callback attaches it itself."""
         self.decision: Decision | None = None
         """Of the last step, for callbacks that come after this one."""
+        self.verdict: Verdict | None = None
+        """On the last step that spiked or was not finite."""
+        self._levels = Levels() if verdicts else None
+        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # of this step: what they got
         self._options = None if controller is not None else options
         self._running = False
         self._resume_from: str | None = None
@@ -100,11 +120,51 @@ class GnmrCallback(TrainerCallback):
         if self._running and self.controller is not None:
             accelerator = self.trainer.accelerator
             self.controller.micro_step()
+            if self._levels is not None:
+                self._passes.append((args, kwargs, loss))
             if accelerator.sync_gradients:
                 scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+                if self._levels is not None:
+                    loss = self._blamed(training_step, self._levels, scale)
+                    self._passes.clear()
                 self.decision = self.controller.step(grad_scale=scale)
                 self._tally.add(self.decision, self.controller.max_o)
         return loss
+
+    def _blamed(self, training_step: Callable[..., torch.Tensor], levels: Levels, scale: float) -> torch.Tensor:
+        """The loss of the step's last micro-batch; the step is tried again where that helps. Waits for the device."""
+        controller, passes = self.controller, self._passes
+        assert controller is not None
+        total, level = float(torch.stack([loss for *_, loss in passes]).sum()), levels.now()[0]
+        if level.spike(total):
+            usual = (level.mean, math.inf) if math.isfinite(level.limit) else None
+            self.verdict = controller.explain(
+                lambda: self._losses(training_step), loss=total, usual=usual, grad_scale=scale
+            )
+            _LOG.warning("%s", self.verdict)
+            if not math.isfinite(total) and self.verdict.units and controller.promote(self.verdict.units):
+                controller.discard()
+                for parameter in self.trainer.model.parameters():
+                    parameter.grad = None
+                for i, (args, kwargs, _) in enumerate(passes):
+                    passes[i] = args, kwargs, training_step(*args, **kwargs)
+                    controller.micro_step()
+                total = float(torch.stack([loss for *_, loss in passes]).sum())
+        levels.add(total, 1.0)
+        return passes[-1][2]
+
+    def _losses(self, training_step: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What backward started from in each micro-batch, anew."""
+        accelerator = self.trainer.accelerator
+        for args, kwargs, _ in self._passes:
+            found: list[torch.Tensor] = []
+            backward = accelerator.backward
+            accelerator.backward = lambda loss, *_, found=found, **__: found.append(loss)
+            try:
+                training_step(*args, **kwargs)
+            finally:
+                accelerator.backward = backward
+            yield found[0]
 
     def _prediction_step(self, prediction_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.controller is None:

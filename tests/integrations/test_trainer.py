@@ -256,3 +256,26 @@ def test_a_callback_that_was_not_added_warns(tmp_path: Path) -> None:
     GnmrCallback(trainer, **LORA)
     with pytest.warns(UserWarning, match="was not added to its Trainer"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["nan", "none"])
+def test_a_step_that_is_not_finite_is_tried_again(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the low path of one unit: no loss is lost; by the batch or the model: nobody is promoted. Else no trace."""
+    options = {"low": "sim_int8", "recovery": "bf16", "max_o": 1, "alpha": 99.0, "beta": None}
+    trainer, callback = made(llama(), tmp_path / "a", options)
+    calls: list[int] = []
+
+    def strike(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        calls.append(1)
+        low = isinstance(module, PathLinear) and not module.recovering and not module.shared.high_precision
+        return output * math.nan if kind == "nan" and low and len(callback.seen) == 2 else output
+
+    trainer.model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(strike)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS and all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    if kind == "none":
+        assert callback.verdict is None and len(calls) == STEPS * ACCUMULATION
+        return
+    assert callback.verdict is not None and callback.verdict.cause == "precision"
+    assert "to blame: precision" in caplog.text

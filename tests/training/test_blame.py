@@ -306,5 +306,7 @@ def test_from_a_loop_of_ones_own():
     assert (verdict.cause, verdict.passes) == ("data", pytest.approx(1 / 3))
     with pytest.raises(ValueError, match="usual: give loss and gradient norm"):
         controller.explain(lambda: (model(x) - y).square().mean(), loss=1.0)
+    with pytest.raises(ValueError, match="usual"):
+        controller.explain(lambda: (part for part in [(model(x) - y).square().mean()]))
     assert controller.promote(["1"]) and controller.active == ["1"]
     assert not controller.promote(["0", "2"]) and controller.active == ["1"]
