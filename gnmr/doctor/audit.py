@@ -27,6 +27,7 @@ from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Cause, Measured, watching
 from gnmr.paths import RECIPES, PathLinear, Recipe
+from gnmr.paths.memory import is_sharded
 from gnmr.paths.shared import SharedState
 from gnmr.vocabulary import GEMMS
 
@@ -356,6 +357,9 @@ def _measured(
     """(what was measured, the operators that ran) in one forward and backward pass."""
     meta = any(parameter.is_meta for parameter in model.parameters())
     require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
+    require(not sharded, "model", type(model).__name__, right)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     passes = 2 * len(operators)
     tell = None if progress is None else lambda done: progress(min(done, passes), passes)
@@ -368,9 +372,21 @@ def _measured(
         require(one, "loss_of_batch", said, right)
         if trained:
             require(loss.requires_grad, "loss_of_batch", "a tensor without gradient", right)
-            torch.autograd.grad(loss.reshape(()), trained, allow_unused=True)
+            _backward(loss.reshape(()), trained)
     require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
     return watch.found, watch.ran
+
+
+def _backward(loss: Tensor, trained: Sequence[Tensor]) -> None:
+    """A backward pass that leaves no gradients. ValueError where activation checkpointing allows none."""
+    try:
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValueError(
+            "model: its activation checkpointing is reentrant; use use_reentrant=False, or none"
+        ) from error
 
 
 @contextmanager

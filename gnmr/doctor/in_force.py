@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.paths import Recipe
-from gnmr.paths.casting import quantize
+from gnmr.paths.casting import quantize, scale_of_each
+from gnmr.paths.faults import Fault
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.linear import PathLinear
 from gnmr.paths.recipes import Cast
@@ -48,6 +49,8 @@ class Grain:
     cast: Cast
     along: bool = False
     """Whether one scale is for all that is contracted with each other (torchao's axiswise), be it a column."""
+    powers: bool = False
+    """Whether scales are rounded up to powers of two: then a group's largest element is no longer exact."""
 
     def __str__(self) -> str:
         return f"{self.cast.format.name}/axis" if self.along else str(self.cast)
@@ -55,10 +58,26 @@ class Grain:
     def ideal(self, x: Tensor, contracted: int, generator: torch.Generator | None = None) -> Tensor:
         """`x` (N, D) cast under the scales of its own magnitudes: what this format can give here. Of a cast with
         `hadamard`, of an x that was rotated already."""
-        cast = replace(self.cast, hadamard=False, codes=False, outliers=None)
         if self.along and contracted == 0:
-            return quantize(x.t().contiguous(), cast, 1, None, generator)[0].t()
-        return quantize(x, cast, contracted, None, generator)[0]
+            return replace(self, along=False).ideal(x.t().contiguous(), 1, generator).t()
+        if self.powers:
+            return self.under(x, contracted, 1.0)
+        return quantize(x, self._bare, contracted, None, generator)[0]
+
+    def under(self, x: Tensor, contracted: int, factor: float) -> Tensor:
+        """The same under `factor` times these scales, rounded to nearest: what is beyond the format saturates."""
+        if self.along and contracted == 0:
+            return replace(self, along=False).under(x.t().contiguous(), 1, factor).t()
+        if self.powers:
+            scale = scale_of_each(x, self._bare, contracted, None)[0].log2().ceil().exp2() * factor
+            largest = self.cast.format.max
+            return self.cast.format.round((x.float() / scale).clamp_(-largest, largest)).mul_(scale).to(x.dtype)
+        fault = Fault("scale_up", factor) if factor > 1 else Fault("scale_down", 1 / factor)
+        return fault.quantize(x, self._bare, contracted, None, torch.Generator(x.device).manual_seed(0))[0]
+
+    @property
+    def _bare(self) -> Cast:
+        return replace(self.cast, hadamard=False, codes=False, outliers=None)
 
 
 Declared: TypeAlias = dict[tuple[str, str], Grain | None]
@@ -222,7 +241,7 @@ def _float8(config: Any) -> Declared:
         on = one.scaling_type.name != "DISABLED" and name is not None
         along = one.scaling_granularity.name == "AXISWISE"
         cast = Cast.of(f"{name}/{'row' if along else 'tensor'}") if on else None
-        found[place] = None if cast is None else Grain(cast, along)
+        found[place] = None if cast is None else Grain(cast, along, bool(config.round_scales_to_power_of_2))
     return found
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.doctor.in_force import CONTRACTS, READS, Grain, Operator
 from gnmr.paths.casting import rotated
-from gnmr.paths.faults import Fault
 from gnmr.paths.recipes import HADAMARD
 
 TOLERANCE = 3.0
@@ -409,7 +408,7 @@ def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) ->
     for factor in (2.0, 0.5, reached, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625):
         if factor <= 0 or abs(factor - 1) < 0.05:
             continue
-        if energy(q - _recast(x, grain, contracted, factor)) < 0.1 * noise:
+        if energy(q - grain.under(x, contracted, factor)) < 0.1 * noise:
             share = float((x.abs() > 1.03 * largest).double().mean())
             small = f", so that {share:.2g} of its elements saturate" if share else ""
             power = abs(math.log2(factor) - round(math.log2(factor))) < 0.05
@@ -436,16 +435,6 @@ def _gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
     own, both = (own.sum(), both.sum()) if dim is None else (own.sum(dim, keepdim=True), both.sum(dim, keepdim=True))
     gain = torch.where(own > 0, both / own, 1.0)
     return torch.where(gain.abs() > 1e-6, gain, 1.0).float()
-
-
-def _recast(x: Tensor, grain: Grain, contracted: int, factor: float) -> Tensor:
-    """x cast under `factor` times the right scales."""
-    fault = Fault("scale_up", factor) if factor > 1 else Fault("scale_down", 1 / factor)
-    cast, turn = replace(grain.cast, hadamard=False, codes=False, outliers=None), grain.along and contracted == 0
-    rows = x.t().contiguous() if turn else x
-    generator = torch.Generator(x.device).manual_seed(0)
-    values = fault.quantize(rows, cast, 1 if turn else contracted, None, generator)[0]
-    return values.t() if turn else values
 
 
 def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | None:

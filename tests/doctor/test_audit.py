@@ -287,9 +287,29 @@ def test_the_model_is_as_it_was() -> None:
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks and model.training
 
 
+def reentrant() -> object:
+    from torch.utils.checkpoint import checkpoint
+
+    model = net()
+    return gnmr.audit(
+        model, lambda x: checkpoint(model.layers[0], x, use_reentrant=True).sum(), model.embed_tokens(batch_of())
+    )
+
+
+def sharded() -> object:
+    class Shard(Tensor):
+        device_mesh = "as a DTensor has one"
+
+    model = net()
+    model.layers[0].norm.weight = nn.Parameter(model.layers[0].norm.weight.data.as_subclass(Shard))
+    return audited(model)
+
+
 @pytest.mark.parametrize(
     ("ask", "line"),
     [
+        (reentrant, "^model: its activation checkpointing is reentrant; use use_reentrant=False"),
+        (sharded, "^model=Net: has sharded parameters"),
         (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
         (lambda: audited(net(), lists={"filter_fqns": [""]}), "has an empty entry"),
         (lambda: audited(net(), lists={"modules_to_not_convert": ["a("]}), "is no regular expression"),
