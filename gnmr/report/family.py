@@ -170,12 +170,17 @@ class Fit:
         inside = linear * linear - 4 * square * constant
         if square <= 0:
             return float(a / b), None
+        if not math.isfinite(inside):
+            return None
         root = math.sqrt(max(inside, 0.0))
         return float(a / b), (float((-linear - root) / (2 * square)), float((-linear + root) / (2 * square)))
 
 
 def fit(values: Mapping[Any, Values]) -> Fit | None:
-    """The model; None where no degree of freedom is left for the residual. All values are finite."""
+    """The model; None where no degree of freedom is left for the residual, or values are too large to be squared.
+
+    All values are finite.
+    """
     rows = tuple((arm, block) for arm, found in enumerate(values.values()) for block in found)
     if not rows:
         return None
@@ -186,7 +191,9 @@ def fit(values: Mapping[Any, Values]) -> Fit | None:
     y = np.array([value for found in values.values() for value in found.values()])
     left = y - design @ (inverse @ y)
     left[abs(left) < 1e-12 * abs(y).max(initial=0.0)] = 0.0  # rounding
-    return Fit(values, rows, left, float(np.sqrt(left @ left / freedom)), freedom)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sd = float(np.sqrt(left @ left / freedom))
+    return Fit(values, rows, left, sd, freedom) if math.isfinite(sd) else None
 
 
 @lru_cache(maxsize=64)

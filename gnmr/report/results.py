@@ -25,13 +25,21 @@ from gnmr.records.pack import Unpacked, unpacked
 from gnmr.report.arms import Arm
 from gnmr.report.claims import Claim, Claims, read
 from gnmr.report.comparisons import compare
-from gnmr.report.family import MARGIN, Family, Row, Values, alike, judge, pooled
-from gnmr.report.family_notes import assumptions, p_text, positive_control, relative_text
+from gnmr.report.family import MARGIN, Family, Values, alike, judge, pooled
+from gnmr.report.family_notes import (
+    assumptions,
+    p_text,
+    positive_control,
+    power,
+    relative_text,
+    row_numbers,
+    smallest_texts,
+)
 from gnmr.report.forks import losses_after
 from gnmr.report.layout import NOTHING, Table, as_markdown, measure, percent
 from gnmr.report.routability import routability_of
 from gnmr.report.runs import Run, load
-from gnmr.report.statistics import POWER, stat
+from gnmr.report.statistics import stat
 
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _HEAD = "<!-- made from the records by gnmr report claims=...; do not edit -->"
@@ -190,7 +198,7 @@ def _page(one: Tested) -> str:
     named = {arm: cells for arm in (claim.low, claim.high) if (cells := _of_arm(one, arm))}
     table.rows = [[arm, NOTHING, *cells, *[NOTHING] * 5] for arm, cells in named.items()]
     for row in family.rows:
-        told = _row_numbers(row)
+        told = row_numbers(row)
         shown = [told[key] for key in ("difference", "p", "closed", "p_equal", "verdict")]
         shown[0], shown[2] = f"{shown[0]} {told['interval']}".strip(), f"{shown[2]} {told['closed_interval']}".strip()
         cells = _of_arm(one, row.arm)
@@ -219,51 +227,28 @@ def numbers(one: Tested) -> dict[str, str]:
         found |= {f"{name}/{arm}/{key}": text for key, text in of_arm.items()}
     for row in family.rows:
         arm = row.arm if controls.count(row.arm) == 1 else f"{row.arm} - {row.control}"
-        found |= {f"{name}/{arm}/{key}": text for key, text in _row_numbers(row).items()}
+        found |= {f"{name}/{arm}/{key}": text for key, text in row_numbers(row).items()}
     return found
-
-
-def _row_numbers(row: Row) -> dict[str, str]:
-    told, one = dict.fromkeys(("difference", "interval", "closed", "closed_interval"), ""), row.difference
-    told["difference"] = told["closed"] = NOTHING
-    if any(row.diverged):
-        told["difference"] = f"diverged {row.diverged[0]} : {row.diverged[1]}"
-    if one is not None:
-        told["difference"], told["interval"] = relative_text(one.estimate), _between(*map(relative_text, one.interval))
-    if row.closed is not None:
-        share, interval = row.closed
-        told["closed"] = f"{_whole(share)} %"
-        told["closed_interval"] = "" if interval is None else _between(*map(_whole, interval))
-    return told | {"p": p_text(row.p), "p_equal": p_text(row.p_equal), "verdict": row.verdict, "tested": str(row.n)}
 
 
 def _family_numbers(one: Tested) -> dict[str, str]:
     family = one.family
     model, gap = family.fit, family.gap
-    first, whole = (family.smallest(tests) if family.gate else None for tests in (1, len(family.rows)))
+    first, whole = smallest_texts(family)
     return {
         "n": str(family.n),
         "gap": NOTHING if gap is None else f"{gap.estimate:.3f} nats",
         "cost": NOTHING if gap is None else relative_text(gap.estimate),
         "p": p_text(family.p_gate),
         "sd": NOTHING if model is None else f"{model.sd:.3f} nats",
-        "smallest": NOTHING if first is None else f"{100 * first:.0f} %",
-        "smallest_in_family": NOTHING if whole is None else f"{100 * whole:.0f} %",
+        "smallest": first,
+        "smallest_in_family": whole,
         "control": "shown" if family.gate else "not shown",
     }
 
 
 def _power(one: Tested) -> list[str]:
-    told, family, model = _family_numbers(one), one.family, one.family.fit
-    notes = [positive_control(family, one.claim.low, one.claim.high)]
-    if model is not None:
-        of_gap = f", {100 * model.sd / family.gap.estimate:.0f} % of the gap" if family.gap and family.gate else ""
-        notes.append(f"n = {told['n']}; residual sd {told['sd']}{of_gap}, {model.freedom} degrees of freedom.")
-    if told["smallest"] != NOTHING:
-        notes[-1] += (
-            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {told['smallest']} of the gap by one "
-            f"test, {told['smallest_in_family']} as the first of {len(family.rows)} by Holm."
-        )
+    notes = [positive_control(one.family, one.claim.low, one.claim.high), *power(one.family)]
     if one.cells:
         same = alike(one.cells)
         notes.append(
@@ -333,11 +318,3 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
         return f"{found[1]}{known[found[2]]}{found[4]}"
 
     return _MARK.sub(fill, text)
-
-
-def _whole(share: float) -> str:
-    return str(round(100 * share))
-
-
-def _between(low: str, high: str) -> str:
-    return f"({low.removesuffix(' %')} to {high.removesuffix(' %')})"

@@ -13,6 +13,7 @@ from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
 from gnmr.report.forks import fork_tables
 from gnmr.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
+from gnmr.report.one_model import one_model
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routability import routability_table
 from gnmr.report.routing import routing
@@ -41,6 +42,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         quality(comparison),
         *fork_tables(comparison),
         *against_baseline(comparison),
+        *one_model(comparison),
         against_random(comparison),
         lost(comparison),
     ]

@@ -90,6 +90,7 @@ def test_what_nothing_is_left_to_tell_by() -> None:
     assert fit({"a": one}) is None and fit({"a": {0: 1.0}, "b": {0: 2.0}}) is None and fit({}) is None
     same = fit({"a": one, "b": {seed: value + 7 for seed, value in one.items()}})
     assert same is not None and (same.sd, same.freedom) == (0, 2) and math.isnan(same.assumptions[0])
+    assert fit({"a": {0: 1e200, 1: -1e200}, "b": {0: 3.0, 1: 1e199}}) is None, "no square of it is a double"
     apart = fit({"a": one, "b": {0: 1.5, 1: 2.1}, "c": {7: 1.0, 8: 2.0}, "d": {7: 1.1, 8: 2.3}})
     assert apart is not None and apart.between("a", "c") is None, "no block in common, not even by others"
     assert apart.between("a", "b") is not None

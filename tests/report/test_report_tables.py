@@ -8,14 +8,17 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_reading import notes, row
 from report_recorded import Recorded
+from scipy import stats
 
 from gnmr import paths
 from gnmr.records.find import find_runs
 from gnmr.report.arms import bits, paired_difference
 from gnmr.report.layout import count, duration, measure, percent, size
+from gnmr.report.one_model import one_model
 from gnmr.report.regimes import regime_cells
 from gnmr.report.runs import load
 from gnmr.report.statistics import Stat, stat
@@ -93,6 +96,24 @@ def test_arms_are_tested_against_the_static_low_path(runs: Recorded) -> None:
     assert (row(table, "int8")["verdict"], row(table, "int8")["gap closed"]) == ("better", "-")
     assert "p by Holm over the 2 tests of this table" in notes(table)
     assert "The gap itself" not in notes(table)
+
+
+def test_all_arms_between_two_bounds_stand_in_one_model(runs: Recorded) -> None:
+    """Differences of means are -0.02 and -0.1; of the residuals, by double centring, the sd has four degrees."""
+    values = np.array([[3.0, 3.1, 3.2], [2.99, 3.08, 3.17], [2.9, 2.99, 3.11]])
+    for arm, losses in zip(("int4", "int4_int8", "int8"), values.tolist(), strict=True):
+        runs.add(arm, *losses)
+    left = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
+    sd = math.sqrt((left**2).sum() / 4)
+    (table,) = one_model(runs.comparisons()[0])
+    p = 2 * stats.t.sf(0.02 / (sd * math.sqrt(2 / 3)), 4)
+    told = row(table, "int4_int8-gnmr")
+    assert (told["n"], told["p (Holm)"], told["difference [95 % interval]"][:6]) == ("3", f"{p:.3f}", "-2.0 %")
+    assert told["gap closed [95 % interval]"].startswith("20 % (")
+    assert "int8 against int4, a gap of 0.100 nats (+10.5 %): shown" in notes(table)
+    assert f"n = 3; residual sd {sd:.3f} nats, {1000 * sd:.0f} % of the gap, 4 degrees of freedom." in notes(table)
+    runs.runs = [run for run in runs.runs if "gnmr" not in run.arm]
+    assert one_model(runs.comparisons()[0]) == [], "two arms have the paired test"
 
 
 def test_a_gap_that_is_not_shown_is_said(runs: Recorded) -> None:
