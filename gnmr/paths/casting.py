@@ -19,13 +19,21 @@ from torch.nn import functional as F
 from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.formats import FORMATS, Format
 from gnmr.paths.recipes import HADAMARD, Cast
-from gnmr.paths.scaling import TINY, count_nonfinite, largest_magnitude, largest_of, nan_unless_finite, scale_of
+from gnmr.paths.scaling import (
+    TINY,
+    count_nonfinite,
+    largest_if_finite,
+    largest_magnitude,
+    largest_of,
+    nan_unless_finite,
+    scale_of,
+)
 
 Reference: TypeAlias = Callable[[Tensor], Tensor] | None
 """Makes of max|x| the magnitude that becomes the format's largest (delayed scales, and of two levels the tensor's);
 None: that very one."""
 
-_AT_ONCE = 2**17
+_AT_ONCE = 2**18
 """Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
 _MOST = 2**26
 """Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
@@ -79,7 +87,9 @@ def quantize(
         noise, noise_room = random_bits(groups, generator).split(at_once), torch.empty_like(wide)
     may_saturate = _may_saturate(cast)
     each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
-    known: list[Tensor] | None = None  # the scales of the pieces, where they need to be seen all together
+    # Of the pieces, where scales need to be seen all together: the scales, by what to multiply, the limits.
+    known: list[tuple[Tensor, ...]] | None = None
+    finite: Tensor | None = None
     if one_scale:
         each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
         scale = scale_under(cast, each[0], reference)
@@ -87,8 +97,12 @@ def quantize(
             may_saturate = bool(each[0] > _limit(scale, cast))
             saturated.append(torch.zeros(1, dtype=torch.int64))
     elif cast.two_levels:
-        each.append(largest_magnitude(groups, (1, 3)).float())
-        known = list(scale_under(cast, each[0], reference).split(at_once))
+        found = [largest_magnitude(piece, (1, 3)) for piece in groups.split(at_once)]
+        each.append((found[0] if len(found) == 1 else torch.cat(found)).float())
+        finite = largest_if_finite(each[0])
+        scale = scale_under(cast, each[0], reference, finite)
+        parts = scale, _inverse(scale), _limit(scale, cast)
+        known = list(zip(*(part.split(at_once) for part in parts), strict=True))
     for number, (piece, out) in enumerate(zip(groups.split(at_once), values.split(at_once), strict=True)):
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
         worked = wide[: len(piece)].copy_(piece)
@@ -96,28 +110,30 @@ def quantize(
         magnitudes = room.view(torch.float32)
         if may_saturate or not (one_scale or known):
             torch.abs(worked, out=magnitudes)
+        inverse = limit = None
         if known is not None:
-            scale = known[number]
+            scale, inverse, limit = known[number]
         elif not one_scale:
             each.append(largest_of(magnitudes, (1, 3)))
             scale = scale_under(cast, each[-1])
         if may_saturate:
             # 1.0 or 0.0: on CPUs much faster than bool.
-            beyond = torch.gt(magnitudes, _limit(scale, cast), out=magnitudes)
+            beyond = torch.gt(magnitudes, _limit(scale, cast) if limit is None else limit, out=magnitudes)
             saturated.append(beyond.flatten(1).sum(dim=1))
-        over_scale(worked, scale, cast, out=worked)
+        over_scale(worked, scale, cast, out=worked, inverse=inverse)
         if may_saturate:
             worked.clamp_(-cast.format.max, cast.format.max)
         steps = None
         if noise is not None and noise_room is not None:
-            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5).mul_(2.0**-8)
+            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5)
         out.copy_(cast.format.round(worked, room, steps).mul_(scale))
     largest = each[0] if len(each) == 1 else torch.cat(each)
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     over = torch.cat(saturated).sum(dtype=torch.int64) if saturated else None
-    return values, CastStats(largest, over, count_nonfinite(source, largest))
+    nonfinite = count_nonfinite(source, largest) if finite is None else None
+    return values, CastStats(largest, over, nonfinite)
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
@@ -182,12 +198,12 @@ def scaled(
     return over_scale(groups, scale, cast).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
 
 
-def scale_under(cast: Cast, largest: Tensor, reference: Reference = None) -> Tensor:
+def scale_under(cast: Cast, largest: Tensor, reference: Reference = None, finite: Tensor | None = None) -> Tensor:
     """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf.
 
-    `reference`: of a scale of all of the tensor."""
+    `reference`: of a scale of all of the tensor. `finite`: `largest_if_finite` of them, where it was asked before."""
     if cast.two_levels:
-        return _two_level_scale(largest, cast.format, reference)
+        return _two_level_scale(largest, cast.format, reference, finite)
     if reference is not None:
         largest = reference(largest)
     if cast.scale == "mx":
@@ -195,13 +211,21 @@ def scale_under(cast: Cast, largest: Tensor, reference: Reference = None) -> Ten
     return scale_of(largest, cast.format, torch.float32)
 
 
-def over_scale(x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None) -> Tensor:
-    """The float32 `x` divided by its scales as the cast does it; `out`: see torch.div."""
+def over_scale(
+    x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None, inverse: Tensor | None = None
+) -> Tensor:
+    """The float32 `x` divided by its scales as the cast does it; `out`: see torch.div. `inverse`: `_inverse` of the
+    scales, where it is there already."""
     if cast.scale == "mx" or cast.two_levels:
         # By a power of two: the same number, and much faster for so small groups. For two levels it is the published
         # rule, and a group whose scale is 0 is to become 0, not NaN.
-        return torch.mul(x, scale.reciprocal().clamp_(max=_LARGEST), out=out)
+        return torch.mul(x, _inverse(scale) if inverse is None else inverse, out=out)
     return torch.div(x, scale, out=out)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """What numbers are multiplied by to divide them by these scales; finite for a scale of 0."""
+    return scale.reciprocal().clamp_(max=_LARGEST)
 
 
 def _may_saturate(cast: Cast) -> bool:
@@ -213,7 +237,7 @@ def _limit(scale: Tensor, cast: Cast) -> Tensor:
     """The magnitudes beyond which elements of groups with these scales saturate."""
     limit = scale * (cast.format.max * BEYOND)
     # Below the smallest scale they become 0: that is no saturation.
-    return torch.where(scale == 0, torch.inf, limit) if cast.two_levels else limit
+    return limit.masked_fill_(scale == 0, torch.inf) if cast.two_levels else limit
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
@@ -248,12 +272,14 @@ def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
     return scale.add_(nan_unless_finite(largest))
 
 
-def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference) -> Tensor:
+def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference, finite: Tensor | None) -> Tensor:
     """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite."""
-    bad = nan_unless_finite(largest)
-    of_tensor = torch.where(bad == 0, largest, 0).amax()
+    bad = nan_unless_finite(largest) if finite is None else None
+    of_tensor = finite if bad is None else torch.where(bad == 0, largest, 0).amax()
+    assert of_tensor is not None
     if reference is not None:
         of_tensor = reference(of_tensor)
     encode = torch.full_like(of_tensor, _E4M3.max * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
     numbers = _E4M3.round((largest / fmt.max).mul_(encode).clamp_(max=_E4M3.max))
-    return numbers.mul_(encode.reciprocal()).add_(bad)
+    scale = numbers.mul_(encode.reciprocal())
+    return scale if bad is None else scale.add_(bad)

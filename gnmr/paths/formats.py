@@ -50,8 +50,8 @@ class Format:
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
         `encode`, without the codes and up to the sign of zero. NaN stays NaN. `scratch`: int32 of the same shape,
-        overwritten; None: allocated. `noise`: uniform numbers (float32) between -1/2 and 1/2, both excluded, of the
-        same shape for stochastic rounding: as many steps are added before."""
+        overwritten; None: allocated. `noise`: uniform numbers (float32) between -128 and 128, both excluded, of the
+        same shape for stochastic rounding: as many 256ths of a step are added before."""
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class IntFormat(Format):
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        return (scaled if noise is None else scaled.add_(noise)).round_()
+        return (scaled if noise is None else scaled.add_(noise, alpha=2.0**-8)).round_()
 
     def step(self, scaled: Tensor) -> Tensor:
         return torch.ones_like(scaled)
@@ -157,7 +157,7 @@ class FloatFormat(Format):
         # care of their own.
         power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
         if noise is not None:
-            scaled.addcmul_(power, noise, value=2.0**-self.mantissa_bits)
+            scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
     def step(self, scaled: Tensor) -> Tensor:
