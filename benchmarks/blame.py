@@ -1,0 +1,259 @@
+"""Verdicts on steps that spike or are not finite, from planted causes and from ordinary spikes (docs/blame.md).
+
+    python benchmarks/blame.py OUT.json                 every arm: planted causes, faults that are not finite, spikes
+    python benchmarks/blame.py OUT.json --only moe      of the arms whose names match
+    python benchmarks/blame.py OUT.json --spikes 200    that many ordinary spikes over all arms
+
+Of each arm (dense formats, dense recipe, mixture of experts, fine-tuning) a tiny model is trained until its loss moves
+slowly; each cause is then planted in a step of the run as it stood there. An ordinary spike is a step of a run with
+sound paths above `SIGMAS` standard deviations, lower than the 6 of a run, so that there are enough; a verdict
+"precision" on one is a false one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from golden import make_inputs
+
+from gnmr.blame import Levels, Verdict
+from gnmr.config.compose import compose
+from gnmr.paths import Fault, FaultSchedule
+from gnmr.training.build import Parts, assemble, train_step, training_blocks
+from gnmr.training.step import StepResult, TrainStep
+
+LEARN, SIGMAS = 140, 3.0
+SIZES = ["training.steps=100000", "training.seq_len=64", "training.batch_size=4", "training.threads=1"]
+SIZES += ["training.eval_blocks=2", "optim.lr=0.003", "optim.clip_norm=1", "optim.warmup_frac=0.0002"]
+SIZES += ["controller.warmup_frac=0", "controller.alpha=99", "controller.beta=null", "controller.max_o=4"]
+TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
+SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
+MOE = ["experiment=moe_stress", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2"]
+ARMS = {
+    "dense": ["experiment=act_quant_stress", "paths.low=int8", "paths.recovery=bf16", "paths.site=forward", *SMALL],
+    "recipe": ["experiment=pretrain", "paths.low=fp8_hybrid", "paths.recovery=bf16", *SMALL],
+    "moe": [*MOE, "paths.low=int8", "paths.recovery=bf16", "paths.site=forward"],
+    "moe_recipe": [*MOE, "paths.low=fp8_hybrid", "paths.recovery=bf16"],
+    "finetune": ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=4", "paths.unit=operator"],
+}
+PLANTS = (("scale_down", 300.0), ("scale_up", 300.0), ("noise", 300.0))
+NOT_FINITE = ("nan", "inf", "bit_flip")
+
+
+@dataclass
+class Bed:
+    """A run after its warm steps, to which it can be taken back."""
+
+    parts: Parts
+    levels: Levels
+    blocks: Any
+    take: TrainStep
+    step: int = 0
+    _kept: list[Any] = field(default_factory=list)
+
+    def __call__(self) -> StepResult:
+        """One step; the rate falls to a tenth where the loss is to move slowly."""
+        self.step += 1
+        training, device = self.parts.config.training, self.parts.device
+        rate = self.parts.config.optim.lr * (1.0 if self.step <= LEARN else 0.1)
+        return self.take([self.blocks.next(training.batch_size).to(device)], rate)
+
+    def keep(self) -> None:
+        """Remembers the run as it is."""
+        p = self.parts
+        what = p.model.state_dict(), p.optimizer.state_dict(), p.controller.state_dict(), torch.get_rng_state()
+        self._kept = deepcopy([*what, self.levels.seen, self.blocks.state_dict(), self.step])
+
+    def steady(self, ahead: int = 0) -> None:
+        """As it was kept, `ahead` steps on, with levels of steps that hardly differ from the next one: what is planted
+        there in place of a sound step is a spike, and the batch itself is none."""
+        self.back()
+        for _ in range(ahead + 1):
+            sound = self()
+        self.back()
+        self.levels.seen.clear()
+        for _ in range(ahead):
+            self()
+        self.levels.seen.clear()
+        for i in range(self.levels.least):
+            sign = (-1) ** i
+            self.levels.add(sound.loss * (1 + 1e-4 * sign), sound.grad_norm_pre_clip * (1 + 1e-3 * sign))
+
+    def back(self) -> None:
+        """The run is as it was kept."""
+        model, optimizer, controller, rng, seen, blocks, self.step = deepcopy(self._kept)
+        torch.set_rng_state(rng)
+        self.parts.model.load_state_dict(model)
+        self.parts.optimizer.load_state_dict(optimizer)
+        self.parts.controller.load_state_dict(controller)
+        self.levels.seen = seen
+        self.blocks.load_state_dict(blocks)
+        for operator in self.parts.plan.operators:
+            operator.fault = None
+
+
+def bed(words: list[str]) -> Bed:
+    """A run of an arm after its warm steps."""
+    text = TEXT if "experiment=finetune" not in words else TEXT[::2]
+    parts = assemble(compose([*words, *SIZES, *text]), Path("unused"), lambda _: None)
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    levels = Levels()
+    made = Bed(parts, levels, blocks, train_step(parts, levels=levels))
+    for _ in range(LEARN + 8):
+        made()
+    levels.seen.clear()
+    for _ in range(levels.least):
+        made()
+    made.keep()
+    return made
+
+
+def targets(made: Bed, number: int) -> list[str]:
+    """Units at even distances."""
+    names = made.parts.controller.names
+    return [names[(2 * i + 1) * len(names) // (2 * number)] for i in range(number)]
+
+
+def break_paths(made: Bed, kind: str, magnitude: float, units: list[str]) -> None:
+    """The low path of these units fails in the next step."""
+    at = made.step + 1
+    schedule = FaultSchedule(made.parts.plan, Fault(kind, magnitude), units, at, windows=[[at, 1]])
+    schedule.begin_step(at)
+
+
+def corrupt(made: Bed) -> Callable[[], None]:
+    """The next batch is of random tokens; call the result afterwards."""
+    original, draw = made.blocks.next, torch.Generator().manual_seed(made.step)
+
+    def next_blocks(count: int) -> Any:
+        batch = original(count)
+        tokens = batch if isinstance(batch, torch.Tensor) else batch.tokens
+        tokens.copy_(torch.randint(0, 20, tokens.shape, generator=draw).sort(descending=True).values)
+        return batch
+
+    made.blocks.next = next_blocks
+    return lambda: made.blocks.__dict__.pop("next")
+
+
+def race(made: Bed, unit: str) -> Callable[[], None]:
+    """A buffer that is read too early, once: the output of `unit` is another tensor's in its next forward pass."""
+    calls: list[int] = []
+
+    def early(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output.flip(0).flip(-1) * 30 if len(calls) == 1 else output
+
+    return made.parts.model.get_submodule(unit).register_forward_hook(early).remove
+
+
+def planted(made: Bed) -> Iterator[tuple[str, str, list[str], Verdict | None, bool]]:
+    """(what was planted, the right cause, the units, the verdict, whether the step was lost)."""
+    floats = "int" not in made.parts.plan.low.name
+    for kind, magnitude in PLANTS:
+        if kind == "scale_up" and floats:
+            continue  # another exponent: no break of a floating-point cast
+        for units in [[name] for name in targets(made, 4)] + [targets(made, 2)]:
+            made.steady()
+            break_paths(made, kind, magnitude, units)
+            result = made()
+            yield f"{kind} {'+'.join(units)}", "precision", units, result.verdict, result.skipped
+    for shift in range(3):
+        made.steady(shift)
+        undo = corrupt(made)
+        result = made()
+        undo()
+        yield f"corrupt batch {shift}", "data", [], result.verdict, result.skipped
+    for unit in targets(made, 3):
+        made.steady()
+        undo = race(made, unit)
+        result = made()
+        undo()
+        yield f"race {unit}", "not_reproducible", [], result.verdict, result.skipped
+
+
+def not_finite(made: Bed) -> Iterator[tuple[str, bool, bool]]:
+    """(fault, whether its step was lost, whether it had a verdict) of faults that make the loss no number."""
+    for kind in NOT_FINITE:
+        for unit in targets(made, 5):
+            made.back()
+            break_paths(made, kind, 1.0, [unit])
+            result = made()
+            yield f"{kind} {unit}", result.skipped, result.verdict is not None
+
+
+def ordinary(made: Bed, number: int) -> Iterator[tuple[Verdict, float]]:
+    """(verdict, its step times) of that many spikes of a run with sound paths."""
+    made.back()
+    made.levels.sigmas = SIGMAS
+    found = 0
+    while found < number and made.step < 20_000:
+        if (verdict := made().verdict) is not None:
+            found += 1
+            yield verdict, verdict.passes
+
+
+def main() -> int:
+    """Measures, prints, writes; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT.json", type=lambda word: Path(word).resolve())
+    parser.add_argument("--only", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
+    parser.add_argument("--spikes", type=int, default=20, help="ordinary spikes over all arms")
+    asked = parser.parse_args()
+    chosen = {name: words for name, words in ARMS.items() if re.search(asked.only, name)}
+    if not chosen:
+        parser.error(f"--only {asked.only}: no such arm; there are {', '.join(ARMS)}")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="gnmr-blame-") as scratch:
+        make_inputs(Path(scratch))
+        os.chdir(scratch)
+        os.environ["GNMR_CACHE"] = "cache"
+        for name, words in chosen.items():
+            found[name] = measured(name, bed(words), -(-asked.spikes // len(chosen)))
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        os.chdir("/")
+    return 0
+
+
+def measured(name: str, made: Bed, spikes: int) -> dict[str, Any]:
+    """The figures of one arm, told as they come."""
+    rows = []
+    for what, cause, units, verdict, lost in planted(made):
+        got = None if verdict is None else verdict.cause
+        same = verdict is not None and list(verdict.units) == sorted(units, key=made.parts.controller.names.index)
+        took = 0.0 if verdict is None else verdict.passes
+        rows.append({"planted": what, "cause": cause, "verdict": got, "units": same, "passes": took, "lost": lost})
+        print(f"{name}  {what}: {verdict}", flush=True)
+    broken = [{"planted": what, "lost": lost, "told": told} for what, lost, told in not_finite(made)]
+    verdicts = list(ordinary(made, spikes))
+    spiked = [row for row in rows if row["verdict"] is not None]
+    precision = [row for row in spiked if row["cause"] == "precision"]
+    figures = {
+        "planted that spiked": f"{len(spiked)} of {len(rows)}",
+        "right cause": sum(row["verdict"] == row["cause"] for row in spiked),
+        "right units": f"{sum(row['units'] for row in precision)} of {len(precision)}",
+        "most step times": max((row["passes"] for row in spiked), default=0.0),
+        "not finite: steps lost": f"{sum(row['lost'] for row in broken)} of {len(broken)}",
+        "not finite: with a verdict": sum(row["told"] for row in broken),
+        "ordinary spikes": dict(Counter(verdict.cause for verdict, _ in verdicts)),
+    }
+    print(f"{name}: {json.dumps(figures)}", flush=True)
+    return {"figures": figures, "planted": rows, "not_finite": broken}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
