@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
 SPEND = ("spend-sim_e2m1.json",)
+SHOWN = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "first_last": "v", "last": "<", "random": "x"}
+"""Arms of the figure, and their marks."""
+TITLES = {"sim_e2m1": "E2M1 operands", "nvfp4": "NVFP4", "int4": "4-bit inputs"}
 _SCORES = ("price", "price, by elements", "ModelOpt's score", "gap", "gradient norm", "MSE", "underflow", "update norm")
 _CHOSEN = ("price", "gap", "gradient norm", "MSE", "the truth itself")
 _BY_SCORE = {"price, by elements": "by elements", "ModelOpt's score": "ModelOpt", "the truth itself": "the truth"}
@@ -91,6 +94,48 @@ def spend() -> str:
             text += ["", *_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
             text += [_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
     return "\n".join([*text, "", *_origin(records)])
+
+
+def spend_figure() -> bytes:
+    """docs/img/spend.svg: gap closed against spend, a panel a scene."""
+    import io
+
+    import matplotlib as mpl
+    from matplotlib.ticker import PercentFormatter
+
+    from gnmr.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
+
+    records = [_read(name) for name in SPEND]
+    with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):
+        figure, panels = new_figure(4.2 * len(records), 4.4, 1, len(records), share=True)
+        for axes, record in zip(panels, records, strict=True):
+            figures = {found["name"]: found for found in record["figures"]}
+            scene = next(iter(figures)).partition(",")[0]
+            ends = []
+            for place, (arm, mark) in enumerate(SHOWN.items()):
+                points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]
+                spends = [float(found["note"].split()[1].rstrip("%,")) / 100 for found in points]
+                closed = [found["value"] for found in points]
+                bars = [found["value"] - found["low"] for found in points]
+                look = {"color": COLOURS[place], "marker": mark, "ms": 5, "lw": 2.2 if arm == "price" else 1.1}
+                axes.errorbar(spends, closed, bars, **look, elinewidth=0.8, capsize=2, label=arm)
+                ends.append((closed[-1], arm))
+            axes.axhline(1, color=FAINT, lw=1, ls="--")
+            axes.axhline(0, color=INK, lw=1)
+            axes.set_title(TITLES.get(scene, scene))
+            axes.set_xlabel("share of the GEMMs' arithmetic in 16 bits")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(PercentFormatter(1, decimals=0))
+        panels[0].set_ylabel("gap closed, validation in 16 bits")
+        panels[-1].legend(loc="lower right")
+        n = next(found["n"] for found in records[0]["figures"] if "smallest effect" in found["name"])
+        foot(
+            figure,
+            f"forks of 40 steps, {n} blocks (two bases, orders of the data), 95 % intervals by the pooled residual",
+        )
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def _clear(figures: dict[str, Any], cell: str) -> int:
