@@ -139,7 +139,9 @@ def test_a_nan_is_skipped_told_and_recovered(train, tmp_path):
     assert rows[:3] == [(False, None, 0, 0), (False, None, 0, 0), (True, UP, 1, 0)]
     assert rows[3][0] is False and rows[3][3] == 1
     causes = [(e["step"], e["unit"], e["event"], e["cause"]) for e in read_jsonl(folder / "events.jsonl")]
-    assert causes[:2] == [(3, UP, "promote", "nonfinite"), (5, UP, "release", "lock")]  # kept in step 5 by its lock
+    verdict = (3, UP, "verdict", "precision")
+    first = [(3, UP, "promote", "nonfinite"), verdict, (5, UP, "release", "lock")]  # kept in step 5 by its lock
+    assert causes[:3] == first
     assert [t for t, (skipped, *_) in enumerate(rows, start=1) if skipped] == [3, 6]
     assert [t for t, norms in enumerate(by_unit(folder, "norm"), start=1) if not math.isfinite(norms[UP])] == [3, 6]
     assert (folder / "DONE").exists() and read_json(folder / "summary.json")["nonfinite_total"] == 2
