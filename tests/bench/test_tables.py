@@ -26,6 +26,7 @@ def tables() -> ModuleType:
 def test_committed_tables_are_what_the_committed_figures_give(tables: ModuleType) -> None:
     for name, table in tables.TABLES.items():
         assert (tables.DOCS / name).read_text() == table(), f"{name}: run python benchmarks/tables.py"
+    assert tables.FIGURE.read_bytes() == tables.spend_figure(), "run python benchmarks/tables.py"
 
 
 def test_another_figure_is_another_table(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
