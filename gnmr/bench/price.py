@@ -239,9 +239,16 @@ def _of_truth(where: str, found: Truth, costs: Mapping[Item, float]) -> list[Fig
 
 def _chosen(operators: Sequence[str], score: np.ndarray, costs: Mapping[Item, float]) -> list[int]:
     """Indices of the operators whose `fprop` fills `SHARE` of all arithmetic, by score per cost."""
-    rates = {name: float(value) / costs[name, "fprop"] for name, value in zip(operators, score, strict=True)}
-    pins = by_score(rates, {}, costs, SHARE, gemms=GEMMS[:1]).pins
+    pins = pins_per_cost(operators, score, costs, SHARE, GEMMS[:1])
     return [i for i, name in enumerate(operators) if name in pins]
+
+
+def pins_per_cost(
+    operators: Sequence[str], score: np.ndarray, costs: Mapping[Item, float], budget: float, gemms: Sequence[str]
+) -> dict[str, list[str]]:
+    """The pins that fill the budget with these GEMMs of the operators of the highest score per cost."""
+    rates = {name: float(value) / costs[name, "fprop"] for name, value in zip(operators, score, strict=True)}
+    return by_score(rates, {}, costs, budget, gemms=gemms).pins
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -33,11 +33,11 @@ import numpy as np
 from scipy import stats
 
 from gnmr.bench.figures import Figure
-from gnmr.bench.price import Truth, bases, forked, measured
+from gnmr.bench.price import Truth, bases, forked, measured, pins_per_cost
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.disk import replacing
-from gnmr.doctor.choice import GUESSES, arithmetic, by_score, guess
+from gnmr.doctor.choice import GUESSES, arithmetic, guess
 from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
 from gnmr.report.family import Fit, fit
@@ -211,9 +211,7 @@ def _pins(cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, lis
     costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
     if cell.arm in GUESSES:
         return guess(cell.arm, {}, costs, cell.budget, gemms=gemms, seed=cell.order).pins
-    scores = zip(names, found.scores[cell.arm].tolist(), strict=True)
-    rates = {name: score / costs[name, "fprop"] for name, score in scores}
-    return by_score(rates, {}, costs, cell.budget, gemms=gemms).pins
+    return pins_per_cost(names, found.scores[cell.arm], costs, cell.budget, gemms)
 
 
 def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.xdist_group("diagnose")
 
@@ -19,23 +18,6 @@ SMALL = ("batch_size=2", "device=cpu")
 def run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = ("training.steps=3", "paths.low=fp8_hybrid", "paths.recovery=bf16", "paths.pins={layers.0.*: [fprop]}")
     return train(tmp_path_factory.mktemp("runs") / "run", *keys)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA in Hugging Face's layout with the run's tokenizer."""
-    pytest.importorskip("transformers")
-    from gnmr.config import read
-    from gnmr.evaluation.subjects import run_corpus
-    from gnmr.models import Llama
-    from gnmr.models.pretrained import save
-
-    corpus = run_corpus(run)
-    model = Llama(read(run / "config.yaml").model, corpus.vocab_size, 32)
-    model.init_weights(torch.Generator().manual_seed(0))
-    folder = tmp_path_factory.mktemp("checkpoint") / "hf"
-    save(model, folder, corpus.tokenizer_path)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from gnmr.config.compose import compose
 from gnmr.doctor.plan import read_plan
@@ -25,23 +24,6 @@ WORDS = ("recipe=sim_e2m1", "budget=10%", *SMALL)
 @pytest.fixture(scope="module")
 def run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("runs") / "run", "training.steps=3", "training.dtype=float32")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA in Hugging Face's layout with the run's tokenizer; its weights as drawn, larger."""
-    pytest.importorskip("transformers")
-    from gnmr.config import read
-    from gnmr.evaluation.subjects import run_corpus
-    from gnmr.models import Llama
-    from gnmr.models.pretrained import save
-
-    corpus = run_corpus(run)
-    model = Llama(read(run / "config.yaml").model, corpus.vocab_size, 32)
-    model.init_weights(torch.Generator().manual_seed(0))
-    folder = tmp_path_factory.mktemp("checkpoint") / "hf"
-    save(model, folder, corpus.tokenizer_path)
-    return folder
 
 
 @pytest.fixture(autouse=True)
