@@ -157,7 +157,7 @@ def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, c
     monkeypatch.setattr(progress, "say", said.append)
 
     def wait_for(text: str) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not any(text in line for line in said) and time.monotonic() < until:
             time.sleep(0.01)
         assert any(text in line for line in said), said
@@ -277,7 +277,7 @@ def test_workers_stop_when_their_parent_is_killed(gnmr, tiny_words, tmp_path):
         wait_for_steps(tmp_path, lambda: parent.poll() is None)
     finally:
         parent.kill()
-    out, _ = parent.communicate(timeout=20)  # ends when the last worker has closed its end of the pipe
+    out, _ = parent.communicate(timeout=60)  # ends when the last worker has closed its end of the pipe
     assert "sweep: 3 cells, 0 done already, 900 of 900 steps to do, 2 cells side by side: about 0:0" in out
     assert_stopped_with_checkpoints(tmp_path)
     before = last_step(folders(tmp_path)[0])

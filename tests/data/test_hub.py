@@ -59,7 +59,7 @@ def run_client(
 def test_no_hub_is_one_line_that_says_what_to_do(environment: dict[str, str], tmp_path: Path) -> None:
     begun = time.monotonic()
     result = run_client(tmp_path / "cache", 1000, **environment)
-    assert time.monotonic() - begun < 15, "the hub was tried again and again"
+    assert time.monotonic() - begun < 20, "the hub was tried again and again"
     assert (result.returncode, result.stderr) == (0, "")
     assert re.fullmatch(
         r"data.name=c4: allenai/c4 cannot be read from the hub \(.*\); check the network, HF_ENDPOINT and the proxy, "

@@ -69,7 +69,7 @@ def test_refused_in_one_line(name: str, config: Make, tmp_path: Path, cache_dir:
     begun = time.monotonic()
     with pytest.raises(UserError, match=message) as caught:
         build(config(path=str(tmp_path / name)))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 40
     assert "\n" not in str(caught.value) and name in str(caught.value) and len(str(caught.value)) < 500
     assert not list(cache_dir.glob("*"))
 

@@ -144,7 +144,7 @@ def test_a_word_without_end_takes_no_time(word: str, config: Make, tmp_path: Pat
     (tmp_path / "a.txt").write_text(f"x{word}y")
     begun = time.monotonic()
     corpus, _ = build(config(path=str(tmp_path / "a.txt")))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 40
     assert "".join(texts(corpus, "train") + texts(corpus, "val")) == f"x{word}y"
 
 
@@ -237,7 +237,7 @@ def test_silence_is_broken_and_chatter_thinned(monkeypatch: pytest.MonkeyPatch) 
         for i in range(100):
             tell(f"read {i}")
         assert said == ["reading"]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(said) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
     assert said[0] == "reading" and len(said) >= 3

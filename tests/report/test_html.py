@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import time
 import zlib
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -288,7 +287,7 @@ def test_packing() -> None:
 
 
 def test_a_large_run_fits(tmp_path: Path) -> None:
-    """200 units by 20,000 steps: under 15 MB with plotly and all, in seconds."""
+    """200 units by 20,000 steps: under 10 MB with plotly and all."""
     draw = np.random.default_rng(0)
     risk_SU = np.exp(0.3 * draw.standard_normal((20_000, 200), dtype=np.float32))
     made = ratios(20_000, [f"model.layers.{place // 7}.mlp.unit{place}" for place in range(200)], risk_SU)
@@ -302,9 +301,7 @@ def test_a_large_run_fits(tmp_path: Path) -> None:
         events.append({"step": step, "unit": unit, "event": "promote", "cause": "gnmr", "risk": 1.5})
         events.append({"step": step + 10, "unit": unit, "event": "release", "cause": "lock", "risk": 0.5})
     run = fake_run(tmp_path / "run", made=made, events=events)
-    began = time.perf_counter()
     write_html(compare([run]), [run], tmp_path / "report.html")
-    assert time.perf_counter() - began < 20
     size = (tmp_path / "report.html").stat().st_size
     assert 5e6 < size < 10e6, f"{size:,} bytes"
     (one,) = Page(tmp_path / "report.html").data["comparisons"][0]["maps"]

@@ -5,9 +5,7 @@ Needs Chromium and its driver, and skips itself without them. One browser for al
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,18 +269,13 @@ def test_axes_of_the_regime_map(page: Any) -> None:
     until(page, lambda: "part of the gap (2)" in text(page, "#regime-key"))
 
 
-def test_a_large_run_opens_soon(browser: Any, tmp_path: Path) -> None:
-    """In 3 s: the best of three, and as much longer as other work takes of the cores."""
+def test_a_large_run_opens(browser: Any, tmp_path: Path) -> None:
+    """200 units by 20,000 steps; how large its page may be stands in test_html.py."""
     risk_SU = np.exp(0.3 * np.random.default_rng(0).standard_normal((20_000, 200), dtype=np.float32))
     made = ratios(20_000, [f"layers.{place}" for place in range(200)], risk_SU)
     made.active_SU[::50] = True
     run = fake_run(tmp_path / "run", made=made)
     write_html(compare([run]), [run], tmp_path / "report.html")
-    shared = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        opened(browser, tmp_path / "report.html")
-        took.append(time.perf_counter() - began)
-    assert min(took) < min(3 * shared, 15)
+    opened(browser, tmp_path / "report.html")
+    assert browser.find_elements(By.CSS_SELECTOR, "#map .nsewdrag")
     assert browser.get_log("browser") == []
