@@ -31,8 +31,9 @@ def test_every_pack_is_what_its_checksum_says() -> None:
 
 def test_every_pack_and_run_that_the_docs_name_is_there() -> None:
     named = set()
-    for document in ("docs/evidence.md", "docs/log.md", "README.md", "benchmarks/README.md"):
-        text = (PLACE.parents[1] / document).read_text()
+    root = PLACE.parents[1]
+    for document in (root / "README.md", root / "benchmarks" / "README.md", *(root / "docs").rglob("*.md")):
+        text = document.read_text()
         named |= set(re.findall(r"runs/reference/(\w+\.parquet)", text))
         assert not re.findall(r"runs/reference/\w+/", text.replace("runs/reference/example/", "")), document
     assert named == {path.name for path in PACKS}

@@ -1,0 +1,259 @@
+"""README and docs: links lead somewhere, commands are ones that there are, Python runs, doctests hold."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr as package
+from gnmr.commands.words import Parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "runs" / "reference" / "README.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+OLD = ("log.md", "attacks.md", "results/", "benchmarks/", "runs/", "CONTRIBUTING.md", "CHANGELOG.md")
+"""Of these pages commands are not checked: what was typed at commits of then, and what needs a change of code first."""
+FIRST = ("README.md",)
+"""Checked by the quick tests already."""
+
+
+# ---- what stands in a page ----
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """(language, lines) of each fenced or indented block; of an indented one the language is ""."""
+    language, lines, indented = None, list[str](), list[str]()
+    for line in [*page.read_text().splitlines(), ""]:
+        if line.startswith("```"):
+            if language is not None:
+                yield language, lines
+            language, lines = (line[3:], []) if language is None else (None, [])
+        elif language is not None:
+            lines.append(line)
+        elif line.startswith("    ") and not line.lstrip().startswith(("-", "|")):
+            indented.append(line[4:])
+        elif line and indented:
+            yield "", indented
+            indented = []
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One command of a page."""
+
+    page: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """As the shell hands them over."""
+        return shlex.split(self.line)
+
+
+@cache
+def commands() -> list[Typed]:
+    """Every command of ours, once a page; what stands behind it is cut off."""
+    found: dict[Typed, None] = {}
+    for page in PAGES:
+        if any(old in name_of(page) for old in OLD):
+            continue
+        for language, lines in blocks(page):
+            text = re.sub(r"\\\n\s*", "", "\n".join(lines))
+            for line in text.splitlines() if language in ("", "sh") else []:
+                line = re.split(r"\s{2,}#|\s{3,}", line.strip())[0]
+                if re.match(r"(gnmr [a-z]|make )", line) and not re.search(r"gnmr\.|\.\.\.|: ", line):
+                    found[Typed(name_of(page), line)] = None
+    return [*found]
+
+
+# ---- pages ----
+
+
+def test_readme_is_short() -> None:
+    """What is longer belongs in docs/."""
+    text = (ROOT / "README.md").read_bytes()
+    assert len(text) <= 7000 and text.count(b"\n") <= 120
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_link_is_dead(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", page.read_text())
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        place, _, anchor = link.partition("#")
+        target = page if not place else page.parent / place
+        assert target.exists(), f"{name_of(page)}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{name_of(page)}: {link}"
+
+
+# ---- commands ----
+
+
+class Understood(Exception):
+    """The words were read; nothing runs."""
+
+
+def check_words(typed: Typed) -> None:
+    """Raises what the command would raise for words that it does not take."""
+    program, command, *words = typed.words
+    if program == "make":
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), typed
+    elif command == "train":
+        check_train(words)
+    else:
+        parse = Parser.parse
+
+        def stop(parser: Parser, argv: list[str]) -> Any:
+            parse(parser, argv)
+            raise Understood
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Understood):
+            patch.setattr(Parser, "parse", stop)
+            import_module(f"gnmr.commands.{command}").main(words)
+
+
+def check_train(words: list[str]) -> None:
+    """Composes the config, of a sweep that of every cell of its first seed."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from gnmr.commands.train import refuse_flags
+    from gnmr.config.compose import compose, conf_dir, register
+    from gnmr.sweep import combinations_of
+
+    refuse_flags(words)
+    # What is no file of ours: a base, a plan.
+    words = [re.sub(r"^base=.*", "base=shipped", word) for word in words if not word.startswith("plan=")]
+    settings = [word for word in words if "=" in word and not word.startswith(("-", "hydra/"))]
+    if "-m" not in words:
+        compose(settings)
+        return
+    register()
+    own = [word for word in settings if not word.startswith(("arm=", "fork.order="))]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        sweeper = hydra_compose("config", own, return_hydra_config=True).hydra.sweeper
+    cells = combinations_of(settings, sweeper.params, sweeper.arms)
+    assert cells and compose([*own, *cells[0]])
+
+
+def test_there_are_commands() -> None:
+    """That none is found would make the tests below pass."""
+    assert len([typed for typed in commands() if typed.page in FIRST]) >= 7
+    assert len(commands()) >= 60
+
+
+def test_commands_of_the_first_pages() -> None:
+    for line in dict.fromkeys(typed.line for typed in commands() if typed.page in FIRST):
+        check_words(Typed("", line))
+
+
+@pytest.mark.slow
+def test_commands_of_the_other_pages() -> None:
+    first = {typed.line for typed in commands() if typed.page in FIRST}
+    for line in dict.fromkeys(typed.line for typed in commands()):
+        if line not in first:
+            check_words(Typed("", line))
+
+
+# ---- Python ----
+
+
+class Model(nn.Module):
+    """Two blocks with the usual names, wide enough for tiles of 128; gives its own loss as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 128)
+        sizes = {"up_proj": (128, 256), "down_proj": (256, 128)}
+        block = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        self.layers = nn.ModuleList([nn.ModuleDict(block)])
+        self.head = nn.Linear(128, 16)
+        self.loss = torch.zeros(())
+
+    def forward(self, tokens: Tensor) -> Model:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = x + layer["down_proj"](layer["up_proj"](x).relu())
+        self.loss = F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+        return self
+
+
+class LateLoss:
+    """Its forward pass runs when `backward` is called, so behind whatever a block did to the model before."""
+
+    def __init__(self, of: Callable[[], Tensor]) -> None:
+        self.of = of
+
+    def backward(self) -> None:
+        self.of().backward()
+
+
+def names_of_a_block() -> dict[str, Any]:
+    """What a block of Python may take to be there."""
+    torch.manual_seed(0)
+    model = Model()
+    batches = [{"tokens": torch.randint(0, 16, (2, 33))} for _ in range(6)]
+
+    def loss_of_batch(batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).loss
+
+    return {
+        "gnmr": package,
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": batches[0],
+        "batches": batches[:4],
+        "others": batches[4:],
+        "loss_of_batch": loss_of_batch,
+        "loss": LateLoss(lambda: loss_of_batch(batches[0])),
+    }
+
+
+PYTHON = [
+    pytest.param("\n".join(lines), id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    if page.name != "trainer.md"  # examples/hf_trainer.py is run
+    for number, (language, lines) in enumerate(blocks(page))
+    if language == "python"
+]
+
+
+@pytest.mark.parametrize("text", PYTHON)
+def test_python_of_a_page_runs(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, "<block>", "exec"), names_of_a_block())
+
+
+def test_doctests_hold() -> None:
+    files = [file for file in sorted((ROOT / "gnmr").rglob("*.py")) if ">>>" in file.read_text()]
+    assert len(files) >= 5
+    for file in files:
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        result = doctest.testmod(import_module(name))
+        assert result.attempted and not result.failed, name
