@@ -26,6 +26,7 @@ from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
+from gnmr.distributed.reduce import Ranks
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
 from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
@@ -157,6 +158,11 @@ class AttachedController(Controller):
         if self._detached:
             raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
 
+    def _check_alone(self, what: str) -> None:
+        """ValueError where several processes train the model, or its parameters are sharded."""
+        if self.together() or any(hasattr(p, "device_mesh") for p in self._model.parameters()):
+            raise ValueError(f"{what}: runs in one process, on parameters that are whole; not under DDP or FSDP")
+
     def _follow(self) -> None:
         """Takes note of what was exchanged in the model since the last step."""
         self._check_attached()
@@ -189,6 +195,9 @@ class AttachedController(Controller):
     def _end(self) -> None:
         """The step's passes are over for the paths."""
         if not self._measured:
+            amax = self.plan.shared.amax
+            if self.ranks is not None and amax is not None and amax.history is not None:
+                self.ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
             self.plan.end_step()
             self._measured = True
 
@@ -201,15 +210,31 @@ class AttachedController(Controller):
         measured = [one.names for one in (self._probe, self._prices) if one is not None]
         return super()._own_evidence().union(*measured)
 
-    def measure(self, grad_scale: float = 1.0, norms: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
+        """As `Controller.parts`, with what the paths measured."""
+        self._follow()
+        found = super().parts(plain)
+        if self._probe is not None and self.ranks is not None:
+            found["probe"] = self._probe.parts(self.ranks.share)
+        return found
+
+    def measure(
+        self,
+        grad_scale: float = 1.0,
+        norms: tuple[Tensor, Tensor] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured; their step ends. RuntimeError after `detach`."""
         self._follow()
-        found = super().measure(grad_scale, norms)
+        if sums is None and self.together():
+            assert self.ranks is not None
+            sums = self.ranks.sum(self.parts())
+        found = super().measure(grad_scale, norms, sums)
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.
             found |= {
                 name: value / grad_scale**2 if name.startswith("gap") else value
-                for name, value in self._probe.read().items()
+                for name, value in self._probe.read(None if sums is None else sums["probe"]).items()
             }
             self._probe.reset()
         if self._prices is not None:
@@ -225,6 +250,7 @@ class AttachedController(Controller):
         Paths and generators are afterwards as they were, all gradients are None. Does not wait for the device.
         """
         self._check_attached()
+        self._check_alone("true_gap")
         gradients: list[list[list[Tensor]]] = []
         distinct = Distinct(unit.parameters for unit in self.units)
         devices = [self._device] if self._device.type == "cuda" else []
@@ -280,6 +306,7 @@ class AttachedController(Controller):
         that differ by less than a quarter are called equal. Waits for the device. See docs/blame.md.
         """
         self._follow()
+        self._check_alone("explain")
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         kept = [p.grad for p in parameters]
         norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
@@ -483,7 +510,15 @@ def attach(
         _check_trained(converted, units, control)
         norms = norms_of(model, units, control.observe)
         controller = AttachedController(
-            units, control, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned
+            units,
+            control,
+            steps=steps,
+            seed=seed,
+            record=record,
+            norms=norms,
+            whole_cost=1.0,
+            pinned=pinned,
+            ranks=Ranks(),
         )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)

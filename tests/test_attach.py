@@ -300,12 +300,3 @@ def test_units_are_called_alike_in_wrappers() -> None:
     for observe in ("parameters", "adapter", "input_grad"):
         names = [gnmr.attach(m, targets=["?"], observe=observe).names for m in (net(), Wrapper(), torch.compile(net()))]
         assert names == [["0", "1", "2", "3"]] * 3
-
-
-def test_ranks_that_would_choose_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    for how in ({"signal": "gap"}, {"signal": "gsnr"}, {"observe": "input_grad"}):
-        with pytest.raises(ValueError, match="2 processes: this signal or observe='input_grad' reads"):
-            gnmr.attach(net(), targets=["?"], **how)
-    assert gnmr.attach(net(), targets=["?"]).names == ["0", "1", "2", "3"]

@@ -117,19 +117,16 @@ def test_fsdp2_gives_the_same_gradients_before_and_after_conversion(low: str, fi
         assert torch.equal(ours, theirs)
 
 
-ADVICE = r"^0\.up_proj has sharded parameters.*attach with observe='input_grad' and call fully_shard afterwards"
-
-
-def test_after_fully_shard_a_step_gives_advice_that_works() -> None:
-    model = net()
-    controller = gnmr.attach(model, max_o=1)
-    step(shard(model))
-    with pytest.raises(ValueError, match=ADVICE):
-        controller.step()
-    # In one process:
+@pytest.mark.parametrize("observe", ["parameters", "input_grad"])
+@pytest.mark.parametrize("first", [False, True])
+def test_units_of_a_sharded_model_are_routed_as_those_of_a_whole_one(first: bool, observe: str) -> None:
+    how: dict[str, Any] = {"max_o": 1, "observe": observe, "alpha": 1.01, "beta": 1.01}
     alone, model = net(), net()
-    controllers = [gnmr.attach(one, max_o=1, observe="input_grad", alpha=1.01, beta=1.01) for one in (alone, model)]
-    shard(model)
+    if first:
+        shard(model)
+    controllers = [gnmr.attach(one, **how) for one in (alone, model)]
+    if not first:
+        shard(model)
     sets = []
     for seed in range(4):
         for one in (alone, model):
@@ -138,20 +135,17 @@ def test_after_fully_shard_a_step_gives_advice_that_works() -> None:
         assert decisions[0].norm.tolist() == decisions[1].norm.tolist() and decisions[0].observed.all()
         sets.append([controller.active for controller in controllers])
     assert all(ours == theirs for ours, theirs in sets) and any(ours for ours, _ in sets)
-    # In several, with norms of the loop's own:
-    alone, model = net(), net()
-    first, second = (gnmr.attach(one, max_o=1) for one in (alone, model))
-    shard(model)
-    for one in (alone, model):
-        step(one)
-    squares = [sum(p.grad.full_tensor().square().sum() for p in o.parameters()) for o in second.plan.operators]
-    norm, observed = torch.stack(squares).double().sqrt(), torch.ones(4, dtype=torch.bool)
-    decision = second.apply(second.observe({"norm": norm, "observed": observed}).to_host())
-    assert decision.norm.tolist() == pytest.approx(first.step().norm.tolist(), rel=1e-6)
 
 
-def test_attaching_after_fully_shard_gives_the_same_advice_and_leaves_the_model_as_it_was() -> None:
+def test_what_needs_whole_parameters_is_refused_of_sharded_ones() -> None:
     model = shard(net())
-    with pytest.raises(ValueError, match=ADVICE):
-        gnmr.attach(model)
+    with pytest.raises(ValueError, match=r"^weight_std: 0\.up_proj has sharded parameters"):
+        gnmr.attach(model, record=["weight_std"])
     assert not any(isinstance(module, PathLinear) for module in model.modules())
+    controller = gnmr.attach(model, max_o=1)
+    step(model)
+    for name in ("true_gap", "explain"):
+        with pytest.raises(ValueError, match=f"^{name}: runs in one process, on parameters that are whole"):
+            getattr(controller, name)(lambda: model(torch.ones(1, 16)).sum())
+    with pytest.raises(ValueError, match=r"^0.up_proj has sharded parameters.*give the controller ranks="):
+        gnmr.Controller(gnmr.controller.Unit(n, m) for n, m in [("0.up_proj", model[0].up_proj)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,8 +23,10 @@ from torch import Tensor
 
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
+from gnmr.controller.observed import OutputGradients
 from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Budget, Choice, decide
+from gnmr.controller.ranks import Ranks
 from gnmr.controller.signals import build_signal
 from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, whole
 from gnmr.controller.signals.history import all_finite
@@ -105,24 +107,33 @@ class Mark:
     signal: Mapping[str, Tensor]
 
 
-def _check_ranks(units: Sequence[Unit], rank_local: bool) -> None:
-    """ValueError where ranks would choose different units: each decides for itself, from numbers that must be equal.
+_OF_ONE_PROCESS = ("micro_square", "true_gap", *PRICE_EVIDENCE)
+"""Evidence that is no sum over ranks, or is not made one yet."""
 
-    `rank_local`: something besides the reduced gradients decides, which each rank measures of its own batch.
-    """
-    for unit in units:
-        if any(hasattr(parameter, "device_mesh") for parameter in unit.parameters):
-            raise ValueError(
-                f"{unit.name} has sharded parameters (DTensor), of whose gradients each rank has a part: in one "
-                "process attach with observe='input_grad' and call fully_shard afterwards; in several attach before "
-                "it, and in each step hand over norms reduced over the ranks: "
-                "controller.apply(controller.observe({'norm': norm, 'observed': observed}).to_host())"
-            )
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank_local and distributed and (size := torch.distributed.get_world_size()) > 1:
+
+def _check_ranks(
+    ranks: Ranks | None, units: Sequence[Unit], needs: Collection[str], norms: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    """ValueError where ranks would choose different units: each decides for itself, from sums that must be equal."""
+    sharded = [unit.name for unit in units if any(hasattr(p, "device_mesh") for p in unit.parameters)]
+    if sharded and ranks is None:
         raise ValueError(
-            f"{size} processes: this signal or observe='input_grad' reads what each rank measures of its own batch, "
-            "and ranks would choose different units; use a signal of the parameters' gradients"
+            f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
+            "controller ranks=gnmr.distributed.reduce.Ranks(), as gnmr.attach does"
+        )
+    if sharded and "weight_std" in needs:
+        raise ValueError(f"weight_std: {sharded[0]} has sharded parameters (DTensor); use another signal, or DDP")
+    if ranks is None or ranks.size == 1:
+        return
+    if wrong := [name for name in needs if name in _OF_ONE_PROCESS]:
+        raise ValueError(
+            f"{', '.join(wrong)}: is measured in one process, here are {ranks.size}; use a signal of gradient norms or "
+            "of the paths' errors (docs/distributed.md)"
+        )
+    if not isinstance(norms, (UnitNorms, OutputGradients)):
+        raise ValueError(
+            f"norms: of one's own are those of one process, here are {ranks.size}; reduce them, and hand "
+            "them to observe()"
         )
 
 
@@ -197,6 +208,8 @@ class Controller:
         pinned: the share of it that is always spent.
         norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
             the gradients of the units' parameters. `gnmr.controller.observed` has another one.
+        ranks: the processes that train one model, of which each has a controller; None: this one alone. Norms and
+            evidence are then summed over them, in one collective a step, and all choose the same units.
 
     If all observed risks are Inf (a loss scale overflowed, or the loss itself is not finite) and they are more than
     max_o, set and locks stay as they are. **Choice**: the paper says nothing of such steps, and ranking equal risks by
@@ -216,6 +229,7 @@ class Controller:
         norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
         whole_cost: float | None = None,
         pinned: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.units = units = list(units)
         self.names = _names(units)
@@ -231,16 +245,15 @@ class Controller:
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         _check_signal(self.signal, self.needs, self.record, norms is not None)
-        _check_ranks(
-            units, norms is not None or bool({"micro_square", *PATH_EVIDENCE, *PRICE_EVIDENCE} & set(self.needs))
-        )
+        self.ranks = ranks
+        self.norms = UnitNorms([unit.parameters for unit in units], ranks) if norms is None else norms
+        _check_ranks(ranks, units, self.needs, self.norms)
         _check_cap(units, self.signal, spec.max_o)
         self.max_o, self.t_lock, self.warmup_steps, self.hold = spec.max_o, spec.t_lock, spec.warmup_steps, spec.hold
         self.ranked, self.trigger = spec.ranked, spec.trigger
         self.t = 0
         """Steps observed so far."""
 
-        self.norms = UnitNorms([unit.parameters for unit in units]) if norms is None else norms
         self._micro = MicroNorms(units) if "micro_square" in self.needs else None
         self._device = units[0].parameters[0].device
         self._recoverable = torch.tensor([unit.recoverable for unit in units], device=self._device)
@@ -255,6 +268,7 @@ class Controller:
         self._risk = torch.zeros(len(units), dtype=torch.float64, device=self._device)  # of the last step
         self._pending: list[Event] = []
         self._advised = False
+        self._agreement: Tensor | None = None  # of the step that is being observed
         if self.warmup_steps > 0:
             self._switch(self._recoverable.cpu().numpy(), 0, None, None, self._pending)
         else:
@@ -264,11 +278,12 @@ class Controller:
 
     def _exchange(self, units: list[Unit]) -> None:
         """Watches other parameters of the same units. ValueError for sharded ones, if something of them is read."""
-        if isinstance(self.norms, UnitNorms) or "weight_std" in self.needs:
-            _check_ranks(units, False)
+        of_parameters = isinstance(self.norms, UnitNorms)
+        if of_parameters or "weight_std" in self.needs:
+            _check_ranks(self.ranks, units, self.needs, self.norms)
         self.units = units
-        if isinstance(self.norms, UnitNorms):
-            self.norms = UnitNorms([unit.parameters for unit in units])
+        if of_parameters:
+            self.norms = UnitNorms([unit.parameters for unit in units], self.ranks)
         if self._micro is not None:
             self._micro = MicroNorms(units)
 
@@ -324,12 +339,46 @@ class Controller:
             return "every gradient norm is 0 in this step: call step() before zero_grad()"
         return ""
 
+    def together(self) -> bool:
+        """Whether several processes train this model."""
+        return self.ranks is not None and self.ranks.size > 1
+
     @torch.no_grad()
-    def measure(self, grad_scale: float = 1.0, norms: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
+        """What this rank has measured of the step, each a term of a sum over ranks (`Ranks.sum`), whose result
+        `measure` takes. Does not wait for the device.
+
+        `plain`: of `UnitNorms.parts`, where the loop takes the norms of the units' gradients itself. ValueError for
+        what is measured in one process alone.
+        """
+        ranks = self.ranks
+        assert ranks is not None, "one process has no parts"
+        _check_ranks(ranks, (), self.needs, self.norms)  # there may have been fewer when it was made
+        found: dict[str, Tensor] = {}
+        if isinstance(self.norms, OutputGradients):
+            square, observed = self.norms.parts()
+            found = {"square": square * ranks.share**2, "observed": observed}
+        elif plain is None:
+            assert isinstance(self.norms, UnitNorms)
+            square, observed, plain = self.norms.parts()
+            found = {"square": square, "observed": observed}
+        if plain is None:
+            plain = torch.zeros((), dtype=torch.float64, device=self._device)
+        settings = self.t, self.names, self.max_o, self.t_lock, self.trigger, self.warmup_steps
+        return found | {"agreement": ranks.agreement(settings, self._active, plain)}
+
+    @torch.no_grad()
+    def measure(
+        self,
+        grad_scale: float = 1.0,
+        norms: tuple[Tensor, Tensor] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """The evidence that this controller can make of its units alone. Does not wait for the device.
 
         `norms`: (norm, observed) of the units' gradients where the loop took them together with those of other
-        parameters (`UnitNorms`); without effect where norms are of something else.
+        parameters (`UnitNorms`); without effect where norms are of something else. `sums`: of `parts` over all ranks,
+        where the loop summed them together with numbers of its own; None: they are made here, if there are several.
         """
         if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)) or not 0 < grad_scale < math.inf:
             raise ValueError(
@@ -339,7 +388,15 @@ class Controller:
             raise ValueError(
                 f"the model is on {here} by now, its controller on {self._device}: move it before attaching"
             )
-        norm, observed = self.norms() if norms is None or not isinstance(self.norms, UnitNorms) else norms
+        if self.together() and sums is None:
+            assert self.ranks is not None
+            sums = self.ranks.sum(self.parts())
+        if sums is not None:
+            self._agreement = sums["agreement"]
+        if sums is not None and "square" in sums:
+            norm, observed = sums["square"].sqrt(), sums["observed"] > 0
+        else:
+            norm, observed = self.norms() if norms is None or not isinstance(self.norms, UnitNorms) else norms
         found = {"norm": norm / grad_scale, "observed": observed}
         if self._micro is not None:
             found["micro_square"] = self._micro.take() / grad_scale**2
@@ -430,8 +487,10 @@ class Controller:
             if keep or (not finite and self.spec.nonfinite != "order"):
                 choice = self._unless_all_infinite(choice, risk, observed, keep)
         self._lock, self._chosen, self._risk = choice.lock, choice.active, risk.double()
+        agreement = {} if self._agreement is None else {"agreement": self._agreement}
         return HostPacket(
-            {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
+            agreement
+            | {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
             | choice._asdict()
             | {f"column/{name}": values.double() for name, values in zip(self.signal.columns, columns, strict=True)}
             | {f"evidence/{name}": evidence[name].double() for name in self.record}
@@ -482,7 +541,12 @@ class Controller:
         return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
-        """Switches the units as `observe` chose; `host` holds the arrays of its packet, and may hold others."""
+        """Switches the units as `observe` chose; `host` holds the arrays of its packet, and may hold others.
+
+        Raises what `Ranks.check` does, and switches nothing, where ranks disagree."""
+        self._agreement = None
+        if self.ranks is not None and "agreement" in host:
+            self.ranks.check(host["agreement"], self.t)
         decision = Decision(
             step=self.t,
             units=self.names,

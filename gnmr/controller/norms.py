@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from gnmr.controller.ranks import Ranks
+
 
 def to_device(here: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device, without waiting for it: a copy from pageable memory may."""
@@ -76,9 +78,10 @@ class Distinct:
 
 
 class UnitNorms:
-    """Norms of units that own several parameters each."""
+    """Norms of units that own several parameters each; of one process, or with `ranks` a part of what several have."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self._distinct = Distinct(groups)
         groups = self._distinct.groups
         self._parameters = [p for group in groups for p in group]
@@ -95,21 +98,49 @@ class UnitNorms:
         self._warned = False
         self._all_observed = torch.ones(self._num_groups, dtype=torch.bool, device=device)
         self._groups = groups
+        sharded = ranks is not None and any(ranks.is_sharded(p) for p in self._parameters)
+        self._local = ranks.local if ranks is not None and sharded else None
+        self._counted: Tensor | None = None
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """(norm (U,) float64, observed (U,) bool): a unit without any gradient is not observed."""
         norms, observed = self._of_groups()
         return self._distinct.of_each(norms), self._distinct.of_each(observed)
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank adds to (square (U,), observed (U,), plain ()), float64: squared norms of the units, whether
+        they had a gradient, and the square of the gradients that it has whole, which the first rank alone counts."""
+        ranks, gradients = self._ranks, self._gradients()
+        assert ranks is not None, "one process has no parts"
+        squares = _norms_of(gradients, self._parameters[0].device).square()
+        if self._counted is None:
+            self._counted = flags([ranks.counts(p) for p in self._parameters], squares.device)
+            self._whole = flags([not ranks.is_sharded(p) for p in self._parameters], squares.device)
+        plain = torch.where(self._whole, squares, 0.0).sum()
+        squares = torch.where(self._counted, squares, 0.0)
+        if self._num_groups < len(squares):
+            squares = torch.cat([squares, squares.new_zeros(1)])[self._places].sum(dim=1)
+        return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
+
+    def _gradients(self) -> list[Tensor | None]:
+        """This process's own."""
+        if self._local is None:
+            return [p.grad for p in self._parameters]
+        return [None if p.grad is None else self._local(p.grad) for p in self._parameters]
+
     def _of_groups(self) -> tuple[Tensor, Tensor]:
-        """The same of the distinct groups of parameters."""
-        gradients = [p.grad for p in self._parameters]
+        """Norm and whether it is observed of the distinct groups of parameters."""
+        gradients = self._gradients()
         norms = _norms_of(gradients, self._parameters[0].device)
         if self._num_groups < len(norms):
             squares = torch.cat([norms.square(), norms.new_zeros(1)])
             norms = squares[self._places].sum(dim=1).sqrt()
+        return norms, self._observed(gradients)
+
+    def _observed(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """(U,) bool: whether each distinct group has one of the `gradients`, those of all parameters."""
         if all(gradient is not None for gradient in gradients):
-            return norms, self._all_observed
+            return self._all_observed
         observed = [any(p.grad is not None for p in group) for group in self._groups]
         if not any(observed) and not self._warned:
             self._warned = True
@@ -117,6 +148,6 @@ class UnitNorms:
                 "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
                 "parameters that the model had when the controller was made; where they are sharded or exchanged "
                 "afterwards, or the optimizer steps in backward, use observe='input_grad'",
-                stacklevel=5,
+                stacklevel=6,
             )
-        return norms, flags(observed, norms.device)
+        return flags(observed, self._all_observed.device)

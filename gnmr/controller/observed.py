@@ -100,19 +100,24 @@ class OutputGradients:
         A unit that no gradient reached is not observed. Each tensor's norm is accumulated in float32 (float64 for
         float64); NaN and Inf pass through. Does not wait for the device.
         """
-        norms = self._squares.sqrt()
+        squares, observed = self.parts()
+        return squares.sqrt(), observed
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The same with squared norms (U,): what a rank's own batch adds to those of all."""
+        squares = self._squares.clone()
         observed = self._all_observed
-        if len(self._seen) < len(norms):
-            observed = flags([i in self._seen for i in range(len(norms))], norms.device)
+        if len(self._seen) < len(squares):
+            observed = flags([i in self._seen for i in range(len(squares))], squares.device)
         if not self._seen and not self._warned:
             self._warned = True
             warnings.warn(
                 "no gradient reached any unit's output in this step: call step() after backward(), and have something "
                 "trainable before the units",
-                stacklevel=4,
+                stacklevel=5,
             )
         self.reset()
-        return (norms, observed) if self._places is None else (norms[self._places], observed[self._places])
+        return (squares, observed) if self._places is None else (squares[self._places], observed[self._places])
 
     def reset(self) -> None:
         """Forgets the passes since the last call: they were not this step's."""

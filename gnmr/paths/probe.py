@@ -97,14 +97,20 @@ class Probe:
         device, groups = operators[0].weight.device, self._by_unit.num_groups
         self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
-    def read(self) -> dict[str, Tensor]:
+    def parts(self, share: float) -> Tensor:
+        """What a rank adds to the sums of all, float64; `share`: what part of the step's loss its own is. A copy."""
+        factor = {name: share**2 if name.startswith("gap") else 1.0 for name in _SUMS}
+        return torch.stack([self._sums[name] * factor[name] for name in _SUMS])
+
+    def read(self, summed: Tensor | None = None) -> dict[str, Tensor]:
         """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
 
         The gaps are sums, scaled up from the measured rows to all; the others are shares and means of all that was
         measured, over all micro-batches.
-        0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not finite.
+        0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not finite. `summed`: of
+        `parts` over all ranks.
         """
-        sums = self._sums
+        sums = self._sums if summed is None else dict(zip(_SUMS, summed, strict=True))
 
         def ratio(above: Tensor, below: Tensor) -> Tensor:
             return torch.where(below > 0, above / below, 0.0)

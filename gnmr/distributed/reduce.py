@@ -1,0 +1,109 @@
+"""What the processes of a run share of a step: one sum over ranks, in float64.
+
+Every rank decides for itself, from the same bits: all ranks get the same result of one all-reduce, though two of them
+may round differently. Two guards go along in it, numbers of which the sum s and the sum of squares s2 over W ranks tell
+whether all are equal (s^2 = W s2):
+
+    digest   20 bits of step, units, settings and the set in force: equal, or ranks have gone apart
+    plain    sum of squares of the gradients that every rank has whole: unequal where they were not reduced yet
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnmr.controller.norms import to_device
+from gnmr.distributed import shards, world
+from gnmr.errors import RunFailed
+
+_EQUAL = 1e-6
+"""Relative variance up to which gradients of two ranks are called equal: other processors round otherwise."""
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """RunFailed, in one line, where another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).strip().partition("\n")[0]
+        raise RunFailed(f"another process ended, or cannot be reached ({line})") from error
+
+
+class Ranks:
+    """The processes of torch.distributed's default group, as a controller sees them (`gnmr.controller.ranks`)."""
+
+    def __init__(self, share: float | None = None) -> None:
+        """`share`: what part of the step's loss a rank's own is, of which its backward pass starts; None: 1 / size, for
+        losses that DDP and FSDP take the mean of."""
+        self._share = share
+
+    @property
+    def size(self) -> int:
+        """How many there are now."""
+        return world.size()
+
+    @property
+    def share(self) -> float:
+        """What part of the step's loss each one's own is."""
+        return 1 / self.size if self._share is None else self._share
+
+    def is_sharded(self, x: Tensor) -> bool:
+        """Whether ranks hold parts of it."""
+        return shards.is_sharded(x)
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's part of it."""
+        return shards.local(x)
+
+    def counts(self, x: Tensor) -> bool:
+        """Whether this rank's part is to be in the sum."""
+        return shards.counts(x)
+
+    @torch.no_grad()
+    def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over ranks, float64 in the shapes that came in: one collective. Does not wait for the device.
+
+        RunFailed where another process is gone.
+        """
+        packed = torch.cat([part.reshape(-1).to(torch.float64) for part in parts.values()])
+        if self.size > 1:
+            with reaching():
+                torch.distributed.all_reduce(packed)
+        sizes = [part.numel() for part in parts.values()]
+        sums = packed.split(sizes)
+        return {name: sums[i].reshape(part.shape) for i, (name, part) in enumerate(parts.items())}
+
+    def take_largest(self, x: Tensor) -> None:
+        """Puts the largest over ranks of each number in its place: one collective. RunFailed as `sum`."""
+        if self.size > 1:
+            largest = x.contiguous()
+            with reaching():
+                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            x.copy_(largest)
+
+    def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
+        """(4,) float64, a part for `sum`: both guards. `settings`: what has to be equal besides the set in force."""
+        digest = zlib.crc32(repr(settings).encode() + np.packbits(active).tobytes()) & 0xFFFFF
+        own = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
+        return torch.cat([own, torch.stack([plain, plain.square()])])
+
+    def check(self, agreement: np.ndarray, step: int) -> None:
+        """RunFailed where the summed `agreement` says that ranks differ."""
+        digest, digests, plain, squares = agreement.tolist()
+        if digest**2 != self.size * digests:
+            raise RunFailed(
+                f"ranks disagree in step {step}: they have other units, settings or recovered sets; start all "
+                "of them from the same words, seed and checkpoint"
+            )
+        if np.isfinite(squares) and self.size * squares - plain**2 > _EQUAL * plain**2:
+            raise RunFailed(
+                f"gradients differ between ranks in step {step}: call step() after the backward pass that reduces them "
+                "(DDP's outside of no_sync), in every rank"
+            )

@@ -1,0 +1,39 @@
+"""Two gloo processes on the CPU, started once, that run functions of `in_ranks` together."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from in_ranks import serve
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """pair(name, **options): what `in_ranks.name` returned in rank 0 and in rank 1, or the errors they raised."""
+    store = tmp_path_factory.mktemp("pair") / "store"
+    context = multiprocessing.get_context("spawn")
+    pipes, workers = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        workers.append(context.Process(target=serve, args=(rank, str(store), theirs), daemon=True))
+        workers[-1].start()
+        pipes.append(ours)
+
+    def call(name: str, **options: Any) -> list[Any]:
+        for pipe in pipes:
+            pipe.send((name, options))
+        answers = []
+        for pipe in pipes:
+            assert pipe.poll(120), f"{name}: no answer"
+            answers.append(pipe.recv())
+        return [answer for _, answer in answers]
+
+    yield call
+    for pipe in pipes:
+        pipe.send(None)
+    for worker in workers:
+        worker.join(10)
+        worker.kill()

@@ -1,0 +1,157 @@
+"""What the two processes of the fixture `pair` run, and the test's own process alone: loops that are not ours."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gnmr
+from gnmr.distributed import world
+
+
+def serve(rank: int, store: str, pipe: Any) -> None:
+    """Of a process of `pair`: runs what it is asked until it is asked nothing."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    while (asked := pipe.recv()) is not None:
+        name, options = asked
+        try:
+            pipe.send((True, globals()[name](**options)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+    os._exit(0)  # gloo's threads may take their time
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(16, 33), nn.Linear(33, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.relu(self.up_proj(x)))
+
+
+def net(dtype: str = "float32") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).to(getattr(torch, dtype))
+
+
+def shard(model: nn.Module, shape: tuple[int, ...] = (2,)) -> nn.Module:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    return shard(model, {"fsdp": (2,), "hsdp": (2, 1)}[how])
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+def loop(
+    how: str = "alone",
+    *,
+    after: bool = False,
+    steps: int = 8,
+    dtype: str = "float32",
+    clip: bool = False,
+    accumulation: int = 2,
+    nan: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Micro-batches of a step over the ranks, or one after the other `alone`: what came of it.
+
+    `after`: attached to the wrapped model. `nan`: step whose last micro-batch has a NaN.
+    """
+    usual: dict[str, Any] = {} if "signal" in options else {"alpha": 1.001, "beta": 1.001, "delta": 3}
+    options = {"max_o": 2, "targets": ["*_proj"]} | usual | options
+    inner = net(dtype)
+    size, rank = (1, 0) if how == "alone" else (world.size(), world.rank())
+    model = inner
+    if after:
+        model = inner if how == "alone" else wrapped(inner, how)
+        controller = gnmr.attach(model, **options)
+    else:
+        controller = gnmr.attach(inner, **options)
+        model = inner if how == "alone" else wrapped(inner, how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {"sets": [], "norms": [], "risks": []}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        batches = [
+            torch.randn(8, 16, generator=generator).to(inner[0].up_proj.weight.dtype) for _ in range(accumulation)
+        ]
+        if nan == step:
+            batches[-1][0, 0] = torch.nan
+        mine = batches[rank::size]
+        for i, x in enumerate(mine):
+            last = i == len(mine) - 1
+            if how in ("fsdp", "hsdp"):
+                model.set_requires_gradient_sync(last)
+            with model.no_sync() if how == "ddp" and not last else nullcontext():
+                ((model(x) - 2 * x).square().mean() / len(mine)).backward()
+            controller.micro_step()
+        decision = controller.step()
+        found["sets"].append(controller.active)
+        found["norms"].append(decision.norm.tolist())
+        found["risks"].append(decision.risk.tolist())
+        for name, values in decision.evidence.items():
+            found.setdefault(name, []).append(values.tolist())
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if all(map(torch.isfinite, map(torch.tensor, decision.norm))):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return found | {"weights": [whole(p) for p in inner.parameters()]}
+
+
+def apart() -> None:
+    """Ranks with other thresholds."""
+    model = net()
+    controller = gnmr.attach(model, max_o=1 + world.rank(), targets=["*_proj"])
+    wrapped(model, "ddp")(torch.ones(2, 16)).sum().backward()
+    controller.step()
+
+
+def other_set() -> None:
+    """Ranks whose sets were made to differ."""
+    model = net()
+    controller = gnmr.attach(model, max_o=2, targets=["*_proj"])
+    outer = wrapped(model, "ddp")
+    if world.rank() == 1:
+        controller.promote(controller.names[:1])
+    outer(torch.ones(2, 16)).sum().backward()
+    controller.step()
+
+
+def unreduced() -> None:
+    """`step` where DDP was kept from reducing."""
+    model = net()
+    controller = gnmr.attach(model, max_o=1, targets=["*_proj"])
+    outer = wrapped(model, "ddp")
+    with outer.no_sync():
+        outer(torch.full((2, 16), 1.0 + world.rank())).sum().backward()
+    controller.step()
+
+
+def refused(how: str = "ddp", **options: Any) -> None:
+    """What `attach` says of these options."""
+    model = net()
+    controller = gnmr.attach(model, targets=["*_proj"], max_o=1, **options)
+    outer = wrapped(model, how)
+    outer(torch.ones(2, 16)).sum().backward()
+    controller.step()

@@ -1,0 +1,120 @@
+"""`attach` in a loop of several processes: every rank chooses what one process alone would have chosen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import in_ranks
+import pytest
+import torch
+
+import gnmr.controller
+
+pytestmark = [
+    pytest.mark.xdist_group("pair"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
+]
+Pair = Callable[..., list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def equal(weights: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def close(ours: list[list[float]], theirs: list[list[float]], rtol: float) -> None:
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=0, equal_nan=True)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "after"),
+    [
+        ("ddp", "bfloat16", False),
+        ("fsdp", "float32", True),
+        pytest.param("ddp", "float32", True, marks=SLOW),
+        pytest.param("fsdp", "bfloat16", False, marks=SLOW),
+        pytest.param("hsdp", "float32", False, marks=SLOW),
+        pytest.param("hsdp", "bfloat16", True, marks=SLOW),
+    ],
+)
+def test_two_ranks_are_one_process_with_two_micro_batches(pair: Pair, how: str, dtype: str, after: bool) -> None:
+    one, ranks = in_ranks.loop(dtype=dtype), pair("loop", how=how, dtype=dtype, after=after)
+    assert len({tuple(units) for units in one["sets"]}) > 2, "a run without changes shows little"
+    for rank in ranks:
+        assert rank["sets"] == one["sets"]
+        assert equal(rank["weights"], one["weights"])
+        if how == "ddp":
+            assert rank["norms"] == one["norms"] and rank["risks"] == one["risks"]
+    close(ranks[0]["norms"], one["norms"], 1e-6)
+    assert ranks[0]["norms"] == ranks[1]["norms"] and ranks[0]["risks"] == ranks[1]["risks"]
+
+
+MEASURED = ["gap_recovery", "gap_exact", "underflow", "mse", "input_std"]
+OPTIONS: list[dict[str, Any]] = [
+    {"signal": "gap", "routing": "ranked", "record": MEASURED},
+    {"observe": "input_grad"},
+    {"low": "fp8_delayed", "recovery": "bf16", "backend": "simulated", "signal": "mse", "routing": "ranked"},
+]
+
+
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=SLOW)])
+@pytest.mark.parametrize("options", OPTIONS, ids=["evidence", "input_grad", "delayed"])
+def test_what_each_rank_measures_of_its_own_batch_is_summed(pair: Pair, how: str, options: dict[str, Any]) -> None:
+    one, ranks = in_ranks.loop(accumulation=4, **options), pair("loop", how=how, accumulation=4, **options)
+    for rank in ranks:
+        assert rank["sets"] == one["sets"] and any(one["sets"])
+        for name in ("norms", "risks", *options.get("record", ())):
+            close(rank[name], one[name], 1e-4)
+
+
+def test_a_nan_on_one_rank_acts_on_all_in_the_same_step(pair: Pair) -> None:
+    one, ranks = in_ranks.loop(nan=4), pair("loop", how="ddp", nan=4)
+    for rank in ranks:
+        assert rank["sets"] == one["sets"]
+        assert [any(n != n for n in norms) for norms in rank["norms"]] == [step == 4 for step in range(8)]
+        assert equal(rank["weights"], one["weights"])
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("apart", "RunFailed: ranks disagree in step 1: they have other units, settings or sets"),
+        ("other_set", "RunFailed: ranks disagree in step 1"),
+        ("unreduced", "RunFailed: gradients differ between ranks in step 1: call step() after the backward pass"),
+    ],
+)
+def test_ranks_that_went_apart_end_in_one_line_on_each(pair: Pair, case: str, line: str) -> None:
+    for told in pair(case):
+        assert told.startswith(line) and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"signal": "price"}, "price: is measured in one process, here are 2; use a signal of gradient norms"),
+        ({"signal": "gsnr"}, "micro_square: is measured in one process, here are 2"),
+    ],
+)
+def test_signals_that_are_no_sums_are_refused_by_name(pair: Pair, options: dict[str, Any], line: str) -> None:
+    for told in pair("refused", **options):
+        assert told.startswith(f"ValueError: {line}")
+
+
+def test_the_controller_knows_no_process_group() -> None:
+    for file in Path(gnmr.controller.__file__).parent.rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"distributed", "all_reduce"}, file
+        assert "import torch.distributed" not in file.read_text() and "from torch.distributed" not in file.read_text()
