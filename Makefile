@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow test-all attacks lint sweep report bench wheel clean
+.PHONY: help setup train test test-slow test-all attacks lint docs sweep report bench wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -62,11 +62,16 @@ lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
+docs: $(READY)  ## the documentation as a site, site/index.html: every link and reference checked
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
 wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"
 
 clean:  ## remove .venv, dist/ and caches; runs/ stays
-	rm -rf .venv dist .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv dist site .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any range would bring the newest build with its gigabytes.

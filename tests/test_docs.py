@@ -257,3 +257,22 @@ def test_doctests_hold() -> None:
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         result = doctest.testmod(import_module(name))
         assert result.attempted and not result.failed, name
+
+
+# ---- the site ----
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    named = set(re.findall(r"[\w/-]+\.md", menu))
+    assert named == {page for page in pages if not page.startswith("results/")}, "mkdocs.yml, nav"
+
+
+def test_every_choice_has_a_number_of_its_own() -> None:
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "gnmr").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    text = "\n".join(file.read_text() for file in files)
+    numbers = sorted(int(number) for number in re.findall(r"\*\*Choice (\d+)\*\*", text))
+    assert numbers and len(numbers) == len(set(numbers)), sorted({n for n in numbers if numbers.count(n) > 1})
+    without = [file.name for file in files if re.search(r"\*\*Choice\*\*(\)?[:,]|\n? \()", file.read_text())]
+    assert not without, f"the next number is {numbers[-1] + 1}"

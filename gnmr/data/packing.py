@@ -9,7 +9,7 @@ holds any of the answer belongs to the answer.
     targets       _   _   _   _   4  </s>          the first token none
     positions     0   1   2   3   4   5
 
-**Choice** (what the paper leaves open):
+**Choice 45** (what the paper leaves open):
 - Best fit in the order of the corpus: a document goes into the block with the least room that holds it, of equal ones
   into the one that had this room first, else into a new block. Nothing but the documents' lengths and seq_len decides,
   in integers, so a resumed run packs the same blocks; their order in an epoch is saved in the run folder.

@@ -27,7 +27,7 @@ _SPLITS = 100
 _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
-"""Nats a token. **Choice**: below it nothing has to be kept."""
+"""Nats a token. **Choice 46**: below it nothing has to be kept."""
 RANDOM_DRAWS = 5
 """Of the guess `random`, whose numbers are the mean of them."""
 

@@ -5,7 +5,7 @@ does not fit is cut off at the beginning; a document longer than the model's con
 every token once; an empty context is the tokenizer's first token (or its end token).
 
 Batches hold inputs of similar length, longest first, padded on the right, where causal attention does not look.
-Requests that differ only in their last token share one pass. **Choice**: log-probabilities are computed in FP32
+Requests that differ only in their last token share one pass. **Choice 47**: log-probabilities are computed in FP32
 whatever the model's dtype. A path whose forward cast has one scale for a whole tensor scales a batch together with its
 padding.
 """
@@ -112,7 +112,8 @@ class Harness(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Greedy answers, up to the first of a request's `until` texts or the end token.
 
-        **Choice**: an answer takes half of the model's context at most, so that a short context still holds a prompt.
+        **Choice 48**: an answer takes half of the model's context at most, so that a short context still holds a
+        prompt.
         """
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
         contexts = [self.tok_encode(request.args[0]) for request in requests]

@@ -9,8 +9,8 @@ a temporary folder. The user's folder holds, as .jsonl or .parquet (the hub's na
     hellaswag/validation.jsonl         activity_label, ctx_a and ctx_b (or ctx), endings (4), label (0 to 3)
     wikitext2/test.txt                 the text; or rows with page (a document) or text (a line)
 
-**Choice**: where a HellaSwag row has only `ctx`, `ctx_b` is what follows its last whole sentence in lower case (lm-eval
-capitalizes it). WikiText's documents are its articles, split at their headings as
+**Choice 49**: where a HellaSwag row has only `ctx`, `ctx_b` is what follows its last whole sentence in lower case
+(lm-eval capitalizes it). WikiText's documents are its articles, split at their headings as
 in EleutherAI/wikitext_document_level.
 """
 

@@ -17,10 +17,10 @@ Values beyond the format's largest one are clamped to it. A row with a NaN or an
 kept has the shapes and types of a sound copy. A unit on its recovery path is not hit, nor is another reader of the same
 tensor; evaluation is exact as ever.
 
-**Choice**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the rows
-that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means the
-same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds to
-nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
+**Choice 51**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
+rows that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means
+the same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
+to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
 codes of `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken
 rows are rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe;
 one whose GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.

@@ -11,7 +11,8 @@ lies outside of any block (a converted head) is a unit by itself. Mixed precisio
 so the paper's recipes (5.2) move whole blocks.
 
 A unit holds its converted operators only: its norms are over their parameters, and not over a block's norms or a gate,
-which stay in 16 bits. **Choice**: the paper says only that a unit is a block; here what is routed is what is watched.
+which stay in 16 bits. **Choice 58**: the paper says only that a unit is a block; here what is routed is what is
+watched.
 
 With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
 of a frozen weight is none. The units of an operator share its parameters. What is measured of an operator's own GEMM

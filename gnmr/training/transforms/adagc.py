@@ -7,7 +7,7 @@
 
 Defaults: ratio 1.05, decay 0.98, warmup 100, warmup_norm 1.0.
 
-**Choice**: a tensor with no gradient, or an exactly zero one, leaves its gamma (a zero in the warm-up would freeze
+**Choice 60**: a tensor with no gradient, or an exactly zero one, leaves its gamma (a zero in the warm-up would freeze
 the tensor for good); a tensor that is first seen after the warm-up is not clipped then and starts with its own norm.
 """
 

@@ -9,7 +9,7 @@ clipped, because v has to form first (so the run's first 19 steps and 20 after e
 
 v is the raw second moment, without bias correction, as in the public code.
 
-**Choice**: a coordinate with v = 0 has no history and is not clipped. The public code sets its gradient to 0, and so
+**Choice 61**: a coordinate with v = 0 has no history and is not clipped. The public code sets its gradient to 0, and so
 v stays 0 until the next reset; with the authors' large batches no coordinate is left after the grace, with small ones
 the embeddings of all tokens that did not occur in it would stand still. A reset also sets Adam's own step count to 0,
 so that its bias correction fits the new moments; the public code lets it run on, which makes the first update after a

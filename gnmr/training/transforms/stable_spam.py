@@ -12,7 +12,7 @@ Defaults of the public code: gamma1 0.7, gamma2 0.9 (the choice for 4 bits; its 
 theta 0.999, reset_every 1000 (its BF16 runs: 500), eps 1e-8. Its optional cosine on gamma1 and beta1 is off by default
 and left out.
 
-**Choice**: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
+**Choice 62**: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
 which a reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped. Tensors without
 a gradient or with a zero one are passed over.
 """

@@ -10,7 +10,7 @@ The first `warmup` norms n give the mean mu and the (population) standard deviat
 Defaults of the public code: z_threshold 2.5, decay 0.97, warmup 25, eps 1e-6, the reciprocal clipping above ("adaptive
 scaling") of its three. That code also clips at 1.0 unless told otherwise; that is not part of the method and left out.
 
-**Choice**: the warm-up counts finite norms, not steps; its mean and variance are kept by recursion, which is the
+**Choice 63**: the warm-up counts finite norms, not steps; its mean and variance are kept by recursion, which is the
 same number without a buffer.
 """
 
