@@ -238,7 +238,7 @@ def names_of_a_block() -> dict[str, Any]:
 PYTHON = [
     pytest.param("\n".join(lines), id=f"{name_of(page)}-{number}")
     for page in PAGES
-    if page.name != "trainer.md"  # examples/hf_trainer.py is run
+    if page.name != "integrations.md"  # the examples are run
     for number, (language, lines) in enumerate(blocks(page))
     if language == "python"
 ]

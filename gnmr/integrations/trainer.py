@@ -20,12 +20,10 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gnmr.attachment import AttachedController, attach, specs_of
@@ -33,6 +31,7 @@ from gnmr.blame import Levels, Verdict
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.extras import install
+from gnmr.integrations.tally import Tally
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -50,9 +49,7 @@ class GnmrCallback(TrainerCallback):
 
     - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. Once an optimizer step it waits for
       the device, under FP16's loss scale twice.
-    - Every entry of the Trainer's log that has a loss gets, over the steps since the last one, `gnmr/promotions` (units
-      put on the recovery path), `gnmr/promotion_frac` (share of the unit-steps on it), `gnmr/hit_max_o_frac` (share of
-      the steps in which max_o units were on it) and `gnmr/max_risk` (largest finite risk).
+    - Every entry of the Trainer's log that has a loss gets `Tally.figures` over the steps since the last one.
     - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it. Where
       a checkpoint has none, or one that does not fit, that is a `UserError`.
 
@@ -101,7 +98,7 @@ class GnmrCallback(TrainerCallback):
         self._options = None if controller is not None else options
         self._running = False
         self._resume_from: str | None = None
-        self._tally = _Tally()
+        self._tally = Tally()
         for name in ("train", "training_step", "prediction_step", "log"):
             setattr(trainer, name, partial(getattr(self, f"_{name}"), getattr(trainer, name)))
 
@@ -175,7 +172,7 @@ class GnmrCallback(TrainerCallback):
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._tally.steps > 0 and self.controller is not None:
             logs |= self._tally.figures(len(self.controller.units))
-            self._tally = _Tally()
+            self._tally = Tally()
         log(logs, *args, **kwargs)
 
     # ---- events ----
@@ -200,7 +197,7 @@ class GnmrCallback(TrainerCallback):
             if self._options is not None:
                 self.controller.detach()
             raise
-        self._running, self._tally = True, _Tally()
+        self._running, self._tally = True, Tally()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
@@ -215,37 +212,6 @@ class GnmrCallback(TrainerCallback):
         self._running = False
         if self._options is not None and self.controller is not None:
             self.controller.detach()
-
-
-@dataclass
-class _Tally:
-    """Of the steps since the last entry of the log."""
-
-    steps: int = 0
-    promotions: int = 0
-    unit_steps: int = 0
-    """On the recovery path."""
-    hits: int = 0
-    """Steps with max_o units there."""
-    max_risk: float = 0.0
-
-    def add(self, decision: Decision, max_o: int) -> None:
-        in_force = int(np.count_nonzero(decision.in_force))
-        self.steps += 1
-        self.promotions += sum(event.event == "promote" for event in decision.events)
-        self.unit_steps += in_force
-        self.hits += in_force >= max_o
-        finite = decision.risk[decision.observed & np.isfinite(decision.risk)]
-        self.max_risk = max(self.max_risk, float(finite.max(initial=0.0)))
-
-    def figures(self, num_units: int) -> dict[str, float]:
-        """See `GnmrCallback`."""
-        return {
-            "gnmr/promotions": self.promotions,
-            "gnmr/promotion_frac": self.unit_steps / (self.steps * num_units),
-            "gnmr/hit_max_o_frac": self.hits / self.steps,
-            "gnmr/max_risk": self.max_risk,
-        }
 
 
 def save_state(controller: AttachedController, folder: Path, step: int) -> None:

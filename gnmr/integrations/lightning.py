@@ -1,0 +1,185 @@
+"""The controller in a Lightning `Trainer`.
+
+    trainer = L.Trainer(callbacks=[GnmrCallback(low="sim_int8", recovery="bf16", max_o=4, alpha=1.5, beta=1.3)])
+    trainer.fit(module, blocks)
+
+`on_before_optimizer_step` comes once an optimizer step: after the last micro-batch's backward pass, when gradients are
+unscaled and, in several processes, reduced, and before Lightning clips them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from gnmr.attachment import AttachedController, attach, specs_of
+from gnmr.controller import Decision
+from gnmr.errors import UserError
+from gnmr.extras import install
+from gnmr.integrations.tally import Tally
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(f"gnmr.integrations.lightning needs lightning: {install('lightning')}") from error
+
+
+class GnmrCallback(Callback):
+    """Routes the units of a LightningModule while it is fitted; one callback for one Trainer.
+
+    - The model is attached when fitting begins, on its device and in its processes, and detached when it ends (after an
+      error midway it is not: `callback.detach()`).
+    - Norms are those of the accumulated gradient, unscaled, before clipping. Waits for the device once a step.
+    - `Tally.figures` stand in the Trainer's log every `log_every_n_steps`, over the steps since the last entry.
+    - Validation is on the 16-bit path.
+    - Checkpoints hold the controller's state, and `fit(ckpt_path=...)` goes on with it; one that has none, or one that
+      does not fit, is a `UserError`.
+    - A batch for which `training_step` returns None decides nothing.
+
+    Refused with a `UserError`: manual optimization and LBFGS (their hook comes after clipping, or more than once a
+    step), and strategies other than one device, DDP and `ModelParallelStrategy` (FSDP2).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options` of `gnmr.attach`. TypeError for an unknown one."""
+        asked = dict(options)
+        for name in ("steps", "seed", "record", "plan"):
+            asked.pop(name, None)
+        specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
+        self.controller: AttachedController | None = None
+        """None before fitting begins."""
+        self.decision: Decision | None = None
+        """Of the last step, for callbacks that come after this one."""
+        self._options = options
+        self._saved: dict[str, Any] | None = None
+        """Of the checkpoint that is resumed."""
+        self._attached = False
+        self._in_16_bits = ExitStack()
+        self._passes = 0
+        self._tally = Tally()
+
+    # ---- a fit ----
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets the checkpoint of an earlier fit."""
+        self._saved = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attaches, and takes over the state of a checkpoint that is there already."""
+        _check(trainer, pl_module)
+        self.detach()  # of a fit that did not end
+        self.controller, self._attached = attach(pl_module, **self._options), True
+        self._tally, self._passes = Tally(), 0
+        if self._saved is not None:
+            self._load(self._saved)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Everything is restored by now. UserError for a checkpoint that had nothing for us."""
+        if trainer.ckpt_path is not None and self._saved is None:
+            self.detach()
+            raise UserError(
+                f"{trainer.ckpt_path}: has no state of GnmrCallback, it was saved without; resume it without"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Detaches."""
+        self.detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the 16-bit path where validation failed."""
+        self._in_16_bits.close()
+
+    def detach(self) -> None:
+        """Gives the module its plain linears back; the state stays for checkpoints."""
+        self._in_16_bits.close()
+        if self.controller is not None and self._attached:
+            self.controller.detach()
+        self._attached = False
+
+    # ---- a step ----
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A micro-batch is over."""
+        if self.controller is not None:
+            self.controller.micro_step()
+            self._passes += 1
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Norms, decision, switches; waits for the device."""
+        if self.controller is None:
+            return
+        if not self._passes:  # training_step returned None
+            self.controller.discard()
+            return
+        self._passes = 0
+        # A fused optimizer unscales by itself, later.
+        scaled = trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.decision = self.controller.step(grad_scale=trainer.scaler.get_scale() if scaled else 1.0)
+        self._tally.add(self.decision, self.controller.max_o)
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            pl_module.log_dict(self._tally.figures(len(self.controller.units)), on_step=True, on_epoch=False)
+            self._tally = Tally()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """To the 16-bit path."""
+        if self.controller is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._in_16_bits.enter_context(self.controller.plan.high_precision())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Back to the paths in force."""
+        self._in_16_bits.close()
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's state."""
+        return {} if self.controller is None else {"controller": self.controller.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a checkpoint: Lightning restores before a fit begins or, under some strategies, after. UserError where it
+        does not fit."""
+        self._saved = state_dict
+        if self._attached:
+            self._load(state_dict)
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        assert self.controller is not None
+        try:
+            self.controller.load_state_dict(saved["controller"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            self.detach()
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"the checkpoint cannot be resumed here ({reason}): use the model and paths it was saved with"
+            ) from error
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    """UserError for what would give wrong norms or sets."""
+    strategy = trainer.strategy
+    known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
+    if not known or isinstance(strategy, DeepSpeedStrategy):
+        raise UserError(
+            f"GnmrCallback: strategy {type(strategy).__name__} is not supported, its gradients are sharded in a way of "
+            "its own; use one device, 'ddp' or ModelParallelStrategy"
+        )
+    if not module.automatic_optimization:
+        raise UserError(
+            "GnmrCallback: manual optimization clips where the callback does not see it; use gnmr.attach in the "
+            "module and call controller.step() before you clip"
+        )
+    optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+    if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.LBFGS):
+        names = ", ".join(type(one).__name__ for one in optimizers) or "none"
+        raise UserError(f"GnmrCallback: needs one optimizer that steps once a batch, not {names}")
