@@ -20,12 +20,16 @@ def binned(
     """Bins of `width` steps from step 1: centres (B,) and values (B, ...) along the first axis.
 
     NaNs are passed over; a bin with nothing in it is NaN. An inf is a value: it is the maximum and the mean of its bin.
+    The last mean has the steps of a last bin that is less than half full: few steps of their own look like a cliff.
     """
     shape = values.shape[1:]
     if len(steps) == 0:
         return np.zeros(0), np.zeros((0, *shape))
     place = (steps.astype(np.int64) - 1) // width
     number = int(place.max()) + 1
+    if how == "mean" and number > 1 and 2 * (int(steps.max()) - (number - 1) * width) < width:
+        number -= 1
+        place = np.minimum(place, number - 1)
     known = ~np.isnan(values)
     total = np.full((number, *shape), -np.inf if how == "max" else 0.0)
     if how == "max":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from matplotlib.figure import Figure
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison
+from gnmr.report.headline import high_precision
 from gnmr.report.layout import count
-from gnmr.report.runs import Ratios, Run
+from gnmr.report.runs import Ratios
 from gnmr.report.style import (
+    BAND,
+    COLOURS,
     FAINT,
     INK,
     Looks,
@@ -26,36 +30,82 @@ from gnmr.report.style import (
     new_figure,
     of_steps,
     step_axis,
+    telling_apart,
 )
 
 Curves = dict[Path, Series]
 """By run folder: steps and values."""
+RelativeCurves = dict[str, tuple[Curves, Curves]]
+"""By label of the arm: of training and of validation loss."""
+MANY = 8
+"""Arms that one picture of curves can show."""
 
 
-def losses(comparison: Comparison, looks: Looks) -> Figure:
-    """Training loss, validation loss, and the latter minus the 16-bit arm's of the same seed where there is one."""
-    gaps = {arm.label: _gaps(comparison, arm) for arm in comparison.arms}
-    paired = any(gaps.values())
-    figure, (train, val, *rest) = new_figure(13 if paired else 9.5, 4.2, columns=3 if paired else 2)
+def losses(comparison: Comparison, looks: Looks) -> Figure | None:
+    """Training and validation loss, below them the same minus the 16-bit arm's of the same seed where there is one.
+
+    None where no run has kept any. More than `MANY` arms get a panel each (`many_losses`).
+    """
     width = bin_width(last_step(comparison), 120)
-    for arm in comparison.arms:
-        by_step, by_eval = loss_curves(arm, width)
-        _seeds_and_mean(train, arm, _capped(by_step), looks)
-        _seeds_and_mean(val, arm, _capped(by_eval), looks, marker="o")
-        for axes in rest:
-            _seeds_and_mean(axes, arm, gaps[arm.label], looks, marker="o")
-    train.set_title(f"Training loss{of_steps('mean', width)}")
-    val.set_title("Validation loss")
-    val.legend(loc="upper right")
-    for axes in (train, val):
-        axes.set_ylabel("cross-entropy [nats per token]")
-    for axes in rest:
-        axes.set_title("Validation loss minus the 16-bit arm's, same seed")
-        axes.set_ylabel("difference [nats per token]")
-        axes.axhline(0.0, color=FAINT, lw=1.0, zorder=1)
-    for axes in (train, val, *rest):
+    relative, _ = relative_losses(comparison, width)
+    plain = {arm.label: loss_curves(arm, width) for arm in comparison.arms}
+    rows = [("cross-entropy [nats per token]", plain)]
+    rows += [("minus 16 bits, same seed [nats]", relative)] if relative else []
+    columns = [
+        (name, place)
+        for place, name in enumerate(("Training loss", "Validation loss"))
+        if any(_drawn(found[place]) for found in plain.values())
+    ]
+    if not columns:
+        return None
+    if len(comparison.arms) > MANY:
+        return many_losses(comparison, relative or plain, rows[-1][0], columns[-1][1], columns[-1][0])
+    figure, grid = new_figure(4.6 * len(columns) + 2, 3.6 * len(rows) + 0.4, rows=len(rows), columns=len(columns))
+    for axes, (what, curves, name, place) in zip(
+        grid, [(what, curves, *column) for what, curves in rows for column in columns], strict=True
+    ):
+        for arm in comparison.arms:
+            mine = curves.get(arm.label, ({}, {}))[place]
+            mine = _capped(mine) if curves is plain else mine
+            _seeds_and_mean(axes, arm, mine, looks, marker="o" if place else None)
+        if curves is not plain:
+            axes.axhline(0.0, color=FAINT, lw=1.6, zorder=1)
+            _bounded(axes, [curve for found in curves.values() for curve in found[place].values()])
+        minus = ", minus 16 bits" if curves is not plain else ""
+        axes.set_title(f"{name}{minus}{'' if place else of_steps('mean', width)}")
+        axes.set_ylabel(what)
         _steps_of(axes, comparison)
+    legend_beside(grid[len(columns) - 1], *grid[0].get_legend_handles_labels())
     head(figure, f"Loss: {comparison.name}{_early(comparison)}")
+    return figure
+
+
+def many_losses(comparison: Comparison, curves: RelativeCurves, what: str, place: int, name: str) -> Figure:
+    """A small panel for each arm: its mean over seeds before the median of all."""
+    means = {
+        arm.label: shared_mean([curve for curve in curves[arm.label][place].values() if len(curve[0])])
+        for arm in comparison.arms
+        if arm.label in curves
+    }
+    means = {label: curve for label, curve in means.items() if np.isfinite(curve[1]).any()}
+    names = dict(zip(means, telling_apart(list(means)), strict=True))
+    number = max(1, math.ceil(len(means) / 5))
+    figure, grid = new_figure(12, 1.5 * number + 0.9, rows=number, columns=min(5, max(1, len(means))), share=True)
+    by_step: dict[float, list[float]] = {}
+    for steps, values in means.values():
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+            by_step.setdefault(step, []).append(value)
+    middle = np.array([np.nanmedian(by_step[step]) for step in sorted(by_step)])
+    for axes, (label, (steps, values)) in zip(grid, means.items(), strict=False):
+        axes.plot(sorted(by_step), middle, color=BAND, lw=2)
+        axes.plot(steps, values, color=COLOURS[0], lw=1.4)
+        axes.set_title(names[label], fontsize=7)
+        axes.tick_params(labelsize=7)
+    _bounded(grid[0], list(means.values()))
+    for axes in grid[len(means) :]:
+        axes.set_visible(False)
+    figure.supylabel(what, fontsize=8)
+    head(figure, f"{name} of {len(means)} arms, grey the median of all: {comparison.name}")
     return figure
 
 
@@ -187,22 +237,51 @@ def _capped(curves: Curves) -> Curves:
     return found
 
 
-def _gaps(comparison: Comparison, arm: Arm) -> Curves:
-    """Validation loss minus the reference's of the same seed, at the evaluations that both have."""
-    reference = comparison.reference(arm)
-    if reference is None or reference is arm:
-        return {}
-    theirs = {run.seed: _val_losses(run) for run in reference.runs}
-    found = {}
+def relative_losses(comparison: Comparison, width: int) -> tuple[RelativeCurves, list[Arm]]:
+    """By arm training and validation loss minus those of its 16-bit arm, same seed, at the places that both have; and
+    the arms that they are minus. An arm without one, and that arm itself, have none."""
+    found: RelativeCurves = {}
+    references: list[Arm] = []
+    for arm in comparison.arms:
+        reference = high_precision(comparison, arm)
+        if reference is None or reference is arm:
+            continue
+        minus = tuple(
+            _minus(arm, mine, reference, theirs)
+            for mine, theirs in zip(loss_curves(arm, width), loss_curves(reference, width), strict=True)
+        )
+        if any(minus):
+            found[arm.label] = minus[0], minus[1]
+            references += [] if any(reference is one for one in references) else [reference]
+    return found, references
+
+
+def _minus(arm: Arm, mine: Curves, reference: Arm, theirs: Curves) -> Curves:
+    by_seed = {run.seed: _points(*theirs[run.folder]) for run in reference.runs if run.folder in theirs}
+    found: Curves = {}
     for run in arm.runs:
-        mine, other = _val_losses(run), theirs.get(run.seed, {})
-        if steps := sorted(mine.keys() & other.keys()):
-            found[run.folder] = (np.array(steps), np.array([mine[step] - other[step] for step in steps]))
+        points, other = _points(*mine[run.folder]), by_seed.get(run.seed, {})
+        if steps := sorted(points.keys() & other.keys()):
+            found[run.folder] = np.array(steps), np.array([points[step] - other[step] for step in steps])
     return found
 
 
-def _val_losses(run: Run) -> dict[float, float]:
-    return dict(zip(run.evals["step"].tolist(), run.evals["val_loss"].tolist(), strict=True))
+def _points(steps: np.ndarray, values: np.ndarray) -> dict[float, float]:
+    return {s: v for s, v in zip(steps.tolist(), values.tolist(), strict=True) if math.isfinite(v)}
+
+
+def _drawn(curves: Curves) -> bool:
+    return any(np.isfinite(values).any() for _, values in curves.values())
+
+
+def _bounded(axes: Axes, curves: Sequence[Series]) -> None:
+    """Limits that a few far values, as of a run that diverged, do not set."""
+    known = [values[np.isfinite(values)] for _, values in curves]
+    if not known or not (values := np.concatenate(known)).size:
+        return
+    low, high = np.quantile(values, (0.01, 0.97))
+    room = 0.15 * (high - low) or 0.01
+    axes.set_ylim(min(low, 0.0 if low > 0 and low < high - low else low) - room, high + room)
 
 
 def _steps_of(axes: Axes, comparison: Comparison) -> None:

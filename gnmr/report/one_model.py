@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
-from gnmr.report.family import MARGIN, judge
+from gnmr.report.family import MARGIN, Family, judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
 from gnmr.report.layout import Table
 
@@ -14,6 +14,11 @@ def one_model(comparison: Comparison) -> list[Table]:
     forks have tables of their own."""
     if comparison.kind.base is not None:
         return []
+    return [_table(comparison, arms) for arms in families(comparison) if len(arms) > 2]
+
+
+def families(comparison: Comparison) -> list[list[Arm]]:
+    """For each pair of bounds the arms of one model: static low, those that lie between, static recovery."""
     found: dict[tuple[int, int], list[Arm]] = {}
     for arm in comparison.arms:
         low, high = comparison.low(arm), comparison.recovery(arm)
@@ -21,15 +26,19 @@ def one_model(comparison: Comparison) -> list[Table]:
             members = found.setdefault((id(low), id(high)), [low])
             members += [arm] if arm is not low and arm is not high else []
     arms = {id(arm): arm for arm in comparison.arms}
-    return [_table(comparison, [*members, arms[high]]) for (_, high), members in found.items() if len(members) > 1]
+    return [[*members, arms[high]] for (_, high), members in found.items()]
+
+
+def judged(arms: list[Arm]) -> Family:
+    """The tests of one of the `families`, its arms by their id as text, each against the first."""
+    low, *others = (str(id(arm)) for arm in arms)
+    values = {str(id(arm)): arm.outcomes for arm in arms}
+    return judge(values, [(key, low) for key in others], low=low, high=others[-1])
 
 
 def _table(comparison: Comparison, arms: list[Arm]) -> Table:
     named = {str(id(arm)): arm for arm in arms}
-    low, *others = named
-    family = judge(
-        {key: arm.outcomes for key, arm in named.items()}, [(key, low) for key in others], low=low, high=others[-1]
-    )
+    family = judged(arms)
     columns = ["arm", "n", "difference\n[95 % interval]", "p\n(Holm)", "gap closed\n[95 % interval]"]
     columns += [f"p, equal to\n{100 * MARGIN:.0f} % of the gap", "verdict"]
     table = Table(f"{comparison.name}: one model for all arms, against {arms[0].label}", columns)

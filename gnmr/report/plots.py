@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from gnmr import output
 from gnmr.report.comparisons import Comparison, by_experiment, runs_of
 from gnmr.report.curves import Curves, loss_by_tokens, losses, losses_by_tokens, mean_gnmr, mean_of_units, saved_bytes
+from gnmr.report.faults import read_windows
 from gnmr.report.layout import counted, numbered
 from gnmr.report.runs import Run
 from gnmr.report.style import STYLE, Looks, foot, looks
@@ -26,7 +27,7 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
     """Draws everything that the records of these runs hold into `out`; the files, in order."""
     stems = [_slug(f"{comparison.kind.experiment}-{comparison.kind.scale}") for comparison in comparisons]
     arms = sorted((arm for comparison in comparisons for arm in comparison.arms), key=lambda arm: arm.sort_key)
-    shared = looks(dict.fromkeys(arm.label for arm in arms))
+    shared = looks(dict.fromkeys(arm.label for arm in arms), {arm.label for arm in arms if arm.sixteen_bit})
     images: list[Path] = []
 
     def save(name: str, figure: Figure, runs: list[Run]) -> None:
@@ -50,8 +51,10 @@ def draw(comparisons: list[Comparison], out: Path) -> list[Path]:
 def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figure, list[Run]]]:
     """Name, figure and the runs in it. An arm looks the same in all of them."""
     if any(len(run.steps["step"]) for run in comparison.runs):  # records may have been kept without their steps
-        yield "loss", losses(comparison, shared), comparison.runs
-        yield "saved-bytes", saved_bytes(comparison, shared), [arm.first for arm in comparison.arms]
+        if (figure := losses(comparison, shared)) is not None:
+            yield "loss", figure, comparison.runs
+        if any((run.steps["saved_bytes"] > 0).any() for run in comparison.runs):
+            yield "saved-bytes", saved_bytes(comparison, shared), [arm.first for arm in comparison.arms]
     if tradeoff(comparison).rows:
         yield "promotion", quality_against_promotion(comparison), comparison.runs
     means: Curves = {}
@@ -67,7 +70,7 @@ def _figures(comparison: Comparison, shared: Looks) -> Iterable[tuple[str, Figur
             name = "risk-trace" if mean is None else "gnmr"
             yield f"{name}-{_slug(arm.label)}", traces(arm, run, ratios), [run]
             if arm.routed:
-                yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios), [run]
+                yield f"risk-{_slug(arm.label)}", risk_map(arm, run, ratios, read_windows(run.folder)), [run]
     if means:
         yield "mean-gnmr", mean_gnmr(comparison, means, shared), [r for r in comparison.runs if r.folder in means]
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from gnmr.report.arms import Arm
+from gnmr.report.routability import OF
 from gnmr.report.runs import Ratios, Run
+
+Thresholds = dict[str, list[tuple[int, float]]]
+"""By column of the ratios: the threshold from each of these steps on."""
 
 
 def trigger(run: Run) -> float:
@@ -25,3 +29,33 @@ def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
     room = np.mean(ratios.active_SU) * ratios.active_SU.size / max(len(positive), 1)
     found = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
     return (found if np.isfinite(found) else 1.0), "typical cut of the ranking"
+
+
+def costs(ratios: Ratios) -> tuple[str, np.ndarray]:
+    """What units are ordered by, and its mean of each unit (U,): the recorded price, else the gap, else the risk.
+
+    0 where nothing was observed; an infinite one, of a norm that is not finite, counts as the largest finite one.
+    """
+    names = (name for name in OF if name in ratios.columns and np.isfinite(ratios.columns[name]).any())
+    name = next(names, "risk")
+    values_SU = (ratios.risk_SU if name == "risk" else ratios.columns[name]).astype(np.float64)
+    finite = values_SU[np.isfinite(values_SU)]
+    bounded = np.clip(values_SU, None, finite.max() if finite.size else 0.0)
+    known = ~np.isnan(bounded)
+    return name, np.where(known, bounded, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+
+
+def thresholds(arm: Arm, run: Run) -> Thresholds:
+    """Of the paper's two ratios, times the trigger; none of a ranking, or of another signal."""
+    get = run.settings.get
+    if arm.ranked or arm.signal not in ("gnmr_delta", "gnmr", "delta_gnmr"):
+        return {}
+    found: Thresholds = {}
+    change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1
+    for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
+        if (level := get(key)) is None:
+            continue
+        found[name] = [(1, trigger(run) * float(level))]
+        if (first := get(f"{key}_init")) is not None:
+            found[name] = [(1, trigger(run) * float(first)), (change, trigger(run) * float(level))]
+    return found

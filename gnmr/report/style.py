@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,33 @@ Series = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
 
 
-def looks(labels: Iterable[str]) -> Looks:
-    """One colour each; where the colours are used up they come again dashed, then dotted."""
-    number = len(COLOURS)
-    return {
+def looks(labels: Iterable[str], sixteen_bit: Container[str] = ()) -> Looks:
+    """One colour each; where the colours are used up they come again dashed, then dotted. 16-bit arms are grey."""
+    number, labels = len(COLOURS), list(labels)
+    others = [label for label in labels if label not in sixteen_bit]
+    found = {
         label: {"color": COLOURS[place % number], "ls": ("-", "--", ":")[place // number % 3]}
-        for place, label in enumerate(labels)
+        for place, label in enumerate(others)
     }
+    return {label: found.get(label, {"color": FAINT, "ls": "-"}) for label in labels}
+
+
+def telling_apart(labels: Sequence[str]) -> list[str]:
+    """The labels without the words that all of several words share, and without the leading parts, up to a hyphen,
+    that all share.
+
+    As they are where that would leave one empty or two alike.
+    """
+    words = [label.split() for label in labels]
+    several = [set(one) for one in words if len(one) > 1]
+    common = set.intersection(*several) if len(several) > 1 else set()
+    kept = [[word for word in one if word not in common] for one in words]
+    heads = [one[0].split("-")[:-1] if one else [] for one in kept]
+    cut = 0
+    while len(heads) > 1 and all(len(head) > cut and head[cut] == heads[0][cut] for head in heads):
+        cut += 1
+    short = [" ".join(["-".join(one[0].split("-")[cut:]), *one[1:]]) if one else "" for one in kept]
+    return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)
 
 
 def new_figure(

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import matplotlib
+import math
+from collections.abc import Iterable
+
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned
-from gnmr.report.risk import limit, trigger
+from gnmr.report.faults import FaultWindow
+from gnmr.report.risk import costs, limit, thresholds
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.style import BAND, COLOURS, FAINT, INK, head, log_ticks, new_figure, of_steps, step_axis
 
-_LEAST, _MOST = 1 / 3, 3.0
-"""Ends of the risk map's colours; 1 is the middle."""
+_MOST = 4.0
+"""Where the risk map's colours end; they begin at 1."""
+_RISK = ("#FDD9A8", "#FDBB84", "#FC8D59", "#E34A33", "#B30000", "#7A0000")
+"""Orange to red, darker and darker, as on the page."""
 _TALLEST = 90.0
 """Inches: a picture of more than 65,535 pixels cannot be drawn."""
 
@@ -40,9 +46,10 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
         axes.plot(steps, highest[:, unit], color=COLOURS[0], lw=0.9, label="this unit")
         if what != "GNMR":
             axes.axhline(cut, color=COLOURS[1], lw=1.3, ls="--", label=cut_name)
-        elif run.settings.get("controller.alpha") is not None and not arm.ranked:
-            xs, alphas = _alpha_line(run)
-            axes.plot(xs, [trigger(run) * alpha for alpha in alphas], color=COLOURS[1], lw=1.3, ls="--", label="α")
+        elif stages := thresholds(arm, run).get("gnmr"):
+            since, levels = zip(*stages, strict=True)
+            ends = [*since, int(ratios.steps[-1]) + 1]
+            axes.step(ends, [*levels, levels[-1]], where="post", color=COLOURS[1], lw=1.3, ls="--", label="α")
         if arm.routed:
             _rug(axes, ratios.steps[ratios.active_SU[:, unit]], 0.03, "|", INK, "on the recovery path")
         if np.isinf(ratios.risk_SU).any():
@@ -61,39 +68,50 @@ def traces(arm: Arm, run: Run, ratios: Ratios) -> Figure:
     return figure
 
 
-def risk_map(arm: Arm, run: Run, ratios: Ratios) -> Figure:
-    """Risk of every unit by step, in units of its `limit`; black strips: the unit was on the recovery path."""
-    number = len(ratios.units)
+def risk_map(arm: Arm, run: Run, ratios: Ratios, windows: Iterable[FaultWindow] = ()) -> Figure:
+    """Risk of every unit by step: blank below its `limit`, orange to red above; those that cost most first.
+
+    A blue strip in the lower part of a row: the unit was on the recovery path; a frame: a fault was injected.
+    """
+    number, (name, values_U) = len(ratios.units), costs(ratios)
+    order = np.argsort(-values_U, kind="stable")
     height = min(number * float(np.clip(9.0 / number, 0.085, 0.19)), _TALLEST)
     figure = Figure(figsize=(11, 1.9 + height), layout="constrained")
     axes, side = figure.subplots(1, 2, width_ratios=(12, 1), sharey=True)
     width = bin_width(int(ratios.steps[-1]), 600)
     cut, cut_name = limit(arm, run, ratios)
-    _, risk = binned(ratios.steps, ratios.risk_SU / cut, width, "max")
-    _, active = binned(ratios.steps, ratios.active_SU.astype(float), width, "mean")
+    _, risk = binned(ratios.steps, ratios.risk_SU[:, order] / cut, width, "max")
+    _, active = binned(ratios.steps, ratios.active_SU[:, order].astype(float), width, "max")
     extent = (0.5, len(risk) * width + 0.5, number - 0.5, -0.5)
     image = axes.imshow(
-        np.clip(risk, _LEAST, _MOST).T,  # inf, a non-finite norm, has the last colour
-        norm=LogNorm(_LEAST, _MOST),
-        cmap=matplotlib.colormaps["RdBu_r"].with_extremes(bad="#E4E4E4"),
+        np.clip(risk, None, _MOST).T,  # inf, a non-finite norm, has the last colour
+        norm=LogNorm(1.0, _MOST),
+        cmap=LinearSegmentedColormap.from_list("risk", _RISK).with_extremes(under="white", bad="#E4E4E4"),
         extent=extent,
         aspect="auto",
         interpolation="nearest",
     )
     axes.imshow(_strips(active.T), extent=extent, aspect="auto", interpolation="nearest")
+    for window in windows:
+        if window.unit in ratios.units and window.start <= ratios.steps[-1]:
+            row = int(np.flatnonzero(order == ratios.units.index(window.unit))[0])
+            corner, length = (window.start - 0.5, row - 0.5), window.end - window.start + 1
+            axes.add_patch(Rectangle(corner, length, 1, fill=False, ec=INK, lw=1.0))
     axes.grid(False)
+    axes.set_xlim(0.5, float(ratios.steps[-1]) + 0.5)
     step_axis(axes)
-    axes.set_title(f"over the {cut_name} is red{of_steps('highest risk', width)}; black: on the recovery path")
-    every = max(1, round(number / 60))
-    axes.set_yticks(range(0, number, every), ratios.units[::every], fontsize=6.5)
-    side.barh(range(number), 100 * ratios.active_SU.mean(axis=0), color=INK, height=0.7)
+    framed = "; framed: injected faults" if axes.patches else ""
+    axes.set_title(f"blank below the {cut_name}{of_steps('highest risk', width)}; blue: on the recovery path{framed}")
+    every = max(1, math.ceil(number / 60))
+    axes.set_yticks(range(0, number, every), [ratios.units[unit] for unit in order[::every]], fontsize=6.5)
+    side.barh(range(number), 100 * ratios.active_SU.mean(axis=0)[order], color=COLOURS[0], height=0.7)
     side.set_xlabel("on recovery\npath [% of steps]", fontsize=8)
     side.tick_params(left=False, labelleft=False)
     side.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
     bar = figure.colorbar(image, ax=[axes, side], fraction=0.02, pad=0.01, extend="both", label=f"risk R / {cut_name}")
     bar.ax.minorticks_off()
-    bar.set_ticks([_LEAST, 0.5, 1, 2, _MOST], labels=["⅓", "½", "1", "2", "3"])
-    head(figure, f"Risk of every unit: {_of_run(arm, run)}")
+    bar.set_ticks([1, 2, _MOST], labels=["1", "2", "4"])
+    head(figure, f"Risk of every unit, highest mean {name.replace('_', ' ')} first: {_of_run(arm, run)}")
     return figure
 
 
@@ -105,17 +123,6 @@ def _band(values_BU: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return found[0], found[1], found[2]
 
 
-def _alpha_line(run: Run) -> tuple[list[float], list[float]]:
-    """alpha over the steps; two stages where alpha_init is set."""
-    get = run.settings.get
-    alpha, first, last = float(get("controller.alpha", 0)), get("controller.alpha_init"), run.planned_steps
-    end = float(last or run.last_step)
-    if first is None:
-        return [1.0, end], [alpha, alpha]
-    change = float(get("controller.init_frac", 0)) * end
-    return [1.0, change, change, end], [float(first), float(first), alpha, alpha]
-
-
 def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str, label: str) -> None:
     """A mark for each of the steps, at a share of the axes' height."""
     where = axes.get_xaxis_transform()
@@ -123,11 +130,11 @@ def _rug(axes: Axes, steps: np.ndarray, height: float, marker: str, colour: str,
 
 
 def _strips(active_UB: np.ndarray) -> np.ndarray:
-    """An image (5 U, B, 4): the middle fifth of a unit's row black, as opaque as its share of the bin's steps."""
+    """An image (3 U, B, 4): the lower third of a unit's row blue where it was in any of the bin's steps."""
     units, bins = active_UB.shape
-    share = np.nan_to_num(active_UB)
-    image = np.zeros((5 * units, bins, 4))
-    image[2::5, :, 3] = np.where(share > 0, 0.35 + 0.65 * share, 0)
+    image = np.zeros((3 * units, bins, 4))
+    image[..., :3] = to_rgb(COLOURS[0])
+    image[2::3, :, 3] = np.nan_to_num(active_UB) > 0
     return image
 
 

@@ -97,6 +97,7 @@ def _comparison(comparison: Comparison, room: int) -> tuple[Tree, int]:
     return {
         "name": _name(comparison),
         "experiment": comparison.kind.experiment,
+        "overview": sections.overview(comparison),
         "arms": sections.arms(comparison),
         "tables": [one.tree() for one in comparison_tables(comparison)],
         "losses": sections.losses(comparison),

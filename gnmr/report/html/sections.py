@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,17 @@ from gnmr.report import regimes
 from gnmr.report.arms import Arm, bits
 from gnmr.report.binning import bin_width, shared_mean
 from gnmr.report.comparisons import Comparison, runs_of
-from gnmr.report.curves import Curves, last_step, loss_by_tokens, loss_curves
+from gnmr.report.curves import MANY, Curves, last_step, loss_by_tokens, loss_curves, relative_losses
 from gnmr.report.faults import FaultWindow
+from gnmr.report.headline import headline
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
-from gnmr.report.layout import NOTHING, count, percent
+from gnmr.report.layout import NOTHING, count, counted, percent
 from gnmr.report.regimes import RegimeCell
-from gnmr.report.risk import limit
+from gnmr.report.risk import costs, limit, thresholds
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.statistics import Paired, as_percent, paired
-from gnmr.report.style import looks
+from gnmr.report.style import Looks, looks, telling_apart
 from gnmr.report.tradeoff import ends, signal_curves
 
 _TRAIN_POINTS = 400
@@ -46,17 +48,71 @@ Tree = dict[str, Any]
 
 
 def arms(comparison: Comparison) -> list[Tree]:
-    """Label, colour and dash of each arm, as in the PNGs."""
-    shared = looks(arm.label for arm in comparison.arms)
-    looked = zip(comparison.arms, ((look["color"], _DASH[look["ls"]]) for look in shared.values()), strict=True)
+    """Label, what of it tells it from the others, colour and dash of each arm, as in the PNGs."""
+    shared = _looks(comparison.arms)
+    short = telling_apart([arm.label for arm in comparison.arms])
     return [
-        {"label": arm.label, "colour": colour, "dash": dash, "runs": len(arm.runs), "done": len(arm.done)}
-        for arm, (colour, dash) in looked
+        {
+            "label": arm.label,
+            "short": name,
+            "colour": shared[arm.label]["color"],
+            "dash": _DASH[shared[arm.label]["ls"]],
+            "runs": len(arm.runs),
+            "done": len(arm.done),
+        }
+        for arm, name in zip(comparison.arms, short, strict=True)
     ]
 
 
+def _looks(arms: Sequence[Arm]) -> Looks:
+    return looks(dict.fromkeys(arm.label for arm in arms), {arm.label for arm in arms if arm.sixteen_bit})
+
+
+def overview(comparison: Comparison) -> Tree:
+    """The card (pairs of what and which), the sentence and the figures of the first screen."""
+    told, run = headline(comparison), comparison.runs[0]
+    kind = comparison.kind
+    seeds = counted("order" if kind.base else "seed", comparison.seeds).split(" ", 1)
+    done = sum(len(arm.done) for arm in comparison.arms)
+    dates = sorted({date for one in comparison.runs if (date := _date(one))})
+    machines = sorted({one.machine for one in comparison.runs})
+    card = [
+        ["experiment", kind.experiment],
+        ["model", _model(run) + (f", base {kind.base}" if kind.base else "")],
+        [
+            "training",
+            f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, {run.data.get('name') or 'data'}",
+        ],
+        ["arms", f"{len(comparison.arms)}, {done} of {len(comparison.runs)} runs done"],
+        seeds,
+        ["date", " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))],
+        ["machine", machines[0] + (f" and {len(machines) - 1} more" if len(machines) > 1 else "")],
+    ]
+    return {
+        "card": [pair for pair in card if pair[1]],
+        "sentence": told.sentence,
+        "figures": [[one.label, one.value, one.detail] for one in told.figures],
+    }
+
+
+def _model(run: Run) -> str:
+    get = run.settings.get
+    told = (("num_layers", "layers"), ("hidden_size", "wide"))
+    size = [f"{get(f'model.{key}')} {name}" for key, name in told if get(f"model.{key}")]
+    return ", ".join([str(get("model.name") or "model"), *size, f"scale {run.scale}"])
+
+
+def _date(run: Run) -> str:
+    """When its records were last written, as a day; empty for a pack, whose files bear no times."""
+    if run.place != run.folder:
+        return ""
+    times = [path.stat().st_mtime for name in ("summary.json", "steps.jsonl") if (path := run.folder / name).is_file()]
+    return datetime.fromtimestamp(times[0], tz=UTC).date().isoformat() if times else ""
+
+
 def losses(comparison: Comparison) -> Tree:
-    """Training (mean of bins) and validation loss of every run, and each arm's mean over its done seeds."""
+    """Training (mean of bins) and validation loss of every run, and each arm's mean over its done seeds; and the same
+    minus the 16-bit arm's of the same seed, where there is one."""
     width = step_width(comparison)
     lines: list[Tree] = []
     first: dict[str, list[float]] = {"train": [], "val": []}
@@ -66,7 +122,24 @@ def losses(comparison: Comparison) -> Tree:
                 first[name] += values[np.isfinite(values)][:1].tolist()
             lines += _lines(place, name, arm, curves)
     top = {name: number(1.03 * max(values)) if values else None for name, values in first.items()}
-    return {"width": width, "top": top, "lines": lines, "tokens": count(comparison.kind.tokens_per_step)}
+    relative, references = relative_losses(comparison, width)
+    apart = [
+        line
+        for place, arm in enumerate(comparison.arms)
+        if arm.label in relative
+        for name, curves in zip(first, relative[arm.label], strict=True)
+        for line in _lines(place, name, arm, curves)
+    ]
+    to = ", ".join(dict.fromkeys(arm.label for arm in references))
+    if len(comparison.arms) > MANY:  # a small panel each, of one line
+        lines, apart = _one_each(lines), _one_each(apart)
+    tree = {"width": width, "top": top, "lines": lines, "tokens": count(comparison.kind.tokens_per_step)}
+    return tree | {"relative": {"lines": apart, "to": to} if apart else None}
+
+
+def _one_each(lines: list[Tree]) -> list[Tree]:
+    """Of each arm and loss the last line, which is the mean where there is one."""
+    return list({(line["arm"], line["of"]): line for line in lines}.values())
 
 
 def step_width(comparison: Comparison) -> int:
@@ -84,7 +157,7 @@ def tokens(comparisons: Sequence[Comparison]) -> Tree | None:
     """Training loss by tokens of every arm and scale of an experiment: the mean of the done seeds, else a run that is
     not done. None where there is none."""
     labels = sorted((arm for comp in comparisons for arm in comp.arms), key=lambda arm: arm.sort_key)
-    shared = looks(dict.fromkeys(arm.label for arm in labels))
+    shared = _looks(labels)
     lines = []
     for comparison in comparisons:
         curves = loss_by_tokens(comparison)
@@ -201,12 +274,16 @@ def run_label(arm: Arm, run: Run) -> str:
 
 def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable[FaultWindow]) -> Tree:
     cut, cut_name = limit(arm, run, ratios)
+    name, values_U = costs(ratios)
     return {
         "label": run_label(arm, run),
         "routed": arm.always is None,
         "sixteen_bit": bits(arm.always) == 16,
         "limit": cut,
         "limit_name": cut_name,
+        "cost": numbers(values_U.tolist()),
+        "cost_name": name,
+        "thresholds": thresholds(arm, run),
         "faults": [
             {"unit": made.units.index(w.unit), "start": w.start, "end": w.end, "kind": w.kind, "magnitude": w.magnitude}
             for w in windows

@@ -1,0 +1,241 @@
+"""A comparison in one sentence and three figures: what low precision cost, the share that was got back, at what spend.
+
+The bounds are the static low path and its static recovery path with the most routed arms between them; the sentence
+says no more than the report's own tests of them (`gnmr.report.one_model`, its table against random) have shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gnmr.report.arms import Arm
+from gnmr.report.comparisons import Comparison
+from gnmr.report.family import Family
+from gnmr.report.family_notes import p_text, relative_text, row_numbers
+from gnmr.report.layout import NOTHING, percent, size
+from gnmr.report.one_model import families, judged
+from gnmr.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired, verdicts
+
+COST, BACK, SPEND = "cost of low precision", "share got back", "spend"
+_MOST_NAMED = 4
+"""Arms that the sentence names one by one."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with what it is and what it is of, as text."""
+
+    label: str
+    value: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The sentence and the three figures, in the order of their labels above."""
+
+    sentence: str
+    figures: tuple[Figure, Figure, Figure]
+
+
+@dataclass(frozen=True)
+class _Between:
+    """Two static arms and the routed arms between them, those that got most back first."""
+
+    low: Arm
+    high: Arm
+    arms: tuple[Arm, ...]
+    family: Family | None
+    """None where there are too few pairs for a test."""
+
+    def closed(self, arm: Arm) -> float | None:
+        found = gap_closed(self.low.outcomes, arm.outcomes, self.high.outcomes)
+        return None if found is None else found[0]
+
+
+def headline(comparison: Comparison) -> Headline:
+    """What the first lines of a report say of the comparison."""
+    between = _between(comparison)
+    low, reference = _ends(comparison, between)
+    cost, told_cost = _cost(comparison, low, reference, between)
+    back, told_back = _back(comparison, between)
+    sentence = " ".join(filter(None, [told_cost or _alone(comparison), told_back]))
+    return Headline(sentence, (cost, back, _spend(comparison, between)))
+
+
+def high_precision(comparison: Comparison, arm: Arm) -> Arm | None:
+    """The arm that says what 16 bits give: the static one, else that of the recovery path where it is 16 bits."""
+    if (reference := comparison.reference(arm)) is not None:
+        return reference
+    recovery = comparison.recovery(arm)
+    return recovery if recovery is not None and recovery.bits(recovery.always) == 16 else None
+
+
+def _between(comparison: Comparison) -> _Between | None:
+    found = [arms for arms in families(comparison) if arms[0].outcomes and arms[-1].outcomes]
+    if not found:
+        return None
+    low, *arms, high = max(found, key=lambda arms: sum(map(_routes, arms)))
+    tested = len(low.outcomes.keys() & high.outcomes.keys()) >= FEWEST
+    made = _Between(
+        low, high, tuple(arm for arm in arms if _routes(arm)), judged([low, *arms, high]) if tested else None
+    )
+    best = sorted(made.arms, key=lambda arm: -math.inf if (share := made.closed(arm)) is None else share, reverse=True)
+    return replace(made, arms=tuple(best))
+
+
+def _routes(arm: Arm) -> bool:
+    """Whether units move in it, or some are pinned: it lies between the bounds by more than its format."""
+    return arm.always is None
+
+
+def _ends(comparison: Comparison, between: _Between | None) -> tuple[Arm | None, Arm | None]:
+    """The static low arm, and what its cost is told against: 16 bits, else the recovery path."""
+    if between is not None:
+        return between.low, high_precision(comparison, between.low) or between.high
+    for arm in comparison.arms:
+        reference = high_precision(comparison, arm)
+        if arm.always is not None and reference is not None and reference is not arm and arm.outcomes:
+            return arm, reference
+    return None, None
+
+
+def _cost(
+    comparison: Comparison, low: Arm | None, reference: Arm | None, between: _Between | None
+) -> tuple[Figure, str]:
+    """The figure and its part of the sentence, which is empty where nothing is known."""
+    if low is None or reference is None:
+        why = "no arm on the low path alone and in 16 bits to compare" if len(comparison.arms) > 1 else "one arm alone"
+        return Figure(COST, NOTHING, f"not known: {why}"), ""
+    change, names = paired(low.outcomes, reference.outcomes), f"{low.label} against {reference.label}"
+    if any(change.diverged):
+        told = f"{change.diverged[0]} of {change.n} runs diverged"
+        return Figure(COST, told, names), f"In low precision {told} ({names}: {change.diverged[1]})."
+    if change.mean is None:
+        return Figure(COST, NOTHING, f"{names}: no {_blocks(comparison, 1)} in common"), ""
+    value, n = relative_text(change.mean), f"n = {change.n}"
+    interval = ""
+    if change.interval and change.n >= FEWEST:
+        interval = f", 95 % interval {' to '.join(relative_text(end) for end in change.interval)}"
+    figure = Figure(COST, value, f"perplexity, {names}, {n}{interval}")
+    shown = change.p is not None and change.p < LEVEL
+    if between is not None and between.family is not None and reference is between.high:
+        shown = between.family.gate
+    if change.n < FEWEST:
+        return figure, f"Low precision cost {value} of perplexity ({names}, {n}: too few for a test)."
+    if shown and change.mean > 0:
+        return figure, f"Low precision cost {value} of perplexity ({names}, {n})."
+    if shown:
+        return figure, f"Low precision was no worse: {value} of perplexity ({names}, {n})."
+    return figure, f"That low precision cost anything is not shown: {value} of perplexity ({names}, {n})."
+
+
+def _back(comparison: Comparison, between: _Between | None) -> tuple[Figure, str]:
+    if between is None or not between.arms:
+        routed = any(arm.always is None for arm in comparison.arms)
+        why = "no static arms beside it to measure between" if routed else "no arm routes"
+        return Figure(BACK, NOTHING, why), ""
+    family, best = between.family, between.arms[0]
+    if family is not None and not family.gate:
+        p = p_text(family.p_gate)
+        why = f"{between.high.label} is not shown to be better than {between.low.label} (p = {p})"
+        return Figure(BACK, NOTHING, f"no gap to share: {why}"), f"Since {why}, nothing is said of arms between them."
+    share = between.closed(best)
+    if share is None:
+        return Figure(
+            BACK, NOTHING, f"no gap between {between.low.label} and {between.high.label}, or runs diverged"
+        ), ""
+    rows = {} if family is None else {row.arm: row for row in family.rows}
+    interval, verdict = "", ""
+    if (row := rows.get(str(id(best)))) is not None:
+        interval, verdict = row_numbers(row)["closed_interval"].strip("()"), row.verdict
+    of = f"{best.label}{_of_arms(between.arms)}"
+    over = f"of the way from {between.low.label} to {between.high.label}"
+    figure = Figure(BACK, f"{100 * share:.0f} %", f"{of}, {over}{f', 95 % interval {interval} %' if interval else ''}")
+    return figure, _told_back(comparison, between, verdict)
+
+
+def _told_back(comparison: Comparison, between: _Between, verdict: str) -> str:
+    """`verdict`: on the arm that got most back against the low path; empty where there was no test."""
+    best = between.arms[0]
+    if len(between.arms) <= _MOST_NAMED:
+        named = between.arms
+    else:
+        random = comparison.nearest_random(best)
+        named = (best, *([random] if random is not None and random is not best else []))
+    parts = []
+    for arm in named:
+        share = between.closed(arm)
+        got = "diverged" if share is None else f"{100 * share:.0f} %"
+        parts.append(f"{arm.label} got back {got} at {_spent(arm)}")
+    told = f"Of the way from {between.low.label} to {between.high.label}, {'; '.join(parts)}"
+    if len(named) < len(between.arms):
+        told += f" ({best.label} the most of {len(between.arms)} arms)"
+    if not verdict:
+        return f"{told}. Too few {_blocks(comparison, 2)} for a test."
+    shown = {BETTER: "shown to be better", WORSE: "shown to be worse"}.get(verdict, verdict)
+    against = _against_random(comparison, best)
+    return f"{told}. {best.label} against {between.low.label}: {shown}{against}."
+
+
+def _against_random(comparison: Comparison, arm: Arm) -> str:
+    """The verdict of the report's table, in which all arms with a random one at their budget are one family."""
+    found = [(one, other) for one in comparison.arms if (other := comparison.random(one))]
+    told = verdicts([paired(one.outcomes, other.outcomes) for one, other in found])
+    for (one, _), (_, verdict) in zip(found, told, strict=True):
+        if one is arm:
+            return f"; against random at that spend: {verdict}"
+    return "" if arm.signal == "random" else "; no random arm at that spend"
+
+
+def _spend(comparison: Comparison, between: _Between | None) -> Figure:
+    routed = between.arms if between and between.arms else [arm for arm in comparison.arms if arm.always is None]
+    arm = next((one for one in routed if one.promoted is not None), None)
+    if arm is None:
+        return Figure(SPEND, NOTHING, "no arm routes")
+    gemms, more = arm.mean("spent_gemm_frac"), arm.mean("spent_extra_bytes")
+    parts = [f"{size(more)} more saved for backward"] if more else []
+    if not arm.promoted and gemms:
+        return Figure(SPEND, percent(gemms), "; ".join([f"of the GEMMs' arithmetic, {arm.label}", *parts]))
+    parts = [f"{percent(gemms)} of the GEMMs' arithmetic", *parts] if gemms is not None else parts
+    told = "; ".join([f"of unit-steps on the recovery path, {arm.label}", *parts])
+    return Figure(SPEND, percent(arm.promoted), told)
+
+
+def _alone(comparison: Comparison) -> str:
+    """Where nothing can be compared: how the runs ended."""
+    told = [_ended(arm) for arm in comparison.arms[:_MOST_NAMED]]
+    more = f"; and {len(comparison.arms) - _MOST_NAMED} more arms" if len(comparison.arms) > _MOST_NAMED else ""
+    if all(arm.sixteen_bit for arm in comparison.arms):
+        return f"{'; '.join(told)}{more}. Nothing was in low precision."
+    return f"{'; '.join(told)}{more}. Without a 16-bit arm beside it what low precision cost is not known."
+
+
+def _ended(arm: Arm) -> str:
+    ppl, at = arm.stat("final_val_ppl"), ""
+    if arm.always is None and arm.promoted is not None:
+        at = f", with {percent(arm.promoted)} of unit-steps on the recovery path"
+    if ppl is not None:
+        return f"{arm.label} ended at perplexity {ppl.mean:.2f}{at}"
+    if arm.diverged:
+        return f"{arm.label}: {len(arm.diverged)} of {len(arm.runs)} runs diverged{at}"
+    run = arm.first
+    return f"{arm.label} is {'unfinished' if run.status == 'running' else run.status} after step {run.last_step:,}"
+
+
+def _spent(arm: Arm) -> str:
+    """Of pins, which no controller moves, the share of the arithmetic."""
+    gemms = arm.mean("spent_gemm_frac")
+    if not arm.promoted and gemms:
+        return f"{percent(gemms)} of the GEMMs' arithmetic"
+    return f"{percent(arm.promoted)} of unit-steps"
+
+
+def _of_arms(arms: Sequence[Arm]) -> str:
+    return f" (the most of {len(arms)} arms)" if len(arms) > 1 else ""
+
+
+def _blocks(comparison: Comparison, number: int) -> str:
+    return ("order" if comparison.kind.base else "seed") + ("s" if number > 1 else "")
