@@ -14,12 +14,12 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow test-all attacks lint docs sweep report bench wheel clean
+.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
 	@echo
-	@echo "Start with make train: the main experiment, a small LLaMA on real text, minutes on two cores."
+	@echo "Start with make demo, a minute, and make train: the main experiment, minutes on two cores."
 	@echo "Python 3.11 or newer and a package index are all that it needs; .venv is made on the way."
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ help:  ## this list
 	@echo "  PYTHON=...            Python 3.11 or newer for .venv (now: $(PYTHON))"
 
 setup: $(READY)  ## make .venv with the pinned packages (all commands below do so by themselves)
+
+demo: $(READY)  ## a minute: what low precision costs, and what recovery gets back: gnmr demo ARGS
+	$(BIN)/gnmr demo $(ARGS)
 
 train: $(READY)  ## train the main experiment: gnmr train experiment=act_quant_stress ARGS
 	$(BIN)/gnmr train experiment=act_quant_stress $(ARGS)

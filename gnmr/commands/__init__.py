@@ -22,6 +22,10 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
   train    train a model under the controller; with -m a sweep over arms and seeds
            gnmr train experiment=act_quant_stress
+  demo     a minute: what low precision costs, and what recovery gets back
+           gnmr demo
+  runs     which runs there are, how they ended, their perplexity and what they spent
+           gnmr runs
   report   tables and plots of finished (or running) runs
            gnmr report runs/act_quant_stress
   pack     the records of many runs in one file, which report and replay read
@@ -39,13 +43,15 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
   --help, --version
 
+`latest` in place of a run's folder is the one of runs/ that was written last.
+
 exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or an audit has findings;
             2 a mistake in what was asked for;
             128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "report", "pack", "replay", "eval", "diagnose", "audit", "bench")
+COMMANDS = ("train", "demo", "runs", "report", "pack", "replay", "eval", "diagnose", "audit", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

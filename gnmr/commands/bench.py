@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from gnmr.bench import BENCHMARKS, RENAMED, measurable, usual
-from gnmr.commands.words import Parser, names_of, one_of, path, text, whole
+from gnmr.commands.words import Parser, names_of, one_of, path, runs, whole
 from gnmr.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _parser() -> Parser:
     )
     parser.option(
         "run",
-        text,
+        runs,
         "theory: a run folder, whose recorded norms are counted and resampled too; price, spend: bases, with commas",
     )
     parser.option("out", path, "the figures as JSON, with commit, machine, versions and date")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gnmr import __version__, output
 from gnmr.commands.words import Parser, path, text
-from gnmr.records.find import find_runs
+from gnmr.records.find import find_runs, named
 from gnmr.records.pack import write_pack
 from gnmr.training.provenance import commit
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     if not given.words or given.out is None or given.out.suffix != ".parquet":
         parser.error("name run folders and out=FILE.parquet")
     output.check(given.out, f"out={given.out}")
-    paths = [Path(word) for word in given.words]
+    paths = [Path(named(word)) for word in given.words]
     folders = find_runs(paths)
     root = Path(os.path.commonpath([place.resolve() for place in paths]))
     names = {os.path.relpath(folder.resolve(), root): folder for folder in folders}

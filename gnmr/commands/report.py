@@ -7,6 +7,7 @@ from pathlib import Path
 from gnmr.commands.words import Parser, path, text
 from gnmr.errors import printable
 from gnmr.paper.tables import paper_tables
+from gnmr.records.find import named
 from gnmr.records.pack import unpacked
 from gnmr.report import report
 from gnmr.report.results import results
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         parser.error("--check is of claims=FILE")
     if not given.words:
         parser.error("name a run folder, a folder above run folders, or a pack")
-    with unpacked(Path(word) for word in given.words) as found:
+    with unpacked(Path(named(word)) for word in given.words) as found:
         report(
             found.paths,
             given.out,

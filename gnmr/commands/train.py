@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
+from gnmr.commands.words import runs
 from gnmr.config import Config, ControllerConfig, load
 from gnmr.config.compose import conf_dir, register, with_base, with_plan
 from gnmr.config.old_words import refuse_old
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
-        argv = overrides_first(argv)
+        argv = [
+            f"base={runs('base', word[5:])}" if word.startswith("base=") else word for word in overrides_first(argv)
+        ]
     # Hydra takes --multi for --multirun, and hydra.mode=MULTIRUN; a snapshot too many does no harm.
     sweeping = any(word == "-m" or word.startswith(("--mu", "hydra.mode")) for word in argv)
     if not completing:
@@ -149,6 +152,14 @@ def run_cell(composed: DictConfig) -> None:
     refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)
 
+    if not config.memory_plan:
+        from gnmr.training.folder import done_already, run_folder
+
+        if done_already(config, say):
+            return
+        if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
+            say(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
+
     if config.plan is not None:
         from gnmr.training.build import check_plan
 
@@ -163,7 +174,28 @@ def run_cell(composed: DictConfig) -> None:
     from gnmr.training.run import run
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
-    run(config, say, command=command, scorer=RunScorer())
+    folder = run(config, say, command=command, scorer=RunScorer())
+    if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
+        _show_beside(folder)
+
+
+def _show_beside(folder: Path) -> None:
+    """The run beside the arms of runs/reference that are of its experiment, scale and steps; nothing without them."""
+    from gnmr.records.find import find_runs
+    from gnmr.records.pack import unpacked
+    from gnmr.report.brief import beside
+    from gnmr.report.runs import load
+    from gnmr.terminal import shared
+
+    run = load(folder)
+    pack = conf_dir().parent / "runs" / "reference" / f"{run.experiment}.parquet"
+    if not pack.is_file():
+        return
+    with unpacked([pack]) as found:
+        table = beside(run, [load(other) for other in find_runs(found.paths)])
+    if table is not None:
+        table.print(shared())
+        say(f"all tables: gnmr report {shlex.quote(str(folder))} {pack}")
 
 
 def refuse_arm(config: Config, settings: HydraConf) -> None:

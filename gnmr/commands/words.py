@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from gnmr import checks
 from gnmr.errors import UserError, nearest, told_as
+from gnmr.records.find import named
 
 Read = Callable[[str, str], Any]
 """Name and text of an option -> its value; ValueError where the text makes none."""
@@ -83,9 +84,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
-    """key=value words, and the others; a file whose name has a = in it is a place."""
+    """key=value words, and the others; a file whose name has a = in it is a place, and so is `latest`."""
     settings = [word for word in words if "=" in word and not os.path.lexists(word)]
-    return settings, [word for word in words if word not in settings]
+    return settings, [named(word) for word in words if word not in settings]
 
 
 def text(_name: str, value: str) -> str:
@@ -101,6 +102,11 @@ def optional(_name: str, value: str) -> str | None:
 def path(_name: str, value: str) -> Path:
     """A file or folder."""
     return Path(value)
+
+
+def runs(_name: str, value: str) -> str:
+    """Run folders, with commas between; `latest` is one."""
+    return ",".join(map(named, value.split(",")))
 
 
 def whole(least: int) -> Read:

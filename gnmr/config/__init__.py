@@ -23,6 +23,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.checks import fields, require
+from gnmr.config import meant
 from gnmr.config.controller import ControllerConfig
 from gnmr.config.data import DataConfig
 from gnmr.config.fork import ForkConfig
@@ -296,7 +297,12 @@ def one_line(error: Exception) -> str:
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent:
         return told
     known = [str(one) for one in parent if one != "hydra"]
-    return f"{told}{nearest(key, known)}" if known else told
+    if not known:
+        return told
+    if (key_of_ours := full_key or key) != key and key_of_ours.partition(".")[0] not in schema():
+        return f"{told}{nearest(key, known)}"
+    everywhere = flatten(OmegaConf.to_container(schema()))  # type: ignore[arg-type]
+    return f"{told}{meant.key(key, known, everywhere, at_root=key_of_ours == key)}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

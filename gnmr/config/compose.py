@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.config import Config, load, one_line, schema
+from gnmr.config import Config, load, meant, one_line, schema
 from gnmr.config.base import with_base
 from gnmr.config.old_words import refuse_old
 from gnmr.doctor.plan import PATHS, read_plan
@@ -100,7 +100,12 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
         return (
             f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
         )
+    if re.match("Error parsing override|LexerNoViableAltException", line):
+        missing = meant.no_equals_sign(words, {group: _files(group) for group in meant.GROUPS})
+        return missing or line
     if dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line):
+        if off := meant.switched_off(dotted[1], dotted[2]):
+            return f"{dotted[1]}={dotted[2]}: {off}"
         known = _files(group := dotted[1].replace(".", "/"))
         right = f"chosen as a whole by {group}={dotted[2]}" if known else f"has keys of its own: {dotted[1]}.KEY=VALUE"
         return f"{dotted[1]}={dotted[2]}: {right}"

@@ -1,12 +1,17 @@
-"""Which folders are runs."""
+"""Which folders are runs, and which of them is the latest."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from gnmr.errors import UserError
+
+LATEST = "latest"
+"""The word for the run below runs/ whose records were written last, wherever a run's folder is named."""
+_RECORDS = ("DONE", "FAILED", "summary.json", "steps.jsonl", "eval.jsonl", "header.json")
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -30,3 +35,21 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         for folder in inside:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
+
+
+def changed(run: Path) -> float:
+    """When a run's records were written last, seconds since the epoch; 0 where it has none."""
+    times = [0.0]
+    for name in _RECORDS:
+        with suppress(OSError):
+            times.append((run / name).lstat().st_mtime)
+    return max(times)
+
+
+def named(place: str, root: str | Path = "runs") -> str:
+    """The place, or the latest run below `root` for the word `latest`. UserError where there is none."""
+    if place != LATEST or os.path.lexists(place):
+        return place
+    if not Path(root).is_dir():
+        raise UserError(f"{LATEST}: there is no folder {root}/ here, so no run; name a run's folder")
+    return str(max(find_runs([Path(root)]), key=changed))

@@ -13,6 +13,8 @@ the cores and on hydra.launcher.n_jobs alone, not on the cells, so adding seeds 
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +43,7 @@ from gnmr.config.compose import load_composed, mistake
 from gnmr.errors import UserError, writing
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
-from gnmr.terminal import say
+from gnmr.terminal import say, shared
 from gnmr.training.folder import run_folder
 
 MOST_CELLS = 100_000
@@ -53,9 +55,15 @@ class Sweep(Sweeper):
     """Every combination of the values, as Hydra's basic sweeper, with the lines of `Progress`."""
 
     def __init__(
-        self, max_batch_size: int | None, params: dict[str, str] | None = None, arms: dict[str, str] | None = None
+        self,
+        max_batch_size: int | None,
+        params: dict[str, str] | None = None,
+        arms: dict[str, str] | None = None,
+        table: bool = True,
     ) -> None:
-        """conf/hydra/sweeper: cells that the launcher gets at once (None: all), the sweep's axes and its arms."""
+        """conf/hydra/sweeper: cells that the launcher gets at once (None: all), the sweep's axes and its arms; whether
+        it ends with a line an arm."""
+        self._table = table
         self._max_batch_size, self._params, self._arms = max_batch_size, params or {}, arms or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -89,6 +97,8 @@ class Sweep(Sweeper):
                 say("\n".join(progress.closing()))
         if workers is not None and workers.received:
             raise SystemExit(128 + workers.received[0])
+        if self._table:
+            _show_arms(cells)
         if errors:
             raise errors[0]
         if unfinished := len(progress.unfinished()):
@@ -254,6 +264,19 @@ def step_seconds(config: Config) -> float:
     validated(parts, validation(config, parts.corpus, config.training.eval_blocks), 0)
     phases = 3 if config.fork.heal else 2
     return mean(times[1:]) + phases * (time.perf_counter() - began) / config.total_steps
+
+
+def _show_arms(cells: list[Cell]) -> None:
+    """A line an arm of the cells that are done, and the command for the report."""
+    folders = [cell.folder for cell in cells if cell.done and cell.folder is not None]
+    if not folders:
+        return
+    from gnmr.report.brief import brief
+
+    with suppress(UserError):  # records that cannot be read: the report says which
+        for table in brief(folders):
+            table.print(shared())
+    say(f"next: gnmr report {shlex.quote(os.path.commonpath(folders))}")
 
 
 def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -60,6 +61,34 @@ def check_folder(folder: Path, config: Config) -> None:
 def unexported(config: Config, folder: Path) -> bool:
     """Whether training.export_hf asks for a folder hf/ that is not there yet."""
     return config.training.export_hf and not (folder / "hf").is_dir()
+
+
+def done_already(config: Config, say: Callable[[str], None]) -> bool:
+    """Whether nothing is left to do of this run, which is said. UserError as `check_folder`."""
+    folder = run_folder(config)
+    check_folder(folder, config)
+    if not (folder / "DONE").exists() or unexported(config, folder):
+        return False
+    say_done(config, folder, say)
+    return True
+
+
+def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Says that a run is DONE, and the command for scores that are asked for now and missing."""
+    say(f"{folder} is done: skipped")
+    scores = config.scores
+    if not scores.tasks:
+        return
+    from gnmr.records.reader import read_json, read_jsonl  # with pyarrow
+
+    own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
+    there = [*read_jsonl(folder / "scores.jsonl"), own]
+    if set(scores.tasks) - {name for row in there for name in row.get("tasks", {})}:
+        given = {"tasks": f"[{','.join(scores.tasks)}]"}
+        given |= {key: getattr(scores, key) for key in ("limit", "shots", "data") if getattr(scores, key) is not None}
+        given |= {} if scores.path == "16bit" else {"path": scores.path}
+        words = [f"{key}={value}" for key, value in given.items()]
+        say(f"scores.tasks: it is trained, so score it with {shlex.join(['gnmr', 'eval', str(folder), *words])}")
 
 
 @contextmanager

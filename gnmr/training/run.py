@@ -24,12 +24,12 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
-from gnmr.records.reader import read_json, read_jsonl, stored
+from gnmr.records.reader import stored
 from gnmr.records.recorder import Recorder
 from gnmr.stopping import ending, handled, signals_collected
 from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.checkpoint import Checkpointer, Stateful
-from gnmr.training.folder import check_folder, locked, run_folder, unexported
+from gnmr.training.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.training.loop import Loop, Scorer
 from gnmr.training.provenance import told_config
 from gnmr.training.rows import Counters, fault_rows, header, run_info
@@ -49,11 +49,9 @@ def run(
     checkpoint is saved.
     """
     folder = run_folder(config)
-    check_folder(folder, config)
-    reset_peak_memory(device_of(config.training.device))
-    if (folder / "DONE").exists() and not unexported(config, folder):
-        _skip(config, folder, say)
+    if done_already(config, say):
         return folder
+    reset_peak_memory(device_of(config.training.device))
     try:
         parts = assemble(config, folder, say)
     except (RuntimeError, MemoryError) as error:
@@ -74,24 +72,10 @@ def run(
                 checkpointer.load(newest)
                 export(parts)
                 say(f"exported {folder / 'hf'}")
-            _skip(config, folder, say)
+            say_done(config, folder, say)
             return folder
         _train(parts, say, command or shlex.join(sys.argv), scorer)
     return folder
-
-
-def _skip(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Says that a run is DONE, and the command for scores that are asked for now and missing."""
-    say(f"{folder} is done: skipped")
-    scores = config.scores
-    own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
-    there = [*read_jsonl(folder / "scores.jsonl"), own]
-    if set(scores.tasks) - {name for row in there for name in row.get("tasks", {})}:
-        given = {"tasks": f"[{','.join(scores.tasks)}]"}
-        given |= {key: getattr(scores, key) for key in ("limit", "shots", "data") if getattr(scores, key) is not None}
-        given |= {} if scores.path == "16bit" else {"path": scores.path}
-        words = [f"{key}={value}" for key, value in given.items()]
-        say(f"scores.tasks: it is trained, so score it with {shlex.join(['gnmr', 'eval', str(folder), *words])}")
 
 
 def _checkpointer(parts: Parts) -> Checkpointer:

@@ -1,0 +1,55 @@
+"""`gnmr demo` on a few steps of the shipped base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gnmr.commands import demo
+from gnmr.errors import RunFailed
+from gnmr.sweep.progress import Cell
+
+
+def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
+    cells = list(demo._cells(2, tmp_path))
+    configs = [cell.config for cell in cells]
+    assert [config.controller.name for config in configs] == [*demo._ARMS] * 2
+    assert {config.controller.budget for config in configs[1:4]} == {0.1}
+    assert all((config.paths, config.training.steps) == (configs[0].paths, 20) for config in configs)
+    assert [config.fork.order for config in configs] == [0] * 5 + [1] * 5
+    assert len({cell.folder for cell in cells}) == 10 and cells[0].folder.parent == tmp_path / "demo"
+
+
+@pytest.mark.parametrize("words", [["orders=0"], ["orders=null"], ["steps=3"], ["orders=x"]])
+def test_its_mistakes_are_a_line(words, gnmr):
+    assert gnmr("demo", *words).mistake.startswith("demo: " if words[0] in ("orders=null", "steps=3") else "orders=")
+
+
+def test_a_workers_failure_is_the_commands():
+    with pytest.raises(RunFailed, match="disk full"):
+        demo._raise(RunFailed("disk full"))
+    demo._raise(None)
+
+
+@pytest.mark.slow
+def test_the_demo_from_command_to_page(gnmr, tmp_path, monkeypatch):
+    """One order of two steps; a second call runs nothing."""
+    cells = demo._cells
+
+    def short(orders, runs_dir):
+        for cell in cells(orders, runs_dir):
+            training = replace(cell.config.training, steps=2, eval_blocks=2)
+            yield Cell(cell.words, replace(cell.config, training=training), cell.number)
+
+    monkeypatch.setattr(demo, "_cells", short)
+    first = gnmr("demo", "orders=1", f"runs_dir={tmp_path}")
+    assert first.code == 0, first.err
+    lines = first.out.splitlines()
+    assert all(any(line.startswith(name) for line in lines) for name in demo._ARMS.values())
+    assert "One order of the data: what is chance cannot be told, so nothing is shown" in first.out
+    assert all((tmp_path / "demo" / "report" / f"demo.{kind}").exists() for kind in ("svg", "html"))
+    ran = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))
+    monkeypatch.setattr("gnmr.sweep.workers.Workers", None)
+    assert gnmr("demo", "orders=1", f"runs_dir={tmp_path}").code == 0
+    assert ran == sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))

@@ -1,0 +1,79 @@
+"""`gnmr runs`, and `latest` in place of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gnmr.commands.words import Parser, runs, settings_and_places
+from gnmr.errors import UserError
+from gnmr.records.find import changed, named
+
+EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/study/old and runs/study/new, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, when in (("new", 2_000_000_000), ("old", 1_000_000_000)):
+        folder = Path(shutil.copytree(EXAMPLE, f"runs/study/{name}"))
+        for file in folder.iterdir():
+            os.utime(file, (when, when))
+    return tmp_path / "runs"
+
+
+def test_runs_are_listed_oldest_first_with_what_they_came_to(two, gnmr):
+    lines = gnmr("runs").out.splitlines()
+    rows = [line.split() for line in lines if "study/" in line]
+    assert [row[:4] for row in rows] == [["study/old", "done", "40", "216.20"], ["study/new", "done", "40", "216.20"]]
+    assert [row[-2][:4] for row in rows] == ["2001", "2033"]
+
+
+def test_what_is_not_done_says_so(two, gnmr):
+    (two / "study/old/DONE").unlink()
+    (two / "study/old/summary.json").unlink()
+    (two / "study/new/FAILED").write_text("disk full")
+    shutil.copytree(two / "study/old", two / "study/odd")
+    (two / "study/odd/eval.jsonl").unlink()
+    (two / "study/odd/eval.jsonl").mkdir()
+    told = {row[0]: row[1:4] for row in map(str.split, gnmr("runs", str(two)).out.splitlines()) if len(row) > 5}
+    assert told["study/old"] == ["unfinished", "40", "216.20"]
+    assert told["study/new"][0] == "failed" and told["study/odd"][0] == "damaged"
+
+
+def test_older_ones_are_counted(two, gnmr):
+    out = gnmr("runs", "last=1").out
+    assert "study/new" in out and "study/old" not in out and "1 older ones are not shown: last=null" in out
+    assert "study/old" in gnmr("runs", "last=null").out
+
+
+def test_no_run_is_a_line(tmp_path, monkeypatch, gnmr):
+    monkeypatch.chdir(tmp_path)
+    assert "there is no folder runs/ here; gnmr demo" in gnmr("runs").mistake
+    assert "no such folder" in gnmr("runs", "nowhere").mistake
+    assert "latest: there is no folder runs/ here" in gnmr("report", "latest").mistake
+
+
+def test_latest_is_the_one_that_was_written_last(two, gnmr):
+    assert named("latest") == "runs/study/new" and changed(two / "study/new") > changed(two / "study/old")
+    assert settings_and_places(["latest", "a=1"]) == (["a=1"], ["runs/study/new"])
+    assert Parser("eval", "", "").of_one_place(["latest"], "run")[1] == "runs/study/new"
+    assert runs("run", "latest,shipped") == "runs/study/new,shipped"
+    assert "study/new" in gnmr("pack", "latest", "out=one.parquet").out or Path("one.parquet").exists()
+    Path("latest").mkdir()
+    assert named("latest") == "latest"
+
+
+def test_a_base_can_be_the_latest_run(two, gnmr):
+    """The example was kept without its checkpoints."""
+    assert gnmr("train", "experiment=fork", "base=latest").mistake.startswith("base=runs/study/new: is no run with a")
+
+
+def test_latest_of_no_runs(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="no run in it"):
+        named("latest", tmp_path / "runs")
