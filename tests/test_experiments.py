@@ -98,7 +98,7 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
     compose()  # stores the schema
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweeper = hydra.compose("config", [f"sweep={sweep}", *base], return_hydra_config=True).hydra.sweeper
-    seed = "fork.order" if sweep == "fork" else "training.seed"
+    seed = "fork.order" if sweep in ("demo", "fork") else "training.seed"
     assert len(sweeper.params.get(seed, "").split(",")) in (3, 5), "a sweep names three or five of them"
     combinations = combinations_of([f"{seed}=0", *words], sweeper.params, sweeper.arms)
     return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
@@ -106,6 +106,7 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
 
 CELLS = {
     "act_quant_stress": 4,
+    "demo": 5,
     "faults": 8,
     "fork": 8,
     "hold": 6,
