@@ -180,6 +180,29 @@ def test_commands_of_the_other_pages() -> None:
             check_words(Typed("", line))
 
 
+SMALLER = {"diagnose": ["batches=2", "held_out=1", "batch_size=1"], "report": ["--no-plots"]}
+"""Words behind a command that is run."""
+
+
+@pytest.mark.slow
+def test_commands_on_a_run(gnmr: Callable[..., Any], tiny_words: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """Each that reads the main experiment's runs is run, in the order of the pages, and then what goes by the plan."""
+    monkeypatch.chdir(tmp_path)
+    assert gnmr("train", "experiment=act_quant_stress", *tiny_words, "training.steps=80").code == 0
+    (run,) = Path("runs/act_quant_stress").iterdir()
+    lines = dict.fromkeys(typed.line for typed in commands() if "runs/act_quant_stress" in typed.line)
+    ran = 0
+    for line in lines:
+        _, command, *words = shlex.split(line.replace("/RUN", f"/{run.name}"))
+        if command not in ("train", "eval"):
+            done = gnmr(command, *words, *SMALLER.get(command, []))
+            assert done.code == 0 or (command, done.code) == ("audit", 1), (line, done.err)
+            ran += 1
+    assert ran >= 8
+    done = gnmr("train", "experiment=act_quant_stress", "plan=plan/plan.json", *tiny_words)
+    assert done.code == 0, done.err
+
+
 # ---- Python ----
 
 
