@@ -5,13 +5,14 @@ Nothing here needs a run to be whole. A run that is in progress, was killed or f
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from array import array
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ def load(folder: Path, place: Path | None = None) -> Run:
     header = _header(folder / "header.json")
     name = _FOLDER_NAME.fullmatch(folder.name)
     try:
-        parsed = config.load(tree)
+        parsed = _parsed(tree)
         settings = config.identity(parsed)
         arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
     except UserError:
@@ -278,6 +279,21 @@ def load(folder: Path, place: Path | None = None) -> Run:
         reason=reason,
         place=place or folder,
     )
+
+
+def _parsed(tree: dict[str, Any]) -> config.Config:
+    """The runs of an arm differ in their seed; the rest, most of the time that a report takes, is checked once."""
+    training = tree.get("training")
+    seed = training.get("seed") if isinstance(training, dict) else None
+    if type(seed) is not int or tree.get("base"):  # a fork's seed is checked against its order
+        return config.load(tree)
+    arm = _of_arm(json.dumps(tree | {"training": training | {"seed": 0}}, default=str))
+    return replace(arm, training=replace(arm.training, seed=seed))
+
+
+@lru_cache(maxsize=512)
+def _of_arm(tree: str) -> config.Config:
+    return config.load(json.loads(tree))
 
 
 _OF_A_STEP = ("training.seq_len", "training.batch_size", "training.accumulation")
