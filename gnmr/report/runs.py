@@ -283,7 +283,7 @@ def load(folder: Path, place: Path | None = None) -> Run:
 
 def _parsed(tree: dict[str, Any]) -> config.Config:
     """The runs of an arm differ in their seed; the rest, most of the time that a report takes, is checked once."""
-    training = tree.get("training")
+    training: Any = tree.get("training")
     seed = training.get("seed") if isinstance(training, dict) else None
     if type(seed) is not int or tree.get("base"):  # a fork's seed is checked against its order
         return config.load(tree)
