@@ -14,7 +14,7 @@ from gnmr.report.results import results
 from gnmr.terminal import Terminal, print_plain
 
 _USAGE = """\
-RUN... [out=DIR] [html=FILE] [against=ARM] [--no-plots] [--strict]
+RUN... [out=DIR] [html=FILE] [wandb=PROJECT] [against=ARM] [--no-plots] [--strict]
        gnmr report claims=FILE [out=DIR] [--check]"""
 _TEXT = """\
 RUN is a run folder, any folder above run folders, or a pack (gnmr pack), of which 'PACK/int4_*' are some runs. Arms
@@ -35,14 +35,15 @@ def main(argv: list[str]) -> int:
     parser.option("out", path, "folder for report.md and the PNGs; default: report/ in RUN's folder")
     parser.option("claims", path, "file of claims; out: default results/ beside it")
     parser.option("html", path, "also one self-contained page for a browser")
+    parser.option("wandb", text, "also a report in this W&B project (needs wandb-workspaces; gnmr sync sends the runs)")
     parser.option("against", text, "the arm that all others are tested against; default: the static low path")
     parser.flag("no-plots", "tables only")
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
     parser.flag("check", "with claims: compare, and write nothing")
     given = parser.parse(argv)
     if given.claims is not None:
-        if given.words or given.html or given.against or given.strict:
-            parser.error("claims=FILE names its records itself, and has no RUN, html, against or strict")
+        if given.words or given.html or given.wandb or given.against or given.strict:
+            parser.error("claims=FILE names its records itself, and has no RUN, html, wandb, against or strict")
         out = given.out or given.claims.parent / "results"
         wrong = results(given.claims, out, lambda line: print_plain(terminal, line), check=given.check)
         for line in wrong:
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> int:
             against=given.against,
             strict=given.strict,
             html=given.html,
+            wandb=given.wandb,
             further=paper_tables,
             told=found.told,
         )

@@ -60,7 +60,7 @@ class RecordsConfig:
     """auto: online where the user is logged in, else offline; online; offline; off."""
     wandb_project: str = "gnmr"
     wandb_every: int = 10
-    """Steps between the per-unit ratios sent to W&B (losses go every step)."""
+    """Steps between the rows of a unit in W&B's table (losses go every step)."""
 
     @told_as("records.")
     def __post_init__(self) -> None:

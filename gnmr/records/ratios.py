@@ -197,3 +197,39 @@ def parquet_to_stream(parquet: Path, stream: Path) -> None:
 
 def _metadata(units: Sequence[str]) -> dict[bytes, bytes]:
     return {_UNITS: json.dumps(list(units)).encode()}
+
+
+def rows_of_steps(table: pa.Table, units: Sequence[str] = ()) -> Iterator[RatioRows]:
+    """A table of `ratio_schema` step by step, in the order of `units`, further ones behind; NaN where not observed."""
+    table = table.unify_dictionaries()
+    if table.num_rows == 0:
+        return
+    unit = table["unit"].combine_chunks()
+    names = unit.dictionary.to_pylist()
+    places = {name: place for place, name in enumerate(dict.fromkeys([*units, *names]))}
+    column = np.array([places[name] for name in names])[unit.indices.to_numpy()]
+    steps = table["step"].to_numpy()
+    order = np.argsort(steps, kind="stable")
+    fixed = ratio_schema(()).names
+    signals = [name for name in table.column_names if name not in fixed]
+    arrays = {name: table[name].to_numpy() for name in (*signals, "norm", "risk", "active", "lock")}
+    for rows in np.split(order, np.flatnonzero(np.diff(steps[order])) + 1):
+        at = column[rows]
+
+        def spread(name: str, empty: float, kind: type, rows: np.ndarray = rows, at: np.ndarray = at) -> np.ndarray:
+            found: np.ndarray = np.full(len(places), empty, kind)
+            found[at] = arrays[name][rows]
+            return found
+
+        observed = np.zeros(len(places), bool)
+        observed[at] = True
+        yield RatioRows(
+            int(steps[rows[0]]),
+            list(places),
+            observed,
+            spread("norm", np.nan, float),
+            {name: spread(name, np.nan, float) for name in signals},
+            spread("risk", np.nan, float),
+            spread("active", 0, bool),
+            spread("lock", 0, int),
+        )

@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.ratios import rows_of_steps
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo, View
-from gnmr.records.wandb_sink import WandbSink, recovery_totals
+from gnmr.records.wandb_sink import Labels, WandbSink, group_of
 from gnmr.records.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Recorder:
         """Writes the header and opens the views.
 
         config_yaml and config: the resolved config as text and as a tree. header: see `schema`; `run_id`, under which
-        W&B knows the run, is added and kept over resumptions. group: runs that belong together in W&B.
+        W&B knows the run, is added and kept over resumptions. group: the experiment, a tag in W&B.
         """
         info, settings = self._info, self._settings
         run_id = str(self._header.get("run_id") or secrets.token_hex(4))
@@ -58,15 +59,15 @@ class Recorder:
         self._writer.write_header(config_yaml, header | {"run_id": run_id})
         events = read_jsonl(info.folder / "events.jsonl")
         self._wandb.start(
-            run_id=run_id,
-            name=info.name,
-            group=group,
+            Labels(run_id, info.name, info.arm, group_of(info.name, info.arm), (group, str(header.get("scale") or ""))),
             project=settings.wandb_project,
             folder=info.folder,
             config=config,
+            header=header,
             mode=settings.wandb,
-            recovered=recovery_totals(events, info.start_step),
         )
+        if self._header and settings.wandb != "off":
+            self._wandb.resume(rows_of_steps(read_ratios(info.folder), header.get("units") or ()))
         self._view.events(events)
         self._view.start(info)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import netrc
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from gnmr.records.risk_image import RiskMap
 from gnmr.records.schema import EVENT_FIELDS, RatioRows
 
 STEP_METRICS = {
@@ -33,10 +35,27 @@ STEP_METRICS = {
     "saved_bytes": "memory/saved_bytes",
     "saved_bytes_predicted": "memory/saved_bytes_predicted",
 }
+MINUS_16BIT = {"loss": "compare/loss_minus_16bit", "val_loss": "compare/val_loss_minus_16bit"}
+"""What `gnmr sync` adds, which knows the other arms."""
+PANELS = (
+    "train/loss",
+    "val/loss",
+    *MINUS_16BIT.values(),
+    "recovery/num_active",
+    "recovery/spent_gemm_frac",
+    "risk/highest",
+    "risk/mean_gnmr",
+    "price/total_nats",
+)
+"""What W&B draws by itself, besides the risk map and the tables; the rest is recorded and can be drawn."""
+_HIDDEN = ("over/*", "model/*", "monitored/*", "casts/*")
 EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 
-# W&B slows down beyond some thousands of metrics a run; with more units than this only the totals are sent.
-MAX_UNITS = 1000
+_MOST_TRACES = 40_000
+"""Rows that are kept of units; W&B's table has 10,000."""
+_PRICES = ("price", "price_fprop")
+_MAX_TAG = 64
+"""Characters; W&B's own limit."""
 
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
@@ -51,8 +70,27 @@ _SETTINGS = {
 }
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What W&B files a run under."""
+
+    run_id: str
+    name: str
+    arm: str
+    """Its job_type, a tag, and config.arm."""
+    group: str
+    """The runs that differ in the seed alone: W&B draws their mean."""
+    tags: tuple[str, ...] = ()
+
+
+def group_of(name: str, arm: str) -> str:
+    """The name of a run, EXPERIMENT/ARM-HASH-s0, without its seed; of a run of another name EXPERIMENT/ARM."""
+    without = re.sub(r"-s\d+$", "", name)
+    return (without if without != name else f"{name.partition('/')[0]}/{arm}")[:128]
+
+
 class WandbSink:
-    """Sends a run to W&B: losses every step, per-unit ratios every `wandb_every` steps, the events at the end.
+    """Sends a run to W&B: losses every step, the risk map at every evaluation, tables of units and events at the end.
 
     A resumed run goes on under its id. W&B ignores steps that it has already seen, so the steps between the checkpoint
     and the kill keep the numbers that they were sent with first; they are the same.
@@ -62,36 +100,39 @@ class WandbSink:
     """
 
     def __init__(self, say: Callable[[str], None], wandb_every: int = 10) -> None:
-        """say: gets the one line when W&B fails. wandb_every: steps between the per-unit ratios."""
+        """say: gets the one line when W&B fails. wandb_every: steps between the rows of a unit in the table."""
         self._say = say
-        self._wandb_every = wandb_every
         self._run: Any = None
         self._thread = ThreadPoolExecutor(1, "wandb-sink")  # starts with the first row
-        self._recovered: Counter[str] = Counter()
-        self._units: list[str] = []
-        self._active_total = np.zeros(0, np.int64)
+        self._map = RiskMap()
+        self._traces = UnitTraces(wandb_every)
+        self._trigger = 1.0
 
     def start(
-        self,
-        run_id: str,
-        name: str,
-        group: str,
-        project: str,
-        folder: Path,
-        config: dict[str, Any],
-        mode: str,
-        recovered: Counter[str] | None = None,
+        self, labels: Labels, *, project: str, folder: Path, config: dict[str, Any], header: dict[str, Any], mode: str
     ) -> None:
         """Opens the W&B run; its files go to folder/wandb.
 
+        project: NAME, or ENTITY/NAME.
+        config, header: of the run; W&B gets both, without what the header says unit by unit, as its config.
         mode: online, offline, off, or auto: what WANDB_MODE says, else online where an API key is configured and W&B
         can be reached, else offline. Never asks for a key.
-        recovered: steps that each unit spent on the recovery path so far (a resumed run).
         """
         if mode == "off":
             return
-        self._recovered = recovered or Counter()
-        arguments = {"id": run_id, "name": name, "group": group, "project": project, "dir": folder, "config": config}
+        self._trigger = _trigger(config)
+        told = {key: value for key, value in header.items() if not isinstance(value, list)}
+        arguments = {
+            "id": labels.run_id,
+            "name": labels.name,
+            "group": labels.group,
+            "job_type": labels.arm[:_MAX_TAG],
+            "tags": list(dict.fromkeys(tag[:_MAX_TAG] for tag in (labels.arm, *labels.tags) if tag)),
+            "project": project.rpartition("/")[2],
+            "entity": project.rpartition("/")[0] or None,
+            "dir": folder,
+            "config": config | {"arm": labels.arm, "header": told},
+        }
         with self._tolerant("start"):
             wandb = _wandb()
             has_key = _has_key(wandb)
@@ -106,16 +147,25 @@ class WandbSink:
                 self._say(f"W&B cannot be reached, its files are kept to be uploaded later ({_one_line(error)})")
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
+            _define(self._run)
 
-    def step(self, row: dict[str, Any], ratios: RatioRows | None = None) -> None:
-        """A row of `STEP_FIELDS`; ratios: None for a run without units. To be called for every step."""
+    def resume(self, ratios: Iterable[RatioRows]) -> None:
+        """The rows of a run that goes on, from before: the map and the table begin with them."""
         if self._run is not None:
-            self._thread.submit(self._log, row["step"], lambda: self._step_metrics(row, ratios))
+            for rows in ratios:
+                self._thread.submit(self._keep, rows)
 
-    def eval(self, row: dict[str, Any]) -> None:
-        """A row of `EVAL_FIELDS`."""
+    def step(
+        self, row: dict[str, Any], ratios: RatioRows | None = None, more: Mapping[str, float] | None = None
+    ) -> None:
+        """A row of `STEP_FIELDS`, of every step; ratios: None for a run without units; more: further metrics."""
         if self._run is not None:
-            self._thread.submit(self._log, row["step"], lambda: {name: row[key] for key, name in EVAL_METRICS.items()})
+            self._thread.submit(self._log, row["step"], lambda: self._step_metrics(row, ratios) | dict(more or {}))
+
+    def eval(self, row: dict[str, Any], more: Mapping[str, float] | None = None) -> None:
+        """A row of `EVAL_FIELDS`; more: further metrics of it."""
+        if self._run is not None:
+            self._thread.submit(self._log, row["step"], lambda: self._eval_metrics(row) | dict(more or {}))
 
     def finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
         """Waits for what is queued and ends the W&B run.
@@ -128,11 +178,15 @@ class WandbSink:
             return
         with self._tolerant("finish"):
             wandb = _wandb()
-            rows = [[row[key] for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]
-            if rows:
-                self._run.log({"events": wandb.Table(columns=list(EVENT_FIELDS), data=rows)}, step=self._run.step)
+            last: dict[str, Any] = self._picture()
+            if rows := [[row.get(key) for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]:
+                last["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
+            if traces := self._traces.rows(wandb.Table.MAX_ROWS):
+                last["units"] = wandb.Table(columns=self._traces.columns, data=traces)
+            if last:
+                self._run.log(last, step=self._run.step)
             self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
-            self._run.finish(exit_code=0 if summary["status"] == "done" else 1)
+            self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
             self._run = None
 
     def close(self) -> None:
@@ -157,32 +211,29 @@ class WandbSink:
                 self._run.log(metrics(), step=step)
 
     def _step_metrics(self, row: dict[str, Any], ratios: RatioRows | None) -> dict[str, Any]:
-        metrics = {name: row[key] for key, name in STEP_METRICS.items()}
-        metrics |= {f"recovery/{column}_over": number for column, number in row["over"].items()}
-        metrics |= {f"model/{name}": number for name, number in row["statistics"].items()}
-        metrics |= {f"monitored/{name}": norm for name, norm in row["monitored"].items()}
-        for operand, (saturated, nonfinite) in row["saturation"].items():
+        metrics = {"step": row["step"]} | {name: row[key] for key, name in STEP_METRICS.items() if key in row}
+        metrics |= {f"over/{column}": number for column, number in row.get("over", {}).items()}
+        metrics |= {f"model/{name}": number for name, number in row.get("statistics", {}).items()}
+        metrics |= {f"monitored/{name}": norm for name, norm in row.get("monitored", {}).items()}
+        for operand, (saturated, nonfinite) in row.get("saturation", {}).items():
             metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nonfinite": nonfinite}
         if ratios is not None:
-            self._count(ratios)
-            if row["step"] % self._wandb_every == 0 and len(ratios.units) <= MAX_UNITS:
-                metrics |= self._unit_metrics(ratios)
+            self._keep(ratios)
+            metrics |= _unit_metrics(ratios)
         return metrics
 
-    def _count(self, ratios: RatioRows) -> None:
-        if ratios.units != self._units:
-            self._units = list(ratios.units)
-            self._active_total = np.array([self._recovered[unit] for unit in self._units], np.int64)
-        self._active_total += ratios.active
+    def _eval_metrics(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"step": row["step"]} | {name: row[key] for key, name in EVAL_METRICS.items()} | self._picture()
 
-    def _unit_metrics(self, ratios: RatioRows) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for i, unit in enumerate(ratios.units):
-            metrics[f"recovery_total/{unit}"] = int(self._active_total[i])
-            if ratios.observed[i]:
-                metrics |= {f"{name}/{unit}": float(column[i]) for name, column in ratios.columns.items()}
-                metrics[f"risk/{unit}"] = float(ratios.risk[i])
-        return {name: value for name, value in metrics.items() if not math.isnan(value)}
+    def _keep(self, ratios: RatioRows) -> None:
+        risk = np.where(ratios.observed, ratios.risk, np.nan)
+        self._map.add(ratios.step, ratios.units, risk, ratios.active)
+        self._traces.add(ratios)
+
+    def _picture(self) -> dict[str, Any]:
+        """The risk map so far."""
+        picture = self._map.picture(self._trigger)
+        return {} if picture is None else {"risk_map": _wandb().Image(picture, caption=self._map.caption())}
 
     @contextmanager
     def _tolerant(self, doing: str) -> Iterator[None]:
@@ -193,16 +244,68 @@ class WandbSink:
             self._say(f"W&B is off from here, its {doing} failed ({_one_line(error)}); the run goes on")
 
 
-def recovery_totals(events: list[dict[str, Any]], last_step: int) -> Counter[str]:
-    """Steps that each unit spent on the recovery path up to and with `last_step`, by the `EVENT_FIELDS` rows so far."""
-    totals: Counter[str] = Counter()
-    for row in events:
-        if row["event"] == "verdict":
-            continue
-        sign = 1 if row["event"] == "promote" else -1
-        # In force, or no longer, from the next step on; in a step that was tried again at once.
-        totals[row["unit"]] += sign * (last_step - row["step"]) + (row["cause"] == "retry")
-    return totals
+class UnitTraces:
+    """What units measured, a row a unit in one of so many steps: twice as many whenever W&B's table would overflow."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._kept: list[RatioRows] = []
+        self.columns = ["step", "unit", "norm", "risk", "active"]
+
+    def add(self, ratios: RatioRows) -> None:
+        """Rows of a step that is not kept are dropped."""
+        if ratios.step % self._every == 0:
+            self._kept.append(ratios)
+            if len(self._kept) * len(ratios.units) > _MOST_TRACES and len(self._kept) > 1:
+                self._every *= 2
+                self._kept = [one for one in self._kept if one.step % self._every == 0]
+            self.columns = ["step", "unit", "norm", *ratios.columns, "risk", "active"]
+
+    def rows(self, most: int) -> list[list[Any]]:
+        """At most so many, in the order of `columns`, of observed units; None for what is not finite."""
+        units = max((len(one.units) for one in self._kept), default=1)
+        apart = -(-len(self._kept) * units // most) or 1
+        return [row for ratios in self._kept[:: max(1, apart)] for row in _trace(ratios, self.columns)][:most]
+
+
+def _trace(ratios: RatioRows, columns: list[str]) -> Iterator[list[Any]]:
+    known = ratios.columns
+    for i in np.flatnonzero(ratios.observed):
+        numbers = [
+            ratios.norm[i],
+            *(known[name][i] if name in known else np.nan for name in columns[3:-2]),
+            ratios.risk[i],
+        ]
+        finite = [float(one) if math.isfinite(one) else None for one in numbers]
+        yield [ratios.step, ratios.units[i], *finite, bool(ratios.active[i])]
+
+
+def _unit_metrics(ratios: RatioRows) -> dict[str, float]:
+    """Of all observed units together: the highest risk, the mean GNMR, the sum of the prices where any was measured."""
+    metrics: dict[str, float] = {}
+    risk = ratios.risk[ratios.observed]
+    if not np.isnan(risk).all():
+        metrics["risk/highest"] = float(np.nanmax(risk))
+    gnmr = ratios.columns.get("gnmr", np.zeros(0))[: len(ratios.units)]
+    if np.isfinite(gnmr).any():
+        metrics["risk/mean_gnmr"] = float(gnmr[np.isfinite(gnmr)].mean())
+    price = next((ratios.columns[name] for name in _PRICES if name in ratios.columns), np.zeros(0))
+    if np.isfinite(price).any():
+        metrics["price/total_nats"] = float(price[np.isfinite(price)].sum())
+    return metrics
+
+
+def _trigger(config: dict[str, Any]) -> float:
+    controller = config.get("controller")
+    value = controller.get("trigger") if isinstance(controller, dict) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else 1.0
+
+
+def _define(run: Any) -> None:
+    """Everything over steps; what is no panel is hidden from the ones that W&B makes by itself."""
+    run.define_metric("step", hidden=True)
+    for name in dict.fromkeys([*PANELS, *STEP_METRICS.values(), *EVAL_METRICS.values(), *_HIDDEN]):
+        run.define_metric(name, step_metric="step", hidden=name not in PANELS)
 
 
 def _wandb() -> Any:

@@ -18,6 +18,7 @@ from gnmr.report.faults import fault_tables
 from gnmr.report.layout import Table, as_markdown
 from gnmr.report.runs import Run, load
 from gnmr.report.tables import Further, run_table, tables
+from gnmr.report.wandb_report import api, write_wandb
 from gnmr.terminal import print_plain
 from gnmr.untrusted import Damaged, first_line, text
 
@@ -31,10 +32,12 @@ def report(
     against: str | None = None,
     strict: bool = False,
     html: Path | None = None,
+    wandb: str | None = None,
     further: Further = lambda _: [],
     told: Callable[[object], str] = str,
 ) -> None:
-    """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too.
+    """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too, with
+    `wandb` a report in that W&B project.
 
     Args:
         out: None: report/ in the path, or in the common parent of several.
@@ -49,6 +52,7 @@ def report(
     root = _common([Path(told(path)) for path in paths])
     folder = _folder_of(root) if out is None else out
     _check_places(folder, out, html)
+    wandb_api = None if wandb is None else api(wandb)
 
     def compared(runs: list[Run]) -> list[Comparison]:
         comparisons = compare(runs)
@@ -78,6 +82,9 @@ def report(
     written = folder / "report.md"
     output.write_text(written, _markdown([*found, run_table(runs.runs, root)], runs.left_out, images), follow=False)
     page, pictures = [f"Page: {html}"] if html is not None else [], ["Plots:"] if images else []
+    if wandb_api is not None:
+        address = runs.shown(lambda these, _: write_wandb(these, str(wandb), wandb_api))
+        page.append(f"W&B: {address}")
     for line in (f"Report: {written}", *page, *pictures, *(f"  {image}" for image in images)):
         print_plain(console, printable(line))
 

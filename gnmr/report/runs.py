@@ -128,6 +128,11 @@ class Run:
         written = _summary(self.folder)
         return self._counted() | {key: value for key, value in written.items() if value is not None}
 
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Its config.yaml, read anew."""
+        return config.read_tree(self.folder / "config.yaml")
+
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the ratios; `Damaged` where that cannot be."""
         with reading(self.folder):

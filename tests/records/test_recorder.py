@@ -61,7 +61,8 @@ def test_fans_out_resumes_and_finishes(
         summary = recorder.finish("done")
     first, second = wandb_calls
     assert first["id"] == second["id"] == (read_json(tmp_path / "header.json") or {})["run_id"]
-    assert first["dir"] == tmp_path and first["config"] == {"a": 1} and first["group"] == "group"
+    assert first["dir"] == tmp_path and first["group"] == "run/int4"
+    assert first["config"]["a"] == 1 and first["tags"] == ["int4", "group"]
     assert [row["step"] for row in read_jsonl(tmp_path / "steps.jsonl")] == list(range(1, 11))
     assert read_ratios(tmp_path)["step"].unique().to_pylist() == [2, 4, 6, 8, 10]
     assert len(read_jsonl(tmp_path / "events.jsonl")) == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,44 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb_files import read_history, read_records
 
 from gnmr.records import wandb_sink
-from gnmr.records.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key, recovery_totals
+from gnmr.records.risk_image import RiskMap
+from gnmr.records.wandb_sink import (
+    EVAL_METRICS,
+    PANELS,
+    STEP_METRICS,
+    Labels,
+    UnitTraces,
+    WandbSink,
+    _has_key,
+    group_of,
+)
 
 Make = Callable[..., Any]
 SUMMARY = {"status": "done", "steps": 12}
 
 
-def start(sink: WandbSink, folder: Path, mode: str = "offline", **more: Any) -> None:
-    sink.start("abcd1234", "arm-s0", "experiment", "gnmr", folder, {"model": {"name": "llama"}}, mode, **more)
+LABELS = Labels("abcd1234", "experiment/arm-0123abcd-s0", "arm", "experiment/arm-0123abcd", ("experiment", "cpu"))
+HEADER = {"commit": "0123", "command": "gnmr train", "machine": {"cpu": "Test"}, "units": ["a", "b"]}
 
 
-def read_records(folder: Path) -> Iterator[Any]:
-    """Records of the one .wandb file below `folder`: a LevelDB log, since W&B ships no reader."""
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, position, parts = path.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        left_in_block = 32768 - position % 32768
-        if left_in_block < 7:  # padding
-            position += left_in_block
-            continue
-        _crc, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # full, or the last part
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def read_history(folder: Path) -> dict[int, dict[str, Any]]:
-    """{step: {metric: value}} of what was logged."""
-    steps: dict[int, dict[str, Any]] = {}
-    for record in read_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            steps[row.pop("_step", record.history.step.num)] = row
-    return steps
+def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
+    config = {"model": {"name": "llama"}, "controller": {"trigger": 2.0}}
+    sink.start(LABELS, project="team/gnmr", folder=folder, config=config, header=HEADER, mode=mode)
 
 
 @pytest.mark.slow
@@ -60,20 +46,17 @@ def test_offline_file_equals_what_was_given(
 ) -> None:
     said: list[str] = []
     sink = WandbSink(said.append, wandb_every=5)
-    start(sink, tmp_path, recovered=Counter({"layers.1.mlp.down_proj": 100}))
+    start(sink, tmp_path)
     assert (sink.where() or "").startswith(f"W&B: wandb sync {tmp_path}")
     rows = {step: step_row(step) for step in range(1, 41)}  # more than one block of the log
     rows[7] = step_row(7, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0")
     ratios = {step: ratio_rows(step) for step in rows}
-    ratios[10] = ratio_rows(
-        10,
-        columns={"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0])},
-        observed=np.array([True, True, True, False]),
-    )
+    columns = {"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0]), "price": np.full(4, 0.25)}
+    ratios[10] = ratio_rows(10, columns=columns, observed=np.array([True, True, True, False]))
     for step, row in rows.items():
-        sink.step(row, ratios[step])
+        sink.step(row, ratios[step], {"compare/loss_minus_16bit": step / 10})
         if step % 6 == 0:
-            sink.eval(eval_row(step))
+            sink.eval(eval_row(step), {"compare/val_loss_minus_16bit": 0.5})
     events = [event_row(2), event_row(3, event="release", cause="lock")]
     sink.finish(SUMMARY, events)
     wandb.teardown()  # as at the end of the process: `finish` alone does not wait until the file is written
@@ -85,25 +68,40 @@ def test_offline_file_equals_what_was_given(
         np.testing.assert_equal(
             {name: logged[name] for name in STEP_METRICS.values()}, {n: row[k] for k, n in STEP_METRICS.items()}
         )
+        assert (logged["step"], logged["compare/loss_minus_16bit"]) == (step, step / 10)
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
-        assert any(name.startswith("gnmr/") for name in logged) == (step % 5 == 0)
+        assert ("risk_map" in logged or "risk_map/_type" in logged) == (step % 6 == 0 or step == 40)
+        assert not [name for name in logged if "layers." in name], "units stand in one table"
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
-    for i, unit in enumerate(ratios[5].units):
-        assert history[5][f"gnmr/{unit}"] == ratios[5].columns["gnmr"][i]
-        assert history[5][f"delta_gnmr/{unit}"] == ratios[5].columns["delta_gnmr"][i]
-        assert history[5][f"risk/{unit}"] == ratios[5].risk[i]
-        assert history[5][f"recovery_total/{unit}"] == (105 if i == 1 else 0)
-        assert history[10][f"recovery_total/{unit}"] == (110 if i == 1 else 0)
-    undefined, unobserved = ratios[10].units[0], ratios[10].units[3]
-    assert f"delta_gnmr/{undefined}" not in history[10] and f"gnmr/{undefined}" in history[10]
-    assert f"gnmr/{unobserved}" not in history[10]
+    assert history[12]["compare/val_loss_minus_16bit"] == 0.5
+    assert history[5]["risk/highest"] == ratios[5].risk.max()
+    assert history[5]["risk/mean_gnmr"] == ratios[5].columns["gnmr"].mean()
+    assert history[10]["price/total_nats"] == 1.0 and "price/total_nats" not in history[5]
+
+    kinds = {record.WhichOneof("record_type") for record in read_records(tmp_path)}
+    assert "metric" in kinds
+    metrics = {m.name or m.glob_name: m for m in (r.metric for r in read_records(tmp_path)) if m.name or m.glob_name}
+    assert all(metrics[name].step_metric == "step" for name in PANELS)
+    shown = {name for name, metric in metrics.items() if not metric.options.hidden}
+    assert shown == set(PANELS) and len(PANELS) <= 10
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
-    assert (run.run_id, run.display_name, run.run_group, run.project) == ("abcd1234", "arm-s0", "experiment", "gnmr")
+    assert (run.run_id, run.display_name, run.project, run.entity) == ("abcd1234", LABELS.name, "gnmr", "team")
+    assert (run.run_group, run.job_type, list(run.tags)) == (LABELS.group, "arm", ["arm", "experiment", "cpu"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert config["model"] == {"name": "llama"}
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [list(row.values()) for row in events]
+    assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
+    assert config["header"] == {key: HEADER[key] for key in ("commit", "command", "machine")}
+    tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in media(tmp_path, "table")}
+    assert tables["events"]["data"] == [list(row.values()) for row in events]
+    units = tables["units"]
+    assert units["columns"][:3] == ["step", "unit", "norm"] and units["columns"][-2:] == ["risk", "active"]
+    assert [row[0] for row in units["data"]] == [s for s in range(5, 41, 5) for _ in range(4 if s != 10 else 3)]
+    assert units["data"][0][1:3] == [ratios[5].units[0], ratios[5].norm[0]] and units["data"][1][-1] is True
+    assert len(media(tmp_path, "images")) == 7
+
+
+def media(folder: Path, kind: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"wandb/offline-run-*/files/media/{kind}/**/*") if path.is_file())
 
 
 def test_off_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make) -> None:
@@ -130,6 +128,9 @@ class FakeRun:
             raise ConnectionError("no\nnetwork")
         self.logged.append(metrics)
 
+    def define_metric(self, name: str, **how: Any) -> None:
+        pass
+
     def finish(self, exit_code: int) -> None:
         if self._broken == "finish":
             raise ConnectionError("no\nnetwork")
@@ -152,6 +153,7 @@ def fake_wandb(broken: str, key: str | None = None) -> Any:
             settings=SimpleNamespace(api_key=key, identity_token_file=None, base_url="https://api.wandb.ai")
         ),
         Settings=type("Settings", (SimpleNamespace,), {"model_fields": {"silent"}}),
+        Image=lambda picture, caption: caption,
         Table=type("Table", (SimpleNamespace,), {"MAX_ROWS": 10}),
     )
 
@@ -234,26 +236,39 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not _has_key(fake_wandb(""))
 
 
-def test_many_units_are_not_sent_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, ratio_rows: Make
-) -> None:
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
-    sink = WandbSink(pytest.fail, wandb_every=1)
-    start(sink, tmp_path)
-    sink.step(step_row(1), ratio_rows(1, [f"u{i}" for i in range(wandb_sink.MAX_UNITS + 1)]))
-    run = sink._run
-    sink.close()
-    over = {"recovery/gnmr_over", "recovery/delta_gnmr_over"}
-    assert run.logged[0].keys() == set(STEP_METRICS.values()) | over
+def test_the_map_of_units_as_a_picture() -> None:
+    """Two units; eight bins of two steps after sixteen steps, then of four."""
+    found = RiskMap(8)
+    for step in range(1, 17):
+        risk = np.array([4.0 if step == 3 else 0.5, np.nan if step < 9 else 1.0])
+        found.add(step, ["a", "b"], risk, np.array([step in (5, 6), False]))
+    assert (found.width, found.last_step) == (2, 16)
+    assert found.risk_UB[0].tolist() == [0.5, 4.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert found.active_UB[0].tolist() == [False, False, True, False, False, False, False, False]
+    assert np.isnan(found.risk_UB[1, :4]).all() and (found.risk_UB[1, 4:] == 1).all()
+    pixels = found.pixels(trigger=1.0)
+    high, wide = len(pixels) // 2, pixels.shape[1] // 8
+    assert pixels[0, 0].tolist() == [255, 255, 255], "below the trigger"
+    assert pixels[0, wide].tolist() == [122, 0, 0], "four times the trigger"
+    assert pixels[high - 1, 2 * wide].tolist() == [0, 114, 178], "on the recovery path"
+    assert pixels[high, 0].tolist() == [233, 233, 233], "not observed"
+    assert found.picture().size[0] > pixels.shape[1]
+    found.add(17, ["a", "b"], np.array([1.0, 1.0]), np.zeros(2, bool))
+    assert found.width == 4 and found.risk_UB[0, :5].tolist() == [4.0, 0.5, 0.5, 0.5, 1.0]
+    found.add(18, ["c"], np.array([1.0]), np.zeros(1, bool))
+    assert found.units == ["c"] and RiskMap().picture() is None
 
 
-def test_recovery_totals(event_row: Make) -> None:
-    events = [
-        event_row(0, "a", cause="warmup"),  # in force in steps 1 to 4
-        event_row(4, "a", "release", "warmup"),
-        event_row(5, "b"),  # 6 and 7
-        event_row(7, "b", "release", "lock"),
-        event_row(8, "a"),  # 9 and 10
-        event_row(10, "c"),  # from 11 on
-    ]
-    assert recovery_totals(events, 10) == {"a": 6, "b": 2, "c": 0}
+def test_traces_of_units_stay_bounded(ratio_rows: Make) -> None:
+    traces = UnitTraces(1)
+    units = [f"u{i}" for i in range(1000)]
+    for step in range(1, 101):
+        traces.add(ratio_rows(step, units))
+    assert len(traces._kept) <= 40
+    rows = traces.rows(5000)
+    assert 2000 < len(rows) <= 5000 and {len(row) for row in rows} == {len(traces.columns)}
+
+
+def test_seeds_of_an_arm_are_one_group() -> None:
+    assert group_of("stress/int4-0123abcd-s12", "int4") == "stress/int4-0123abcd"
+    assert group_of("stress/mine", "int4") == "stress/int4"

@@ -1,0 +1,55 @@
+"""The report as a W&B report: the sentence, the tables, and panels of the project's runs, seeds joined by arm.
+
+Needs W&B's package wandb-workspaces and the runs in the project, where training or `gnmr sync` puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gnmr.errors import UserError
+from gnmr.records.wandb_sink import PANELS
+from gnmr.report.comparisons import Comparison
+from gnmr.report.headline import headline
+from gnmr.report.layout import as_markdown
+from gnmr.report.tables import comparison_tables
+from gnmr.untrusted import first_line
+
+
+def api(project: str) -> Any:
+    """W&B's reports module. UserError, which says how to get it, where it is not there."""
+    try:
+        from wandb_workspaces.reports import v2
+    except ImportError as error:
+        raise UserError(
+            f"wandb={project}: W&B reports need W&B's own package: pip install wandb-workspaces, and wandb login "
+            "(without it html=FILE writes the same as a page, and gnmr sync sends the runs)"
+        ) from error
+    return v2
+
+
+def write_wandb(comparisons: Sequence[Comparison], project: str, wr: Any) -> str:
+    """Saves the report in `project`, NAME or ENTITY/NAME, by the module of `api`; its address. UserError where W&B
+    refuses it."""
+    entity, _, name = project.rpartition("/")
+    where = {"project": name} | ({"entity": entity} if entity else {})
+    blocks: list[Any] = []
+    for comparison in comparisons:
+        told = headline(comparison)
+        figures = "\n".join(f"- {one.label}: **{one.value}** ({as_markdown(one.detail)})" for one in told.figures)
+        blocks += [wr.H1(text=comparison.name), wr.MarkdownBlock(text=f"**{as_markdown(told.sentence)}**\n\n{figures}")]
+        lines = [
+            wr.LinePlot(title=panel, x="step", y=[panel], groupby="arm", groupby_aggfunc="mean") for panel in PANELS
+        ]
+        media = wr.MediaBrowser(media_keys=["risk_map"])
+        runs = wr.Runset(name=comparison.name, query=comparison.kind.experiment, **where)
+        blocks.append(wr.PanelGrid(runsets=[runs], panels=[*lines, media]))
+        blocks += [wr.MarkdownBlock(text=table.markdown()) for table in comparison_tables(comparison)]
+    title = f"gnmr: {comparisons[0].name}" + (f" and {len(comparisons) - 1} more" if len(comparisons) > 1 else "")
+    try:
+        report = wr.Report(title=title[:120], description="Made by gnmr report.", blocks=blocks, **where)
+        report.save()
+    except Exception as error:  # of a package of others: no login, no network, no such project
+        raise UserError(f"wandb={project}: W&B did not take the report ({first_line(error)})") from error
+    return str(report.url)
