@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.controller.calibration import NO_TRIGGER, Calibration
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.observed import OutputGradients
@@ -28,7 +29,7 @@ from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Budget, Choice, decide
 from gnmr.controller.ranks import Ranks
 from gnmr.controller.signals import build_signal
-from gnmr.controller.signals.base import TINY, Context, Evidence, Signal, SignalBase, whole
+from gnmr.controller.signals.base import TINY, BlindSignal, Context, Evidence, Signal, SignalBase, positive, whole
 from gnmr.controller.signals.history import all_finite
 from gnmr.controller.spec import NO_CAP, ControlSpec
 from gnmr.controller.units import Unit
@@ -83,6 +84,34 @@ class Decision:
     """Threshold of each column in this step, `trigger` included."""
     events: list[Event]
 
+    def __repr__(self) -> str:
+        """Who is in recovery next and who is riskiest; a decision's arrays fill screens."""
+        next_ones = f": {_few(self.by_risk(self.active))}" if self.active.any() else ""
+        told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
+        known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
+        place = int(known.argmax())
+        riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
+        return f"<Decision of {told}, {_count(self.candidate)} candidates{riskiest}>"
+
+    def metrics(self) -> dict[str, float]:
+        """The step in a few numbers, for whatever a loop logs to: `wandb.log(decision.metrics())`.
+
+        Units in recovery during this step and in the next one, candidates, promotions and releases, the largest finite
+        risk (NaN without one), the norm of all units' gradients and how many units are over each column's threshold.
+        """
+        known = self.risk[self.observed & np.isfinite(self.risk)]
+        found = {
+            "active": _count(self.in_force),
+            "active_next": _count(self.active),
+            "candidates": _count(self.candidate),
+            "promotions": sum(event.event == "promote" for event in self.events),
+            "releases": sum(event.event == "release" for event in self.events),
+            "risk_max": float(known.max()) if len(known) else math.nan,
+            "grad_norm": float(np.sqrt(np.square(self.norm[self.observed]).sum())),
+            **{f"over_{column}": self.over(column) for column in self.columns},
+        }
+        return {f"gnmr/{name}": float(value) for name, value in found.items()}
+
     def by_risk(self, chosen: np.ndarray) -> list[str]:
         """Ids of the `chosen` units ((U,) bool), largest risk first."""
         places = np.flatnonzero(chosen)
@@ -94,6 +123,14 @@ class Decision:
         if threshold is None:
             return 0
         return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
+
+
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 @dataclass(frozen=True)
@@ -251,6 +288,8 @@ class Controller:
         _check_cap(units, self.signal, spec.max_o)
         self.max_o, self.t_lock, self.warmup_steps, self.hold = spec.max_o, spec.t_lock, spec.warmup_steps, spec.hold
         self.ranked, self.trigger = spec.ranked, spec.trigger
+        self._calibration: Calibration | None = None
+        self._calibrated = False
         self.t = 0
         """Steps observed so far."""
 
@@ -286,6 +325,47 @@ class Controller:
             self.norms = UnitNorms([unit.parameters for unit in units], self.ranks)
         if self._micro is not None:
             self._micro = MicroNorms(units)
+
+    def __repr__(self) -> str:
+        """What it is and where it is."""
+        signal = self.spec.signal_name
+        names = self.active
+        now = f"{len(names)} in recovery{f': {_few(names)}' if names else ''}"
+        how = "calibrating" if self._calibration is not None else f"trigger {self.trigger:.4g}"
+        told = f"{len(self.units)} units, signal {signal}, {how}, max_o={self.max_o}"
+        return f"<{type(self).__name__} of {told}; step {self.t}: {now}>"
+
+    def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
+        """Sets `trigger` by this loop's own norms: over it is `fraction` of the unit-steps of the next `steps` steps.
+
+        Published thresholds belong to the batches that they were published for; with small ones they flood max_o. Call
+        it once, before the first step. In these steps nothing is promoted but units whose risk is not finite; the
+        trigger comes from the second half of them. Locks, holds and max_o then make of it what is spent. It is part of
+        `state_dict`; a loop that goes on from one calls `calibrate` as before, and `load_state_dict` behind it.
+
+        ValueError where there is no threshold (routing="ranked", signals that read no evidence), or nothing to learn
+        from. Waits for nothing that `step` does not wait for.
+        """
+        if self.ranked:
+            raise ValueError("calibrate: routing='ranked' has no threshold, max_o or a budget is what it spends")
+        if isinstance(self.signal, BlindSignal):
+            raise ValueError(
+                f"calibrate: {self.spec.signal_name} reads no evidence, its option share is what it spends"
+            )
+        self._calibration = Calibration(fraction, max(self.t, self.warmup_steps) + 1, steps)
+        self.trigger, self._calibrated = NO_TRIGGER, True
+
+    def _learn(self, decision: Decision) -> None:
+        """Of a step while calibrating."""
+        assert self._calibration is not None
+        routed = decision.observed & np.array([unit.recoverable for unit in self.units])
+        trigger = self._calibration.add(decision.step, decision.risk, routed)
+        if trigger is None:
+            return
+        if math.isnan(trigger):
+            trigger = self.spec.trigger
+            warnings.warn(f"calibrate: no unit had a risk above 0; the trigger is {trigger:g}, as before", stacklevel=4)
+        self.trigger, self._calibration = trigger, None
 
     @property
     def active(self) -> list[str]:
@@ -565,6 +645,8 @@ class Controller:
             self._chosen = flags(self._active.tolist(), self._device)
             self._lock = self._lock * self._chosen
             raise
+        if self._calibration is not None:
+            self._learn(decision)
         return decision
 
     def _switch(
@@ -608,8 +690,10 @@ class Controller:
         return "rank" if self.ranked and not over else highest
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next decision depends on: step count, active set, locks and the signal's history."""
-        return {
+        """Everything that the next decision depends on: step count, active set, locks and the signal's history, and a
+        trigger that was calibrated."""
+        trigger = {"trigger": self.trigger} if self._calibrated else {}
+        return trigger | {
             "units": list(self.names),
             "t": self.t,
             "active": torch.from_numpy(self._active.copy()),
@@ -626,6 +710,7 @@ class Controller:
         if lacking := [name for name in ("t", "active", "lock", "signal") if name not in state]:
             raise ValueError(f"state: has no {', '.join(lacking)}")
         t = whole(state["t"], "state: t", 0)
+        positive(state.get("trigger", 1.0), "state: trigger")
         for name, least, most in (("active", 0, 1), ("lock", 0, self.t_lock)):
             values = state[name]
             if not isinstance(values, Tensor) or values.shape != (len(self.units),) or values.is_floating_point():
@@ -670,6 +755,10 @@ class Controller:
             self.signal.load_state_dict(before)
             raise
         self.t = int(state["t"])
+        if (trigger := state.get("trigger", NO_TRIGGER)) < NO_TRIGGER:
+            self.trigger, self._calibration, self._calibrated = trigger, None, True
+        elif self._calibration is not None:  # it was not over
+            self._calibration = self._calibration.again(max(self.t, self.warmup_steps) + 1)
         self._lock = state["lock"].to(self._device, torch.int64, copy=True)
         self._active = active
         self._chosen = flags(active.tolist(), self._device)
