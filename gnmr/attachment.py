@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
 from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.world import rank
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
 from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
@@ -35,6 +37,7 @@ from gnmr.paths.plan import nominal_bits
 from gnmr.paths.price import PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.units import PathUnit, module_of
+from gnmr.recording import Recording, plain
 
 _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 """A module's modules or parameters by name, one of the names, what stood there."""
@@ -130,6 +133,9 @@ class AttachedController(Controller):
 
     plan: Plan
     _detached = False
+    _recording: Recording | None = None
+    _recorded_elsewhere = False
+    """By another process."""
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
 
@@ -363,9 +369,21 @@ class AttachedController(Controller):
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
         """As `Controller.apply`; the next step begins for the paths too."""
         self._check_attached()
+        spent = None if self._recording is None else self.plan.spent()
         self._end()
         self._begin()
-        return super().apply(host)
+        decision = super().apply(host)
+        if self._recording is not None and spent is not None:
+            self._recording.step(decision, spent)
+        return decision
+
+    def log(self, **figures: float) -> None:
+        """Puts loss, lr, tokens or val_loss beside the step that was taken last, where `attach` was given a folder to
+        record to (gnmr/recording.py); of several processes the first one records. ValueError for other figures."""
+        if self._recording is not None:
+            self._recording.log(**figures)
+        elif not self._recorded_elsewhere:
+            raise ValueError("log: nothing is recorded: attach(..., record='runs/mine') names a folder for it")
 
     def begin_again(self) -> None:
         """The step that was undone begins again for the paths too."""
@@ -396,7 +414,10 @@ class AttachedController(Controller):
         return ""
 
     def detach(self) -> None:
-        """Gives the model its plain linears back; the controller is of no use afterwards."""
+        """Gives the model its plain linears back; the controller is of no use afterwards. A recorded run is done."""
+        if self._recording is not None:
+            self._recording.finish()
+            self._recording = None
         self.plan.restore()
         self._detached = True
         if isinstance(self.norms, OutputGradients):
@@ -467,7 +488,7 @@ def attach(
     plan: PinPlan | str | PathLike[str] | None = None,
     steps: int | None = None,
     seed: int = 0,
-    record: Sequence[str] = (),
+    record: str | PathLike[str] | Sequence[str] = (),
     **named: Any,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
@@ -480,7 +501,9 @@ def attach(
         control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
         plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
             threshold of a signal of prices that has none.
-        steps, seed, record: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
+        steps, seed: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
+        record: a new folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py); or names of
+            evidence, see `gnmr.controller.Controller`.
         named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
@@ -488,6 +511,7 @@ def attach(
     was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
+    folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
     if pins is not None:
         named |= _of_plan(pins, paths, named)
@@ -514,7 +538,7 @@ def attach(
             control,
             steps=steps,
             seed=seed,
-            record=record,
+            record=evidence,
             norms=norms,
             whole_cost=1.0,
             pinned=pinned,
@@ -524,12 +548,32 @@ def attach(
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
         converted.store(paths.weights)  # late: it cannot be undone to the bit
         controller._follow()  # or the units would hold the 16-bit weights
+        if folder is not None:
+            controller._recorded_elsewhere = rank() != 0
+            controller._recording = _recording(folder, controller, paths, seed) if rank() == 0 else None
     except BaseException:
         converted.restore()
         if norms is not None:
             norms.close()
         raise
     return controller
+
+
+def _recording(folder: Path, controller: AttachedController, paths: PathSpec, seed: int) -> Recording:
+    """The records of this loop, with what is known of it. UserError for a folder that is not empty."""
+    plan, spec, model = controller.plan, controller.spec, controller._model
+    header = {
+        "units": controller.names,
+        "cost": [unit.extra_bytes for unit in controller.units],
+        "spend": [unit.cost for unit in controller.units],
+        "spend_pinned": controller.pinned,
+        "recoverable": plan.recovery is not None,
+        "pinned": [unit.name for unit in plan.units if not unit.routable and plan.recovery is not None],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+    control = plain(vars(spec)) | {"signal": spec.signal_name}
+    return Recording(folder, {"paths": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o)
 
 
 def _of_plan(plan: PinPlan, paths: PathSpec | None, named: Mapping[str, Any]) -> dict[str, Any]:

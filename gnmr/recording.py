@@ -1,0 +1,173 @@
+"""Records of a loop that is not ours, as `gnmr train` writes them: `gnmr.attach(..., record="runs/mine")`.
+
+    controller = gnmr.attach(model, low="int4", recovery="int8", record="runs/mine/gnmr-s0")
+    ...
+    controller.step()
+    controller.log(loss=loss.item())          # of the step that was just taken; val_loss=... makes an evaluation
+    ...
+    controller.detach()                       # the run is done; gnmr report runs/mine
+
+What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
+The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
+side. config.yaml says what was attached, and is no config that `gnmr train` could run.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from gnmr import __version__
+from gnmr.controller import Decision
+from gnmr.errors import UserError
+from gnmr.records.reader import stored
+from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, RatioRows
+from gnmr.records.writer import RunWriter
+
+FIGURES = ("loss", "lr", "tokens", "val_loss")
+"""What `Recording.log` takes."""
+_SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
+
+
+class Recording:
+    """The records of one loop. UserError where the folder holds a run already, RunFailed where a write fails."""
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
+    ) -> None:
+        """config: sections of the run's config that are known. header: what `report` reads of header.json."""
+        folder = folder.expanduser()
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            what = "holds the records of a run" if stored(folder / "steps.jsonl") else "is not empty"
+            raise UserError(f"record={folder}: {what}; choose another folder")
+        named = _SEED.fullmatch(folder.name)
+        about = {
+            "arm": named["arm"] if named else folder.name,
+            "experiment": folder.absolute().parent.name or "own",
+            "scale": "own",
+            "seed": int(named["seed"]) if named else seed,
+        }
+        tree = {
+            "own_loop": True,
+            "experiment_name": about["experiment"],
+            "scale_name": "own",
+            "training": {"seed": about["seed"]},
+            **config,
+        }
+        self._units = int(header["recoverable"]) * len(header["units"])
+        self._max_o = max_o
+        self._writer = RunWriter(folder, None)
+        self._writer.write_header(yaml.safe_dump(tree, sort_keys=False), {**_versions(), **about, **header})
+        self._row: dict[str, Any] | None = None
+        self._seen = time.perf_counter()
+        self._tokens = self._nonfinite = self._streak = 0
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the controller records nothing."""
+        return type(None), ()
+
+    def step(self, decision: Decision, spent: tuple[float, float]) -> None:
+        """What the controller saw and did in a step; `spent`: of `Plan.spent`."""
+        self._flush()
+        now = time.perf_counter()
+        norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
+        self._streak = 0 if math.isfinite(norm) else self._streak + 1
+        self._nonfinite += not math.isfinite(norm)
+        self._row = dict.fromkeys(STEP_FIELDS) | {
+            "step": decision.step,
+            "loss": math.nan,
+            "grad_norm_pre_clip": norm,
+            "num_candidates": int(decision.candidate.sum()),
+            "num_active": int(decision.in_force.sum()),
+            "over": {column: decision.over(column) for column in decision.columns},
+            "statistics": {},
+            "monitored": {},
+            "saturation": {},
+            "spent_gemm_frac": spent[0],
+            "spent_extra_bytes": spent[1],
+            "skipped": False,
+            "nonfinite_total": self._nonfinite,
+            "nonfinite_streak": self._streak,
+            "step_time_s": now - self._seen,
+        }
+        self._seen = now
+        self._writer.ratios(ratio_rows(decision))
+        self._writer.events([dict(vars(event)) for event in decision.events])
+
+    def log(self, **figures: float) -> None:
+        """Figures of the step that was taken last. ValueError before the first one, for others and for no numbers."""
+        if self._row is None:
+            raise ValueError("log: there is no step yet; call it behind step()")
+        for name, value in figures.items():
+            if name not in FIGURES:
+                raise ValueError(f"log: {name} is not known: use one of {', '.join(FIGURES)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"log: {name}={value!r:.40}: must be a number; of a tensor {name}.item()")
+        self._row |= {name: value for name, value in figures.items() if name in STEP_FIELDS}
+        if (loss := figures.get("val_loss")) is not None:
+            ppl = math.inf if loss > 700 else math.exp(loss)
+            row = {"step": self._row["step"], "tokens": self._row["tokens"] or 0, "val_loss": loss, "val_ppl": ppl}
+            self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
+
+    def finish(self) -> None:
+        """The run is done."""
+        self._flush()
+        self._writer.finish("done", None, self._units, self._max_o)
+
+    def _flush(self) -> None:
+        if self._row is None:
+            return
+        self._tokens = self._row["tokens"] = self._row["tokens"] or self._tokens
+        self._writer.step(self._row)
+        self._row = None
+
+
+def ratio_rows(decision: Decision) -> RatioRows:
+    """The decision as rows of `records.schema.ratio_schema`."""
+    return RatioRows(
+        step=decision.step,
+        units=decision.units,
+        observed=decision.observed,
+        norm=decision.norm,
+        columns=decision.columns | decision.evidence,
+        risk=decision.risk,
+        active=decision.in_force,
+        lock=decision.lock,
+    )
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of them YAML can hold; all else as its name."""
+
+    def told(value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): told(one) for key, one in value.items()}
+        if isinstance(value, Sequence):
+            return [told(one) for one in value]
+        return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
+
+    return {key: told(value) for key, value in values.items()}
+
+
+def _versions() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "gnmr": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": {"cpu": cpu, "threads": torch.get_num_threads()},
+    }
