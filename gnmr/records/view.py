@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ from gnmr.terminal import Picture, print_plain, shared, unread
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
+_MOST_SHOWN = 16  # in recovery, all of whom are shown else
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
+_NARROW = 64  # columns of a terminal below which there are two figures to a line, and of a unit its risk alone
+_LOSSES_KEPT = 512
+_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class View:
         self._row: dict[str, Any] = {}
         self._ratios: RatioRows | None = None
         self._eval: dict[str, Any] = {}
+        self._losses: deque[float] = deque(maxlen=_LOSSES_KEPT)
+        self._moves: dict[str, str] = {}
+        """What the last step's norms led to: promote or release, by unit."""
         self._promotions_total = 0
         self._first: tuple[int, float] | None = None  # first step seen, and when it ended
 
@@ -76,7 +84,8 @@ class View:
 
     def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
         """A row of `STEP_FIELDS`; ratios: None for a run without units."""
-        self._row, self._ratios = row, ratios
+        self._row, self._ratios, self._moves = row, ratios, {}
+        self._losses.append(row["loss"])
         if self._first is None:
             self._first = row["step"], time.monotonic()
         if self._mode == "plain" and self._info is not None:
@@ -94,6 +103,8 @@ class View:
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`; of a resumed run also the earlier ones."""
         self._promotions_total += sum(row["event"] == "promote" for row in rows)
+        step = self._row.get("step")
+        self._moves = {row["unit"]: row["event"] for row in rows if row["step"] == step and row["unit"] is not None}
 
     def say(self, text: str) -> None:
         """One line, above the picture; shown in every mode."""
@@ -152,18 +163,21 @@ class View:
         about = f"  {_of_what(info)}"
         title = Text.assemble((info.name, "bold"), (about, "dim"), overflow="ellipsis", no_wrap=True)
         parts: list[RenderableType] = [title, progress]
+        wide = self._console.width
         if row:
-            parts.append(self._figures(info, row))
+            if line := _sparkline(list(self._losses), wide - len("loss ")):
+                parts.append(Text.assemble(("loss ", "dim"), line))
+            parts.append(self._figures(info, row, narrow=wide < _NARROW))
         if ratios is not None and ratios.observed.any():
-            parts.append(_unit_table(ratios))
+            parts += _unit_tables(ratios, self._moves, narrow=wide < _NARROW)
         return Group(*parts)
 
-    def _figures(self, info: RunInfo, row: dict[str, Any]) -> Table:
+    def _figures(self, info: RunInfo, row: dict[str, Any], narrow: bool) -> Table:
         ppl = f"{self._eval['val_ppl']:.2f} (step {self._eval['step']})" if self._eval else "–"
         pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
         healing, skipped = row["num_active"] is None, row["nonfinite_total"]
         active = "healing" if healing else f"{row['num_active']}/{info.num_units}, max {info.max_o}"
-        cells: list[tuple[str, str, str]] = [  # label, figure, style; three to a line
+        cells: list[tuple[str, str, str]] = [  # label, figure, style; three to a line, two in a narrow terminal
             ("loss", f"{row['loss']:.4f}", "bold"),
             ("val ppl", ppl, "bold"),
             ("tokens", _si(row["tokens"]), ""),
@@ -181,33 +195,67 @@ class View:
                 ("promotions", str(self._promotions_total), ""),
             ]
         grid = Table.grid(expand=True, padding=(0, 1))
-        for _ in range(3):
+        beside = 2 if narrow else 3
+        for _ in range(beside):
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(ratio=1, no_wrap=True)
-        for i in range(0, len(cells), 3):
-            grid.add_row(*(part for label, told, style in cells[i : i + 3] for part in (label, Text(told, style))))
+        for i in range(0, len(cells), beside):
+            grid.add_row(*(part for label, told, style in cells[i : i + beside] for part in (label, Text(told, style))))
         return grid
 
 
-def _unit_table(ratios: RatioRows) -> Table:
-    """The riskiest observed units, riskiest first."""
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("riskiest units (● in recovery)", ratio=1, no_wrap=True, overflow="ellipsis")
-    shown = list(ratios.columns)[:_COLUMNS_SHOWN]
-    for name in ("norm", *shown, "risk", "lock"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "lock" else 7)
+def _unit_tables(ratios: RatioRows, moves: dict[str, str], narrow: bool) -> list[RenderableType]:
+    """Who is in recovery on top, then the riskiest others, riskiest first; marks for who comes and who leaves next."""
     risk = np.where(ratios.observed, np.nan_to_num(ratios.risk, nan=-1.0, posinf=np.inf), -np.inf)
-    for i in np.argsort(-risk, kind="stable")[: min(_UNITS_SHOWN, int(ratios.observed.sum()))]:
-        active = bool(ratios.active[i])
+    order = np.argsort(-risk, kind="stable")
+    inside = [i for i in order if ratios.active[i]]
+    others = [i for i in order if not ratios.active[i] and ratios.observed[i]]
+    coming = [i for i in others if moves.get(ratios.units[i]) == "promote"]
+    rest = [i for i in others if i not in set(coming)]
+    shown = [*inside[:_MOST_SHOWN], *coming[:_MOST_SHOWN]]
+    shown += rest[: max(_UNITS_SHOWN - len(shown), 2)]
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("● in recovery ▲ comes ▽ leaves", ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = [] if narrow else list(ratios.columns)[:_COLUMNS_SHOWN]
+    for name in ([] if narrow else ["norm"]) + [*columns, "risk", "lock"]:
+        table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "lock" else 7)
+    for i in shown:
+        active, name = bool(ratios.active[i]), ratios.units[i]
+        mark = {"promote": "▲", "release": "▽"}.get(moves.get(name, ""), "●" if active else " ")
         table.add_row(
-            Text(f"{'●' if active else ' '} {ratios.units[i]}"),
-            f"{ratios.norm[i]:.2e}",
-            *(_ratio(ratios.columns[name][i]) for name in shown),
-            _ratio(ratios.risk[i]),
+            Text(f"{mark} {name}", "bold cyan" if active else "cyan" if mark == "▲" else ""),
+            *([] if narrow else [_norm(ratios, i)]),
+            *(_ratio(ratios.columns[column][i]) for column in columns),
+            Text(_ratio(ratios.risk[i]), _heat(ratios.risk[i])),
             str(int(ratios.lock[i]) or ""),
-            style="bold cyan" if active else "",
         )
-    return table
+    more = len(inside) - len(inside[:_MOST_SHOWN])
+    return [table, *([Text(f"● and {more} more in recovery", "bold cyan")] if more else [])]
+
+
+def _norm(ratios: RatioRows, i: int) -> str:
+    return f"{ratios.norm[i]:.2e}" if ratios.observed[i] else "–"
+
+
+def _heat(risk: float) -> str:
+    """Colour of a risk, which is over its threshold above 1."""
+    return "bold red" if risk > 1 else "yellow" if risk > 0.8 else "green" if risk >= 0 else "dim"
+
+
+def _sparkline(values: list[float], width: int) -> str:
+    """The values from lowest to highest as blocks of eight heights, means where there are more than fit.
+
+    A step whose loss is not finite is an x. Empty for fewer than two values.
+    """
+    if len(values) < 2 or width < 2:
+        return ""
+    pieces = np.array_split(np.array(values, dtype=float), min(width, len(values)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        heights = np.array([piece.mean() for piece in pieces])
+    known = heights[np.isfinite(heights)]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((h - low) * scale)] if np.isfinite(h) else "x" for h in heights)
 
 
 def _summary_table(summary: dict[str, Any]) -> Table:

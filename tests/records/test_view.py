@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from gnmr.records.schema import RatioRows
 from gnmr.records.summary import summarize
-from gnmr.records.view import RunInfo, View, _bytes, _duration, _si
+from gnmr.records.view import RunInfo, View, _bytes, _duration, _si, _sparkline
 
 Make = Callable[..., Any]
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
@@ -60,8 +61,9 @@ def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
     assert re.search(r"loss\s+3\.2500", text) and re.search(r"lr\s+3\.33e-04", text)
     assert re.search(r"val ppl\s+8\.03 \(step 40\)", text)
     assert re.search(r"active\s+2/4, max 2\s+candidates\s+3", text)
-    units = re.findall(r"^([● ]) layers\.(\d)", text[text.rindex("riskiest") :], re.MULTILINE)
-    assert units == [(" ", "2"), ("●", "1"), (" ", "0"), (" ", "3")]  # inf first, NaN last, the active one marked
+    units = re.findall(r"^([●▲▽ ]) layers\.(\d)", text[text.rindex("in recovery") :], re.MULTILINE)
+    assert units == [("●", "1"), (" ", "2"), (" ", "0"), (" ", "3")]  # in recovery on top; then inf first, NaN last
+    assert re.search(r"^loss ▁+x▁$", text, re.MULTILINE), "step 39 had no finite loss"
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "a [bold]message[/bold]" in text
     assert re.search(r"reason\s+why it failed", text) and re.search(r"tokens/s, median step\s+5\.46 k", text)
@@ -80,6 +82,53 @@ def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> Non
     assert lines[3] == "step 40/40  loss 3.2500  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1  left 0:00"
     assert lines[5] == "a [bold]message[/bold]"
     assert lines[-1] == "next: gnmr report runs/x"
+
+
+def picture(width: int, ratios: Any, row: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    console = Console(force_terminal=True, file=io.StringIO(), width=width, _environ={"TERM": "xterm"})
+    view = View("auto", 20, console)
+    view._info = INFO
+    for loss in (4.0, 3.0, 2.0):
+        view.step(row | {"loss": loss}, ratios)
+    view.events(events)
+    plain = Console(width=width, file=io.StringIO())
+    plain.print(view._picture())
+    return plain.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, ratio_rows: Make) -> None:
+    ratios = ratio_rows(5, columns={"gnmr": np.ones(4)}, risk=np.array([0.2, 0.1, 3.0, 0.9]))
+    active = [name for name, on in zip(ratios.units, ratios.active, strict=True) if on]
+    moved = [(5, ratios.units[2], "promote"), (4, ratios.units[3], "promote"), (5, active[0], "release")]
+    events = [{"step": step, "unit": unit, "event": event} for step, unit, event in moved]
+    text = picture(width, ratios, step_row(5), events)
+    assert all(len(line) <= width for line in text.splitlines()), text
+    marks = re.findall(r"^([●▲▽ ]) (layers\.\d)", text, re.MULTILINE)
+    assert [mark for mark, _ in marks][:2] == ["▽", "▲"] and marks[1][1] == ratios.units[2][:8]
+    assert "loss █▅▁" in text and ("gnmr" in text) == (width == 80) and "3.00" in text
+
+
+def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
+    def rows(units: int, inside: int) -> RatioRows:
+        flags, numbers = np.ones(units, dtype=bool), np.linspace(1, 0, units)
+        names = [f"layers.{i}" for i in range(units)]
+        return RatioRows(
+            1, names, flags, numbers, {}, numbers, np.arange(units) >= units - inside, np.zeros(units, int)
+        )
+
+    text = picture(80, rows(30, 12), step_row(1), [])
+    assert (
+        len(re.findall("^● layers", text, re.MULTILINE)) == 12 and len(re.findall("^  layers", text, re.MULTILINE)) == 2
+    )
+    text = picture(80, rows(30, 30), step_row(1), [])
+    assert len(re.findall("^● layers", text, re.MULTILINE)) == 16 and "● and 14 more in recovery" in text
+
+
+def test_the_losses_of_a_long_run_are_means_and_what_is_not_finite_is_told() -> None:
+    assert _sparkline([1.0, 2.0, math.nan, 8.0], 10) == "▁▂x█"
+    assert _sparkline([4.0] * 6, 3) == "▁▁▁" and _sparkline([1.0], 9) == ""
+    assert _sparkline([float(i // 50) for i in range(400)], 8) == "▁▂▃▄▅▆▇█"
 
 
 def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:
