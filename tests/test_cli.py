@@ -79,7 +79,7 @@ def test_help_in_all_its_forms(gnmr):
     [
         (
             "train",
-            ["act_quant_stress", "gnmr train -m sweep=", "hydra/launcher=joblib", "scale: 1.3b, 130m, 350m, 60m"],
+            ["act_quant_stress", "gnmr train -m sweep=", "hydra/launcher=joblib", "training.steps=N", "--groups"],
         ),
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
@@ -91,6 +91,12 @@ def test_each_command_explains_itself(command, words, gnmr):
     outcome = gnmr(command, "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert all(word in outcome.out for word in words), outcome.out
+
+
+def test_the_choices_of_each_group(gnmr):
+    lines = gnmr("train", "--groups").out.splitlines()
+    assert [line.split("=")[0] for line in lines] == ["experiment", "scale", "preset", "sweep", "debug", "model"]
+    assert "60m" in lines[1] and "8/16_moe" in lines[2] and "paper/table1" in lines[3]
 
 
 # ---- Hydra behind `gnmr train` ----

@@ -22,7 +22,8 @@ from omegaconf import DictConfig, open_dict
 
 from gnmr.commands.words import runs
 from gnmr.config import Config, ControllerConfig, load
-from gnmr.config.compose import conf_dir, register, with_base, with_plan
+from gnmr.config.compose import choices_of, conf_dir, register, with_base, with_plan
+from gnmr.config.meant import GROUPS
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
 from gnmr.errors import RunFailed, UserError
@@ -38,6 +39,9 @@ def main(argv: list[str]) -> int:
     # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
     # thousands. Read when torch multiplies for the first time.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+    if "--groups" in argv:
+        _show_groups()
+        return 0
     completing = any(word in ("-sc", "--shell-completion") for word in argv)
     if not completing:
         argv = [
@@ -53,6 +57,12 @@ def main(argv: list[str]) -> int:
     with _snapshot(argv) if sweeping else nullcontext((conf_dir(), argv)) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
     return 0
+
+
+def _show_groups() -> None:
+    """What can be chosen as a whole, a line a group."""
+    for group in GROUPS:
+        print(f"{group}=  {', '.join(choices_of(group))}")
 
 
 def refuse_depth(argv: list[str]) -> None:

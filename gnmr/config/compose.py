@@ -101,22 +101,22 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
             f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
         )
     if re.match("Error parsing override|LexerNoViableAltException", line):
-        missing = meant.no_equals_sign(words, {group: _files(group) for group in meant.GROUPS})
+        missing = meant.no_equals_sign(words, {group: choices_of(group) for group in meant.GROUPS})
         return missing or line
     if dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line):
         if off := meant.switched_off(dotted[1], dotted[2]):
             return f"{dotted[1]}={dotted[2]}: {off}"
-        known = _files(group := dotted[1].replace(".", "/"))
+        known = choices_of(group := dotted[1].replace(".", "/"))
         right = f"chosen as a whole by {group}={dotted[2]}" if known else f"has keys of its own: {dotted[1]}.KEY=VALUE"
         return f"{dotted[1]}={dotted[2]}: {right}"
     if line.startswith("Config group override must be"):
         for word in words:
             group, _, value = word.lstrip("+").partition("=")
-            if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := _files(group)):
+            if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := choices_of(group)):
                 return f"{word}: use one of {', '.join(files)}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     lost = re.search(r"Could not find '([^/]+)/", line)
-    files = choices[1].split() if choices else _files(lost[1]) if lost else []
+    files = choices[1].split() if choices else choices_of(lost[1]) if lost else []
     return f"{line}: use one of {', '.join(files)}" if files else line
 
 
@@ -129,8 +129,7 @@ def _unwritable(error: OSError) -> str | None:
     return f"hydra.run.dir, hydra.sweep.dir: {error.filename}: cannot be written ({error.strerror})"
 
 
-def _files(group: str) -> list[str]:
+def choices_of(group: str) -> list[str]:
     """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
     folder = conf_dir() / group
-    found = list(folder.glob("*.yaml")) or list(folder.rglob("*.yaml"))  # preset/8/16.yaml
-    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in found)
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))  # preset/8/16
