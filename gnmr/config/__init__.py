@@ -63,7 +63,7 @@ class Config:
     arm: str | None = None
     """Name of the arm; null: from paths.name and controller.name."""
     run_dir: str | None = None
-    """Run folder; null: runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    """Run folder; null: `runs_dir/<experiment>/<arm>-<hash>-s<seed>`."""
     runs_dir: str = "runs"
     plan: str | None = None
     """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says paths.low, recovery, recipes, targets and pins."""

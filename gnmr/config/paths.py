@@ -13,7 +13,7 @@ class PathsConfig(PathSpec):
     """The two execution paths of a unit (gnmr/paths)."""
 
     name: str | None = None
-    """Part of the arm's name; null: <low>_<recovery>, and _pins where there are any."""
+    """Part of the arm's name; null: `<low>_<recovery>`, and `_pins` where there are any."""
 
     @told_as("paths.")
     def __post_init__(self) -> None:
