@@ -104,6 +104,10 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
     return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
 
 
+of_sweeps = pytest.mark.xdist_group("sweeps")
+"""Tests that compose whole sweeps, each cell 0.2 s: on one worker each sweep is composed once."""
+
+
 CELLS = {
     "act_quant_stress": 4,
     "demo": 5,
@@ -125,6 +129,7 @@ CELLS = {
 """Of one seed."""
 
 
+@of_sweeps
 @pytest.mark.parametrize("sweep", choices("sweep", "**/*"))
 def test_the_cells_of_a_sweep(sweep):
     cells = cells_of(sweep)
@@ -134,6 +139,7 @@ def test_the_cells_of_a_sweep(sweep):
     assert all("cpu" in cell.scale_name or cell.scale_name == "fork_small" for cell in cells)
 
 
+@of_sweeps
 def test_what_all_cells_are_made_of():
     assert {cell.stress.kind for cell in cells_of("faults")} == {*USUAL}
     assert {cell.optim.transform.name for cell in cells_of("neighbours")} == {None, *TRANSFORMS}
@@ -141,6 +147,7 @@ def test_what_all_cells_are_made_of():
     assert signals <= {*SIGNALS}, "those of the published runs: CELLS has their number, newer ones are not among them"
 
 
+@of_sweeps
 def test_the_tables_of_one_setting_share_their_runs():
     parts = [(f"paper/table{number}",) for number in (1, 10, 11)]
     staged = "two_stage_1.1_1.1,two_stage_1.5_1.1,two_stage_1.5_1.5,max_o_2,max_o_6,max_o_8"  # tables 5 and 6
@@ -149,6 +156,7 @@ def test_the_tables_of_one_setting_share_their_runs():
     assert {config.config_hash(cell) for cell in cells_of("paper/tables")} == together
 
 
+@of_sweeps
 def test_an_arm_of_each_kind_takes_two_steps(text_file):
     """One of each evidence, routing, recipe and warm-up: the others differ in numbers, or in signals that
     tests/controller steps through."""
