@@ -59,6 +59,25 @@ def test_composing_loads_no_torch():
     assert ended.stderr.splitlines()[-1] == "2 False", ended.stderr
 
 
+@pytest.mark.slow
+def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words, tmp_path):
+    assert gnmr("train", *tiny_words).code == 0
+    words = ["train", *tiny_words]
+    program = f"import sys; from gnmr.commands import main; main({words}); sys.exit(str('torch' in sys.modules))"
+    ended = process("-c", program)
+    assert ended.stdout.endswith(" is done: skipped\n") and ended.stderr == "False\n"
+
+
+@pytest.mark.slow
+def test_the_main_experiment_stands_beside_the_reference_arms(gnmr, tiny_words, tmp_path, monkeypatch):
+    """Which are of its own number of steps in no test."""
+    from gnmr.report import brief
+
+    monkeypatch.setattr(brief, "beside", lambda run, others: brief._arms(f"{len(others)} reference runs", []))
+    outcome = gnmr("train", *tiny_words, "experiment=act_quant_stress", "records.live=plain")
+    assert "12 reference runs" in outcome.out and "all tables: gnmr report " in outcome.out
+
+
 def test_python_m_gnmr_and_its_exit_codes():
     assert process("-m", "gnmr", "--version").stdout == f"gnmr {__version__}\n"
     ended = process("-m", "gnmr", "trian")
@@ -222,6 +241,7 @@ def test_one_run_of_a_sweep_says_what_is_missing(gnmr, tiny_words, tmp_path):
 
 def test_a_live_view_for_a_terminal_plain_lines_for_a_pipe(gnmr, tiny_words, tmp_path):
     outcome = gnmr("train", *tiny_words, "records.live=auto", f"run_dir={tmp_path / 'run'}")
+    assert outcome.out.startswith(f"{tmp_path / 'run'}: 2 steps; loading PyTorch\n")
     assert "step 2/2  loss" in outcome.out and "\x1b" not in outcome.out
     assert f"next: gnmr report {tmp_path / 'run'}" in outcome.out.replace("\n", "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -36,7 +37,11 @@ def done(tmp_path: Path) -> list[int]:
 def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*tiny_words[:2], "-m", *tiny_words[2:], SEEDS]
-    assert gnmr("train", *words).code == 0
+    first = gnmr("train", *words)
+    assert first.code == 0
+    *_, end = first.out.splitlines()
+    assert end == f"next: gnmr report {tmp_path / 'runs' / 'custom'}"
+    assert re.search(r"^ int4_int8-gnmr +2 +\d+\.\d\d ± ", first.out, re.MULTILINE), first.out
     assert done(tmp_path) == [0, 1]
     before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     again = gnmr("train", *words)
