@@ -1,0 +1,88 @@
+"""A loop with compressed gradients: two real ranks, or one process that plays both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.controller import Controller, ControlSpec
+from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.workers import RankWorkers, VirtualWorkers
+
+SPEC: dict[str, Any] = {"rank": 3, "refresh_every": 15, "dense_steps": 3}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 13), nn.Linear(13, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+def compress(
+    how: str = "virtual", *, steps: int = 40, saved: Any = None, start: int = 0, **options: Any
+) -> dict[str, Any]:
+    """`how`: virtual, or ranks. What came of it; `saved`: goes on from what a loop of `start` steps returned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    workers = VirtualWorkers(2) if how == "virtual" else RankWorkers()
+    compressed = GreedyLore(model, GreedyLoreSpec(**{**SPEC, **options}), workers=workers)
+    control = ControlSpec(alpha=1.02, beta=1.02, delta=3, max_o=2)
+    controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else Ranks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        compressed.load_state_dict(saved["compressed"])
+        controller.load_state_dict(saved["controller"])
+    sets, sent = [], []
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(2, 16, 8, generator=generator, dtype=torch.float64)
+        rows = []
+        for x in batches[workers.here]:
+            optimizer.zero_grad()
+            (model(x) - 2 * x.roll(1, 1)).square().mean().backward()
+            rows.append([one.grad for one in model.parameters()])
+        gradients = {name: torch.stack(one) for (name, _), *one in zip(model.named_parameters(), *rows, strict=True)}
+        for name, mean in compressed.reduce(gradients).items():
+            model.get_parameter(name).grad = mean
+        sets.append(controller.step().active.tolist())
+        sent.append(compressed.sent)
+        optimizer.step()
+    return {
+        "sets": sets,
+        "sent": sent,
+        "held_back": compressed.held_back(),
+        "model": model.state_dict(),
+        "compressed": compressed.state_dict(),
+        "controller": controller.state_dict(),
+    }
+
+
+def differing_sets() -> None:
+    """Ranks whose sets were made to differ."""
+    from gnmr.distributed import world
+
+    model = nn.Sequential(Block())
+    compressed = GreedyLore(model, GreedyLoreSpec(rank=2, refresh_every=9, dense_steps=0))
+    unit = compressed.units()[0]
+    gradients = {name: torch.ones(1, *one.shape) for name, one in model.named_parameters()}
+    compressed.reduce(gradients)
+    if world.rank() == 1 and unit.switch is not None:
+        unit.switch(True)
+    compressed.reduce(gradients)
+
+
+def sharded() -> None:
+    """A model that FSDP2 wraps."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(Block())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    GreedyLore(model, GreedyLoreSpec(rank=2))
