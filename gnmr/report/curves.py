@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from gnmr.report.arms import Arm
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison
-from gnmr.report.headline import high_precision
+from gnmr.report.headline import high_precision, short_names
 from gnmr.report.layout import count
 from gnmr.report.runs import Ratios
 from gnmr.report.style import (
@@ -30,7 +30,6 @@ from gnmr.report.style import (
     new_figure,
     of_steps,
     step_axis,
-    telling_apart,
 )
 
 Curves = dict[Path, Series]
@@ -88,7 +87,7 @@ def many_losses(comparison: Comparison, curves: RelativeCurves, what: str, place
         if arm.label in curves
     }
     means = {label: curve for label, curve in means.items() if np.isfinite(curve[1]).any()}
-    names = dict(zip(means, telling_apart(list(means)), strict=True))
+    names = short_names([arm for arm in comparison.arms if arm.label in means])
     number = max(1, math.ceil(len(means) / 5))
     figure, grid = new_figure(12, 1.5 * number + 0.9, rows=number, columns=min(5, max(1, len(means))), share=True)
     by_step: dict[float, list[float]] = {}

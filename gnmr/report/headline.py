@@ -7,16 +7,17 @@ says no more than the report's own tests of them (`gnmr.report.one_model`, its t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
-from gnmr.report.family import Family
+from gnmr.report.family import EQUAL, Family
 from gnmr.report.family_notes import p_text, relative_text, row_numbers
 from gnmr.report.layout import NOTHING, percent, size
 from gnmr.report.one_model import families, judged
 from gnmr.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired, verdicts
+from gnmr.report.style import telling_apart
 
 COST, BACK, SPEND = "cost of low precision", "share got back", "spend"
 _MOST_NAMED = 4
@@ -38,6 +39,12 @@ class Headline:
 
     sentence: str
     figures: tuple[Figure, Figure, Figure]
+    arm: str | None = None
+    """Label of the arm that the share and the spend are of."""
+
+
+Names = Mapping[str, str]
+"""What of an arm's label tells it from the others, by label."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,22 @@ class _Between:
 
 
 def headline(comparison: Comparison) -> Headline:
-    """What the first lines of a report say of the comparison."""
+    """What the first lines of a report say of the comparison; arms by what tells them apart."""
+    names = short_names(comparison.arms)
     between = _between(comparison)
     low, reference = _ends(comparison, between)
-    cost, told_cost = _cost(comparison, low, reference, between)
-    back, told_back = _back(comparison, between)
-    sentence = " ".join(filter(None, [told_cost or _alone(comparison), told_back]))
-    return Headline(sentence, (cost, back, _spend(comparison, between)))
+    cost, told_cost = _cost(comparison, names, (low, reference), between)
+    back, told_back = _back(comparison, names, between)
+    sentence = " ".join(filter(None, [told_cost or _alone(comparison, names), told_back]))
+    best = between.arms[0].label if between is not None and between.arms else None
+    return Headline(sentence, (cost, back, _spend(comparison, names, between)), best)
+
+
+def short_names(arms: Sequence[Arm]) -> dict[str, str]:
+    """What tells each arm from the others, by label: of its name where that is its own, else of its label."""
+    names = [arm.name for arm in arms]
+    told = [arm.name if names.count(arm.name) == 1 else arm.label for arm in arms]
+    return {arm.label: short for arm, short in zip(arms, telling_apart(told), strict=True)}
 
 
 def high_precision(comparison: Comparison, arm: Arm) -> Arm | None:
@@ -103,81 +119,78 @@ def _ends(comparison: Comparison, between: _Between | None) -> tuple[Arm | None,
 
 
 def _cost(
-    comparison: Comparison, low: Arm | None, reference: Arm | None, between: _Between | None
+    comparison: Comparison, names: Names, ends: tuple[Arm | None, Arm | None], between: _Between | None
 ) -> tuple[Figure, str]:
     """The figure and its part of the sentence, which is empty where nothing is known."""
+    low, reference = ends
     if low is None or reference is None:
         why = "no arm on the low path alone and in 16 bits to compare" if len(comparison.arms) > 1 else "one arm alone"
         return Figure(COST, NOTHING, f"not known: {why}"), ""
-    change, names = paired(low.outcomes, reference.outcomes), f"{low.label} against {reference.label}"
+    change, arms = paired(low.outcomes, reference.outcomes), f"{names[low.label]} against {names[reference.label]}"
     if any(change.diverged):
         told = f"{change.diverged[0]} of {change.n} runs diverged"
-        return Figure(COST, told, names), f"In low precision {told} ({names}: {change.diverged[1]})."
+        return Figure(COST, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
     if change.mean is None:
-        return Figure(COST, NOTHING, f"{names}: no {_blocks(comparison, 1)} in common"), ""
+        return Figure(COST, NOTHING, f"{arms}: no {_blocks(comparison, 1)} in common"), ""
     value, n = relative_text(change.mean), f"n = {change.n}"
     interval = ""
     if change.interval and change.n >= FEWEST:
         interval = f", 95 % interval {' to '.join(relative_text(end) for end in change.interval)}"
-    figure = Figure(COST, value, f"perplexity, {names}, {n}{interval}")
+    figure = Figure(COST, value, f"perplexity, {arms}, {n}{interval}")
     shown = change.p is not None and change.p < LEVEL
     if between is not None and between.family is not None and reference is between.high:
         shown = between.family.gate
     if change.n < FEWEST:
-        return figure, f"Low precision cost {value} of perplexity ({names}, {n}: too few for a test)."
+        return figure, f"Low precision cost {value} of perplexity ({arms}, {n}: too few for a test)."
     if shown and change.mean > 0:
-        return figure, f"Low precision cost {value} of perplexity ({names}, {n})."
+        return figure, f"Low precision cost {value} of perplexity ({arms}, {n})."
     if shown:
-        return figure, f"Low precision was no worse: {value} of perplexity ({names}, {n})."
-    return figure, f"That low precision cost anything is not shown: {value} of perplexity ({names}, {n})."
+        return figure, f"Low precision was no worse: {value} of perplexity ({arms}, {n})."
+    return figure, f"That low precision cost anything is not shown: {value} of perplexity ({arms}, {n})."
 
 
-def _back(comparison: Comparison, between: _Between | None) -> tuple[Figure, str]:
+def _back(comparison: Comparison, names: Names, between: _Between | None) -> tuple[Figure, str]:
     if between is None or not between.arms:
         routed = any(arm.always is None for arm in comparison.arms)
         why = "no static arms beside it to measure between" if routed else "no arm routes"
         return Figure(BACK, NOTHING, why), ""
+    low, high = names[between.low.label], names[between.high.label]
     family, best = between.family, between.arms[0]
     if family is not None and not family.gate:
-        p = p_text(family.p_gate)
-        why = f"{between.high.label} is not shown to be better than {between.low.label} (p = {p})"
+        why = f"{high} is not shown to be better than {low} (p = {p_text(family.p_gate)})"
         return Figure(BACK, NOTHING, f"no gap to share: {why}"), f"Since {why}, nothing is said of arms between them."
     share = between.closed(best)
     if share is None:
-        return Figure(
-            BACK, NOTHING, f"no gap between {between.low.label} and {between.high.label}, or runs diverged"
-        ), ""
+        return Figure(BACK, NOTHING, f"no gap between {low} and {high}, or runs diverged"), ""
     rows = {} if family is None else {row.arm: row for row in family.rows}
     interval, verdict = "", ""
     if (row := rows.get(str(id(best)))) is not None:
         interval, verdict = row_numbers(row)["closed_interval"].strip("()"), row.verdict
-    of = f"{best.label}{_of_arms(between.arms)}"
-    over = f"of the way from {between.low.label} to {between.high.label}"
-    figure = Figure(BACK, f"{100 * share:.0f} %", f"{of}, {over}{f', 95 % interval {interval} %' if interval else ''}")
-    return figure, _told_back(comparison, between, verdict)
+    of = f"{names[best.label]}{_of_arms(between.arms)}"
+    over = f"of the way from {low} to {high}{f', 95 % interval {interval} %' if interval else ''}"
+    return Figure(BACK, f"{100 * share:.0f} %", f"{of}, {over}"), _told_back(comparison, names, between, verdict)
 
 
-def _told_back(comparison: Comparison, between: _Between, verdict: str) -> str:
+def _told_back(comparison: Comparison, names: Names, between: _Between, verdict: str) -> str:
     """`verdict`: on the arm that got most back against the low path; empty where there was no test."""
-    best = between.arms[0]
-    if len(between.arms) <= _MOST_NAMED:
-        named = between.arms
-    else:
+    best, low = between.arms[0], names[between.low.label]
+    named = between.arms
+    if len(named) > _MOST_NAMED:
         random = comparison.nearest_random(best)
         named = (best, *([random] if random is not None and random is not best else []))
-    parts = []
+    parts: list[str] = []
     for arm in named:
         share = between.closed(arm)
         got = "diverged" if share is None else f"{100 * share:.0f} %"
-        parts.append(f"{arm.label} got back {got} at {_spent(arm)}")
-    told = f"Of the way from {between.low.label} to {between.high.label}, {'; '.join(parts)}"
-    if len(named) < len(between.arms):
-        told += f" ({best.label} the most of {len(between.arms)} arms)"
+        parts.append(f"{names[arm.label]}{'' if parts else ' got back'} {got} at {_spent(arm)}")
+        if arm is best and len(named) < len(between.arms):
+            parts[0] += _of_arms(between.arms)
+    told = f"Of the way from {low} to {names[between.high.label]}, {'; '.join(parts)}."
     if not verdict:
-        return f"{told}. Too few {_blocks(comparison, 2)} for a test."
-    shown = {BETTER: "shown to be better", WORSE: "shown to be worse"}.get(verdict, verdict)
-    against = _against_random(comparison, best)
-    return f"{told}. {best.label} against {between.low.label}: {shown}{against}."
+        return f"{told} Too few {_blocks(comparison, 2)} for a test."
+    shown = {BETTER: f"shown to be better than {low}", WORSE: f"shown to be worse than {low}", EQUAL: f"equal to {low}"}
+    it = "It" if len(parts) == 1 else f"{names[best.label]}"
+    return f"{told} {it} is {shown.get(verdict, f'not shown to differ from {low}')}{_against_random(comparison, best)}."
 
 
 def _against_random(comparison: Comparison, arm: Arm) -> str:
@@ -190,7 +203,7 @@ def _against_random(comparison: Comparison, arm: Arm) -> str:
     return "" if arm.signal == "random" else "; no random arm at that spend"
 
 
-def _spend(comparison: Comparison, between: _Between | None) -> Figure:
+def _spend(comparison: Comparison, names: Names, between: _Between | None) -> Figure:
     routed = between.arms if between and between.arms else [arm for arm in comparison.arms if arm.always is None]
     arm = next((one for one in routed if one.promoted is not None), None)
     if arm is None:
@@ -198,31 +211,31 @@ def _spend(comparison: Comparison, between: _Between | None) -> Figure:
     gemms, more = arm.mean("spent_gemm_frac"), arm.mean("spent_extra_bytes")
     parts = [f"{size(more)} more saved for backward"] if more else []
     if not arm.promoted and gemms:
-        return Figure(SPEND, percent(gemms), "; ".join([f"of the GEMMs' arithmetic, {arm.label}", *parts]))
+        return Figure(SPEND, percent(gemms), "; ".join([f"of the GEMMs' arithmetic, {names[arm.label]}", *parts]))
     parts = [f"{percent(gemms)} of the GEMMs' arithmetic", *parts] if gemms is not None else parts
-    told = "; ".join([f"of unit-steps on the recovery path, {arm.label}", *parts])
+    told = "; ".join([f"of unit-steps on the recovery path, {names[arm.label]}", *parts])
     return Figure(SPEND, percent(arm.promoted), told)
 
 
-def _alone(comparison: Comparison) -> str:
+def _alone(comparison: Comparison, names: Names) -> str:
     """Where nothing can be compared: how the runs ended."""
-    told = [_ended(arm) for arm in comparison.arms[:_MOST_NAMED]]
+    told = [_ended(arm, names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
     more = f"; and {len(comparison.arms) - _MOST_NAMED} more arms" if len(comparison.arms) > _MOST_NAMED else ""
     if all(arm.sixteen_bit for arm in comparison.arms):
         return f"{'; '.join(told)}{more}. Nothing was in low precision."
     return f"{'; '.join(told)}{more}. Without a 16-bit arm beside it what low precision cost is not known."
 
 
-def _ended(arm: Arm) -> str:
+def _ended(arm: Arm, name: str) -> str:
     ppl, at = arm.stat("final_val_ppl"), ""
     if arm.always is None and arm.promoted is not None:
         at = f", with {percent(arm.promoted)} of unit-steps on the recovery path"
     if ppl is not None:
-        return f"{arm.label} ended at perplexity {ppl.mean:.2f}{at}"
+        return f"{name} ended at perplexity {ppl.mean:.2f}{at}"
     if arm.diverged:
-        return f"{arm.label}: {len(arm.diverged)} of {len(arm.runs)} runs diverged{at}"
+        return f"{name}: {len(arm.diverged)} of {len(arm.runs)} runs diverged{at}"
     run = arm.first
-    return f"{arm.label} is {'unfinished' if run.status == 'running' else run.status} after step {run.last_step:,}"
+    return f"{name} is {'unfinished' if run.status == 'running' else run.status} after step {run.last_step:,}"
 
 
 def _spent(arm: Arm) -> str:

@@ -51,8 +51,8 @@ def looks(labels: Iterable[str], sixteen_bit: Container[str] = ()) -> Looks:
 
 
 def telling_apart(labels: Sequence[str]) -> list[str]:
-    """The labels without the words that all of several words share, and without the leading parts, up to a hyphen,
-    that all share.
+    """The labels without the words that all of several words share, and without the leading parts that all with
+    hyphens share.
 
     As they are where that would leave one empty or two alike.
     """
@@ -60,11 +60,12 @@ def telling_apart(labels: Sequence[str]) -> list[str]:
     several = [set(one) for one in words if len(one) > 1]
     common = set.intersection(*several) if len(several) > 1 else set()
     kept = [[word for word in one if word not in common] for one in words]
-    heads = [one[0].split("-")[:-1] if one else [] for one in kept]
+    heads = [one[0].split("-")[:-1] for one in kept if one and "-" in one[0]]
     cut = 0
     while len(heads) > 1 and all(len(head) > cut and head[cut] == heads[0][cut] for head in heads):
         cut += 1
-    short = [" ".join(["-".join(one[0].split("-")[cut:]), *one[1:]]) if one else "" for one in kept]
+    first = [one[0].split("-") if one else [""] for one in kept]
+    short = [" ".join(["-".join(a[cut:] if len(a) > 1 else a), *b[1:]]) for a, b in zip(first, kept, strict=True)]
     return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)
 
 

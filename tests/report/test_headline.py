@@ -40,7 +40,7 @@ def test_what_was_shown(told: Told) -> None:
     found = told(int4=[50, 51.2, 52], int4_int8=[45, 46, 46.8], int8=[40, 41.1, 41.6], bf16=[39, 40, 40.5])
     assert found.sentence.startswith("Low precision cost +28.2 % of perplexity (int4 against bf16, n = 3).")
     assert "Of the way from int4 to int8, int4_int8 got back 48 % at 10.0 % of unit-steps." in found.sentence
-    assert found.sentence.endswith("int4_int8 against int4: shown to be better; no random arm at that spend.")
+    assert found.sentence.endswith("It is shown to be better than int4; no random arm at that spend.")
     assert [figure.value for figure in found.figures] == ["+28.2 %", "48 %", "10.0 %"]
     assert "of the way from int4 to int8, 95 % interval" in found.figures[1].detail
 
@@ -75,6 +75,7 @@ def test_divergence_is_told_as_such(told: Told) -> None:
 def test_names_from_what_differs() -> None:
     assert telling_apart(["a-low lr=1 x=2", "a-high lr=1 x=3"]) == ["low x=2", "high x=3"]
     assert telling_apart(["bf16", "int4_int8 max_o=1", "int4_int8 max_o=2"])[1] == "max_o=1"
+    assert telling_apart(["p-low", "p-gap-ranked", "bf16"]) == ["low", "gap-ranked", "bf16"]
     assert telling_apart(["a", "a b"]) == ["a", "a b"], "one would be empty"
     assert telling_apart(["alone here"]) == ["alone here"]
     assert (

@@ -14,7 +14,7 @@ from gnmr.report.binning import bin_width, shared_mean
 from gnmr.report.comparisons import Comparison, runs_of
 from gnmr.report.curves import MANY, Curves, last_step, loss_by_tokens, loss_curves, relative_losses
 from gnmr.report.faults import FaultWindow
-from gnmr.report.headline import headline
+from gnmr.report.headline import headline, short_names
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
 from gnmr.report.layout import NOTHING, count, counted, percent
@@ -22,7 +22,7 @@ from gnmr.report.regimes import RegimeCell
 from gnmr.report.risk import costs, limit, thresholds
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.statistics import Paired, as_percent, paired
-from gnmr.report.style import Looks, looks, telling_apart
+from gnmr.report.style import Looks, looks
 from gnmr.report.tradeoff import ends, signal_curves
 
 _TRAIN_POINTS = 400
@@ -50,17 +50,17 @@ Tree = dict[str, Any]
 def arms(comparison: Comparison) -> list[Tree]:
     """Label, what of it tells it from the others, colour and dash of each arm, as in the PNGs."""
     shared = _looks(comparison.arms)
-    short = telling_apart([arm.label for arm in comparison.arms])
+    short = short_names(comparison.arms)
     return [
         {
             "label": arm.label,
-            "short": name,
+            "short": short[arm.label],
             "colour": shared[arm.label]["color"],
             "dash": _DASH[shared[arm.label]["ls"]],
             "runs": len(arm.runs),
             "done": len(arm.done),
         }
-        for arm, name in zip(comparison.arms, short, strict=True)
+        for arm in comparison.arms
     ]
 
 
@@ -90,6 +90,7 @@ def overview(comparison: Comparison) -> Tree:
     ]
     return {
         "card": [pair for pair in card if pair[1]],
+        "arm": told.arm,
         "sentence": told.sentence,
         "figures": [[one.label, one.value, one.detail] for one in told.figures],
     }
@@ -130,11 +131,11 @@ def losses(comparison: Comparison) -> Tree:
         for name, curves in zip(first, relative[arm.label], strict=True)
         for line in _lines(place, name, arm, curves)
     ]
-    to = ", ".join(dict.fromkeys(arm.label for arm in references))
+    to = references[0].label if len(references) == 1 else "16 bits"
     if len(comparison.arms) > MANY:  # a small panel each, of one line
         lines, apart = _one_each(lines), _one_each(apart)
     tree = {"width": width, "top": top, "lines": lines, "tokens": count(comparison.kind.tokens_per_step)}
-    return tree | {"relative": {"lines": apart, "to": to} if apart else None}
+    return tree | {"relative": {"lines": apart, "to": to, "references": len(references)} if apart else None}
 
 
 def _one_each(lines: list[Tree]) -> list[Tree]:
@@ -277,6 +278,7 @@ def run_map(arm: Arm, run: Run, ratios: Ratios, made: UnitMap, windows: Iterable
     name, values_U = costs(ratios)
     return {
         "label": run_label(arm, run),
+        "arm": arm.label,
         "routed": arm.always is None,
         "sixteen_bit": bits(arm.always) == 16,
         "limit": cut,
