@@ -1,27 +1,31 @@
 """Verdicts on steps that spike or are not finite, from planted causes and from ordinary spikes (docs/blame.md).
 
-    python benchmarks/blame.py OUT.json                 every arm: planted causes, faults that are not finite, spikes
-    python benchmarks/blame.py OUT.json --only moe      of the arms whose names match
-    python benchmarks/blame.py OUT.json --spikes 200    that many ordinary spikes over all arms
+    python benchmarks/blame.py OUT.json planted               every arm: planted causes, faults that are not finite
+    python benchmarks/blame.py OUT.json spikes                200 ordinary spikes over all arms
+    python benchmarks/blame.py OUT.json planted --only moe    of the arms whose names match
 
-Of each arm (dense formats, dense recipe, mixture of experts, fine-tuning) a tiny model is trained until its loss moves
-slowly; each cause is then planted in a step of the run as it stood there. An ordinary spike is a step of a run with
-sound paths above `SIGMAS` standard deviations, lower than the 6 of a run, so that there are enough; a verdict
-"precision" on one is a false one.
+Of each arm (formats of saved inputs, of forward passes, a recipe, mixtures of experts, fine-tuning) a tiny model is
+trained until its loss moves slowly; each cause is then planted in a step of the run as it stood there. Broken operators
+are one, or two at once; to be named are those that make a spike alone, and where none does the spike needs them
+together: any of them then. An ordinary spike is a step of a run with sound paths above `SIGMAS` standard deviations,
+lower than the 6 of a run, so that there are enough; a verdict "precision" on one is a false one.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from golden import make_inputs
 
+from gnmr.bench.figures import describe_machine
 from gnmr.blame import Levels, Verdict
 from gnmr.config.compose import compose
 from gnmr.paths import Fault, FaultSchedule
 from gnmr.training.build import Parts, assemble, train_step, training_blocks
+from gnmr.training.provenance import told_command
 from gnmr.training.step import StepResult, TrainStep
 
 LEARN, SIGMAS = 140, 3.0
@@ -45,7 +51,8 @@ TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
 SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
 MOE = ["experiment=moe_stress", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2"]
 ARMS = {
-    "dense": ["experiment=act_quant_stress", "paths.low=int8", "paths.recovery=bf16", "paths.site=forward", *SMALL],
+    "saved": ["experiment=act_quant_stress", "paths.low=int4", "paths.recovery=int8", *SMALL],
+    "forward": ["experiment=act_quant_stress", "paths.low=int8", "paths.recovery=bf16", "paths.site=forward", *SMALL],
     "recipe": ["experiment=pretrain", "paths.low=fp8_hybrid", "paths.recovery=bf16", *SMALL],
     "moe": [*MOE, "paths.low=int8", "paths.recovery=bf16", "paths.site=forward"],
     "moe_recipe": [*MOE, "paths.low=fp8_hybrid", "paths.recovery=bf16"],
@@ -124,8 +131,9 @@ def bed(words: list[str]) -> Bed:
 
 
 def targets(made: Bed, number: int) -> list[str]:
-    """Units at even distances."""
+    """Units at even distances, all where there are fewer."""
     names = made.parts.controller.names
+    number = min(number, len(names))
     return [names[(2 * i + 1) * len(names) // (2 * number)] for i in range(number)]
 
 
@@ -161,33 +169,82 @@ def race(made: Bed, unit: str) -> Callable[[], None]:
     return made.parts.model.get_submodule(unit).register_forward_hook(early).remove
 
 
-def planted(made: Bed) -> Iterator[tuple[str, str, list[str], Verdict | None, bool]]:
-    """(what was planted, the right cause, the units, the verdict, whether the step was lost)."""
+@dataclass
+class Plant:
+    """A planted cause and what was said of it."""
+
+    planted: str
+    cause: str
+    """The right one."""
+    units: list[str]
+    """Whose low path was broken."""
+    alone: list[str]
+    """Those of them that make a spike by themselves."""
+    verdict: str | None
+    """None: the step did not spike."""
+    named: list[str]
+    passes: float
+    lost: bool
+    told: str
+
+    @property
+    def right(self) -> bool:
+        """Whether exactly those were named that should be."""
+        named = set(self.named)
+        return named == set(self.alone) if self.alone else bool(named) and named <= set(self.units)
+
+
+def plant(what: str, cause: str, result: StepResult, units: Sequence[str] = (), alone: Sequence[str] = ()) -> Plant:
+    """Of the step in which it was at work."""
+    found = result.verdict
+    if found is None:
+        return Plant(what, cause, [*units], [*alone], None, [], 0.0, result.skipped, "")
+    named, passes = [*found.units], found.passes
+    return Plant(what, cause, [*units], [*alone], found.cause, named, passes, result.skipped, str(found))
+
+
+def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
+    """Each cause in a step that hardly differs from a sound one: so many units alone and in pairs of each kind."""
     floats = "int" not in made.parts.plan.low.name
+
+    def broken(kind: str, magnitude: float, units: list[str]) -> StepResult:
+        made.steady()
+        break_paths(made, kind, magnitude, units)
+        return made()
+
     for kind, magnitude in PLANTS:
         if kind == "scale_up" and floats:
             continue  # another exponent: no break of a floating-point cast
-        for units in [[name] for name in targets(made, 4)] + [targets(made, 2)]:
-            made.steady()
-            break_paths(made, kind, magnitude, units)
-            result = made()
-            yield f"{kind} {'+'.join(units)}", "precision", units, result.verdict, result.skipped
+        names, spike = targets(made, singles), list[str]()
+        for name in names:
+            result = broken(kind, magnitude, [name])
+            spike += [name] * (result.verdict is not None)
+            yield plant(f"{kind} {name}", "precision", result, [name], [name])
+        both = [(names[i], names[(i + len(names) // 2) % len(names)]) for i in range(min(pairs, len(names) // 2))]
+        both += [pair for pair in pairwise(spike) if pair not in both][:pairs]
+        for pair in map(list, both):
+            result = broken(kind, magnitude, pair)
+            alone = [name for name in pair if name in spike]
+            yield plant(f"{kind} {' + '.join(pair)}", "precision", result, pair, alone)
     for shift in range(3):
         made.steady(shift)
         undo = corrupt(made)
         result = made()
         undo()
-        yield f"corrupt batch {shift}", "data", [], result.verdict, result.skipped
+        yield plant(f"corrupt batch {shift}", "data", result)
     for unit in targets(made, 3):
         made.steady()
         undo = race(made, unit)
         result = made()
         undo()
-        yield f"race {unit}", "not_reproducible", [], result.verdict, result.skipped
+        yield plant(f"race {unit}", "not_reproducible", result)
 
 
 def not_finite(made: Bed) -> Iterator[tuple[str, bool, bool]]:
-    """(fault, whether its step was lost, whether it had a verdict) of faults that make the loss no number."""
+    """(fault, whether its step was lost, whether it had a verdict) of faults that make the loss no number; none where
+    the low path leaves the forward pass as it is."""
+    if not made.parts.plan.casts_forward:
+        return
     for kind in NOT_FINITE:
         for unit in targets(made, 5):
             made.back()
@@ -196,63 +253,80 @@ def not_finite(made: Bed) -> Iterator[tuple[str, bool, bool]]:
             yield f"{kind} {unit}", result.skipped, result.verdict is not None
 
 
-def ordinary(made: Bed, number: int) -> Iterator[tuple[Verdict, float]]:
-    """(verdict, its step times) of that many spikes of a run with sound paths."""
+def ordinary(made: Bed, number: int) -> Iterator[Verdict]:
+    """The verdicts on that many spikes of a run with sound paths."""
     made.back()
     made.levels.sigmas = SIGMAS
     found = 0
-    while found < number and made.step < 20_000:
+    while found < number and made.step < 40_000:
         if (verdict := made().verdict) is not None:
             found += 1
-            yield verdict, verdict.passes
+            yield verdict
 
 
 def main() -> int:
     """Measures, prints, writes; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT.json", type=lambda word: Path(word).resolve())
+    parser.add_argument("part", choices=["planted", "spikes"])
     parser.add_argument("--only", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
-    parser.add_argument("--spikes", type=int, default=20, help="ordinary spikes over all arms")
+    parser.add_argument("--spikes", type=int, default=200, help="ordinary spikes over all arms")
     asked = parser.parse_args()
     chosen = {name: words for name, words in ARMS.items() if re.search(asked.only, name)}
     if not chosen:
         parser.error(f"--only {asked.only}: no such arm; there are {', '.join(ARMS)}")
-    found: dict[str, Any] = {}
+    command = told_command(shlex.join(["python", "benchmarks/blame.py", *sys.argv[1:]]))
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found: dict[str, Any] = {"command": command, "date": date, **describe_machine(), "arms": {}}
     with tempfile.TemporaryDirectory(prefix="gnmr-blame-") as scratch:
         make_inputs(Path(scratch))
         os.chdir(scratch)
         os.environ["GNMR_CACHE"] = "cache"
         for name, words in chosen.items():
-            found[name] = measured(name, bed(words), -(-asked.spikes // len(chosen)))
+            made = bed(words)
+            if asked.part == "planted":
+                found["arms"][name] = of_planted(name, made)
+            else:
+                found["arms"][name] = of_spikes(name, made, -(-asked.spikes // len(chosen)))
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
         os.chdir("/")
     return 0
 
 
-def measured(name: str, made: Bed, spikes: int) -> dict[str, Any]:
+def of_planted(name: str, made: Bed) -> dict[str, Any]:
     """The figures of one arm, told as they come."""
     rows = []
-    for what, cause, units, verdict, lost in planted(made):
-        got = None if verdict is None else verdict.cause
-        same = verdict is not None and list(verdict.units) == sorted(units, key=made.parts.controller.names.index)
-        took = 0.0 if verdict is None else verdict.passes
-        rows.append({"planted": what, "cause": cause, "verdict": got, "units": same, "passes": took, "lost": lost})
-        print(f"{name}  {what}: {verdict}", flush=True)
+    for row in planted(made):
+        rows.append(row)
+        wrong = row.verdict is not None and (row.verdict != row.cause or (row.cause == "precision" and not row.right))
+        print(f"{name}  {'WRONG ' * wrong}{row.planted}: {row.told}", flush=True)
     broken = [{"planted": what, "lost": lost, "told": told} for what, lost, told in not_finite(made)]
-    verdicts = list(ordinary(made, spikes))
-    spiked = [row for row in rows if row["verdict"] is not None]
-    precision = [row for row in spiked if row["cause"] == "precision"]
+    spiked = [row for row in rows if row.verdict is not None]
+    precision = [row for row in spiked if row.cause == "precision"]
+    few, many = ([row for row in precision if (len(row.units) > 1) == more] for more in (False, True))
     figures = {
-        "planted that spiked": f"{len(spiked)} of {len(rows)}",
-        "right cause": sum(row["verdict"] == row["cause"] for row in spiked),
-        "right units": f"{sum(row['units'] for row in precision)} of {len(precision)}",
-        "most step times": max((row["passes"] for row in spiked), default=0.0),
-        "not finite: steps lost": f"{sum(row['lost'] for row in broken)} of {len(broken)}",
-        "not finite: with a verdict": sum(row["told"] for row in broken),
-        "ordinary spikes": dict(Counter(verdict.cause for verdict, _ in verdicts)),
+        "planted": len(rows),
+        "spiked": dict(Counter(row.cause for row in spiked)),
+        "right cause": dict(Counter(row.cause for row in spiked if row.verdict == row.cause)),
+        "single": [sum(row.right for row in few), len(few)],
+        "pairs": [sum(row.right for row in many), len(many)],
+        "most step times": max((row.passes for row in spiked), default=0.0),
+        "not finite": {key: sum(row[key] for row in broken) for key in ("lost", "told")} | {"n": len(broken)},
     }
     print(f"{name}: {json.dumps(figures)}", flush=True)
-    return {"figures": figures, "planted": rows, "not_finite": broken}
+    return {"figures": figures, "planted": [asdict(row) for row in rows], "not_finite": broken}
+
+
+def of_spikes(name: str, made: Bed, number: int) -> dict[str, Any]:
+    """The verdicts of one arm, told as they come."""
+    rows, first = [], made.step
+    for verdict in ordinary(made, number):
+        row = {"step": verdict.step, "cause": verdict.cause, "units": verdict.units, "passes": verdict.passes}
+        rows.append(row | {"told": verdict.told})
+        print(f"{name} {len(rows)}  {verdict}", flush=True)
+    causes = dict(Counter(row["cause"] for row in rows))
+    print(f"{name}: {json.dumps(causes)}", flush=True)
+    return {"figures": {"steps": made.step - first, "causes": causes}, "spikes": rows}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ from gnmr.replay.trace import Norms
 
 
 def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
-    """The decision of every step, in order."""
+    """The decision of every step, in order.
+
+    What a run's verdicts did to its sets is done again, where `settings` have them do it (`nonfinite="find"`): units
+    are promoted in a step that was tried again, and the set stays where no unit was to blame.
+    """
 
     def ignore(_recovering: bool) -> None:
         """There is no operator to switch."""
@@ -35,8 +39,12 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
         name: values for name, values in norms.more.items() if name in controller.needs
     }
     tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    finds = settings.nonfinite == "find"
     for step in range(len(norms.norm)):
-        packet = controller.observe({name: values[step] for name, values in tensors.items()})
+        if finds and step + 1 in norms.retried:
+            controller.promote(norms.retried[step + 1])
+        evidence = {name: values[step] for name, values in tensors.items()}
+        packet = controller.observe(evidence, keep=finds and step + 1 in norms.blameless)
         yield controller.apply(packet.to_host())
 
 

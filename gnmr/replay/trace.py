@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +24,7 @@ from gnmr.config import read as read_config
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.errors import UserError
 from gnmr.records.ledger import check_records, left_out
-from gnmr.records.reader import check_units, read_json, read_ratios
+from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
 from gnmr.untrusted import Damaged, exists, opened, reading
 
 MOST_GAPS = 1000
@@ -56,6 +57,11 @@ class Norms:
     seed: int = 0
     every: int = 1
     """Steps between two recorded ones; in the others no unit counts as observed."""
+    retried: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """By step the units that were promoted in it because the loss was not finite by their low paths; its evidence is
+    that of the step tried again."""
+    blameless: frozenset[int] = frozenset()
+    """Steps whose loss was not finite by no unit's low path: set and locks stayed."""
 
     @property
     def evidence(self) -> set[str]:
@@ -88,13 +94,36 @@ def read_norms(path: Path) -> Norms:
     if config is None:
         return norms
     training, every = config.training, config.records.ratios_every
-    return replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
+    norms = replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
+    retried, blameless = _verdicts(path, norms.units)
+    return replace(norms, retried=retried, blameless=blameless)
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
     """UserError where steps are missing: shares of unit-steps and windows would be of another run."""
     if norms.every > 1:
         raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
+
+
+def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:
+    """`Norms.retried` and `Norms.blameless` of a run folder."""
+    retried: dict[int, tuple[str, ...]] = {}
+    blameless = set[int]()
+    for row in read_jsonl(path / "events.jsonl"):
+        if row.get("event") == "promote" and row.get("cause") == "retry":
+            if row.get("unit") not in units:
+                raise Damaged(f"{path / 'events.jsonl'}: step {row['step']} promotes a unit that the run does not have")
+            retried[row["step"]] = (*retried.get(row["step"], ()), row["unit"])
+        elif row.get("event") == "verdict" and row.get("cause") != "precision":
+            blameless.add(row["step"])
+    if blameless:  # of a spike that is finite a verdict changes nothing
+        lost = {row["step"] for row in read_jsonl(path / "steps.jsonl") if not math.isfinite(_number(row.get("loss")))}
+        blameless &= lost
+    return retried, frozenset(blameless)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None, frozenset[str]]:
