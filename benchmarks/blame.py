@@ -6,9 +6,9 @@
 
 Of each arm (formats of saved inputs, of forward passes, a recipe, mixtures of experts, fine-tuning) a tiny model is
 trained until its loss moves slowly; each cause is then planted in a step of the run as it stood there. Broken operators
-are one, or two at once; to be named are those that make a spike alone, and where none does the spike needs them
-together: any of them then. An ordinary spike is a step of a run with sound paths above `SIGMAS` standard deviations,
-lower than the 6 of a run, so that there are enough; a verdict "precision" on one is a false one.
+are one, or two at once; to be named are those that make a spike alone, and none that was not broken. An ordinary spike
+is a step of a run with sound paths above `SIGMAS` standard deviations, lower than the 6 of a run, so that there are
+enough; a verdict "precision" on one is a false one.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Bed:
     levels: Levels
     blocks: Any
     take: TrainStep
+    learn: int = LEARN
+    """Steps before the rate falls."""
     step: int = 0
     _kept: list[Any] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Bed:
         """One step; the rate falls to a tenth where the loss is to move slowly."""
         self.step += 1
         training, device = self.parts.config.training, self.parts.device
-        rate = self.parts.config.optim.lr * (1.0 if self.step <= LEARN else 0.1)
+        rate = self.parts.config.optim.lr * (1.0 if self.step <= self.learn else 0.1)
         return self.take([self.blocks.next(training.batch_size).to(device)], rate)
 
     def keep(self) -> None:
@@ -114,14 +116,14 @@ class Bed:
             operator.fault = None
 
 
-def bed(words: list[str]) -> Bed:
+def bed(words: list[str], learn: int = LEARN) -> Bed:
     """A run of an arm after its warm steps."""
     text = TEXT if "experiment=finetune" not in words else TEXT[::2]
     parts = assemble(compose([*words, *SIZES, *text]), Path("unused"), lambda _: None)
     blocks = training_blocks(parts.config, parts.corpus, None)
     levels = Levels()
-    made = Bed(parts, levels, blocks, train_step(parts, levels=levels))
-    for _ in range(LEARN + 8):
+    made = Bed(parts, levels, blocks, train_step(parts, levels=levels), learn)
+    for _ in range(learn + 8):
         made()
     levels.seen.clear()
     for _ in range(levels.least):
@@ -189,9 +191,9 @@ class Plant:
 
     @property
     def right(self) -> bool:
-        """Whether exactly those were named that should be."""
+        """Whether all were named that make a spike alone, and none that was not broken."""
         named = set(self.named)
-        return named == set(self.alone) if self.alone else bool(named) and named <= set(self.units)
+        return bool(named) and set(self.alone) <= named <= set(self.units)
 
 
 def plant(what: str, cause: str, result: StepResult, units: Sequence[str] = (), alone: Sequence[str] = ()) -> Plant:
@@ -240,13 +242,13 @@ def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
         yield plant(f"race {unit}", "not_reproducible", result)
 
 
-def not_finite(made: Bed) -> Iterator[tuple[str, bool, bool]]:
+def not_finite(made: Bed, units: int = 5) -> Iterator[tuple[str, bool, bool]]:
     """(fault, whether its step was lost, whether it had a verdict) of faults that make the loss no number; none where
     the low path leaves the forward pass as it is."""
     if not made.parts.plan.casts_forward:
         return
     for kind in NOT_FINITE:
-        for unit in targets(made, 5):
+        for unit in targets(made, units):
             made.back()
             break_paths(made, kind, 1.0, [unit])
             result = made()
@@ -310,6 +312,7 @@ def of_planted(name: str, made: Bed) -> dict[str, Any]:
         "right cause": dict(Counter(row.cause for row in spiked if row.verdict == row.cause)),
         "single": [sum(row.right for row in few), len(few)],
         "pairs": [sum(row.right for row in many), len(many)],
+        "pairs named as pairs": sum(len(row.named) == 2 for row in many if row.right),
         "most step times": max((row.passes for row in spiked), default=0.0),
         "not finite": {key: sum(row[key] for row in broken) for key in ("lost", "told")} | {"n": len(broken)},
     }

@@ -313,6 +313,7 @@ class AttachedController(Controller):
         """
         self._follow()
         self._check_alone("explain")
+        _check_explain(loss_of_batch, loss, usual, grad_scale)
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         kept = [p.grad for p in parameters]
         norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
@@ -320,15 +321,19 @@ class AttachedController(Controller):
         of_units = UnitNorms(distinct.groups)
 
         def run(backward: bool) -> Tensor:
-            given, total = loss_of_batch(), torch.zeros((), device=self._device)
-            for part in [given] if isinstance(given, Tensor) else given:
+            total: Tensor | None = None
+            for part in _parts(loss_of_batch(), backward):
                 if backward:
                     part.backward()
-                total = total + part.detach()
+                total = part.detach() if total is None else total + part.detach()
+            if total is None:
+                raise ValueError("loss_of_batch: gave no loss")
             return total
 
         def both() -> Seen:
             value = float(run(True))
+            if all(parameter.grad is None for parameter in parameters):
+                raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
             units = distinct.of_each(of_units()[0]).cpu().numpy()
             found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), units)
             for parameter in parameters:
@@ -344,6 +349,8 @@ class AttachedController(Controller):
                 seen = Seen(again.loss() if loss is None else loss, norm)
                 if not math.isfinite(seen.loss):
                     return find_nonfinite(again, self.t + 1)
+                if all(gradient is None for gradient in kept):
+                    raise ValueError("no gradients: call explain between the step's last backward pass and step()")
                 return explain(again, seen, _levels(seen, usual), self.t + 1, same=0.25)
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
@@ -441,13 +448,47 @@ class AttachedController(Controller):
         super().check_state(state)
 
 
+def _check_explain(
+    loss_of_batch: object, loss: float | None, usual: tuple[float, float] | None, grad_scale: float
+) -> None:
+    """ValueError for what `explain` cannot be given."""
+    if not callable(loss_of_batch):
+        kind = type(loss_of_batch).__name__
+        raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
+    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+        raise ValueError(f"loss: must be a number (loss.item()), not a {type(loss).__name__}")
+    if usual is not None:
+        numbers = [*usual] if isinstance(usual, Sequence) else []
+        if (
+            len(numbers) != 2
+            or not all(isinstance(one, int | float) for one in numbers)
+            or not (math.isfinite(numbers[0]) and numbers[1] > 0)
+        ):
+            raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float) or not 0 < grad_scale < math.inf:
+        raise ValueError(f"grad_scale={grad_scale!r}: must be a positive number")
+
+
+def _parts(given: object, backward: bool) -> Iterator[Tensor]:
+    """The losses that `loss_of_batch` gave. ValueError for what is none, or has no graph for `backward`."""
+    if not isinstance(given, Iterable):
+        raise ValueError(f"loss_of_batch: gave a {type(given).__name__}, not the loss that backward started from")
+    for part in [given] if isinstance(given, Tensor) else given:
+        if not isinstance(part, Tensor) or part.numel() != 1:
+            what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise ValueError(f"loss_of_batch: gave {what}, not the scalar loss that backward started from")
+        if backward and not part.requires_grad:
+            raise ValueError("loss_of_batch: its loss has no graph (detached, or made under no_grad)")
+        yield part
+
+
 def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level]:
     """From a fifth above what is `usual` on it is a spike; where neither is that far, the loss is one."""
     if usual is None:
         if math.isfinite(seen.norm):
             raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")
         return NO_LEVEL, NO_LEVEL
-    loss, norm = (Level(value, 1.2 * value) for value in usual)
+    loss, norm = (Level(value, value + abs(value) / 5) for value in usual)
     return (loss, norm) if loss.spike(seen.loss) or norm.spike(seen.norm) else (Level(usual[0], usual[0]), norm)
 
 

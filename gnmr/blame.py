@@ -4,8 +4,8 @@
     with all on the recovery path still there                        data               the batch, or the model itself
                                   gone                               precision          the low path: of which units?
 
-Data, weights and random numbers are those of the step, so nothing but the paths differs. Which units it is: those
-whose recovery alone removes the spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
+Data, weights and random numbers are those of the step, so nothing but the paths differs. Which units it is: the fewest
+whose recovery leaves no spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
 not finite names them itself: operators whose input is finite and whose output is not (`find_nonfinite`), for the price
 of forward passes.
 
@@ -20,6 +20,7 @@ precision of single operators to see the loss. Here one repetition tells data, p
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,6 +98,13 @@ class Level(NamedTuple):
             return False
         return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
 
+    def removed(self, before: float, now: float, better: float) -> bool:
+        """Whether of the spike `before`, of which recovery of everything leaves `better`, so little is left `now` that
+        it is no spike any more: less than half, and not enough for one by itself."""
+        by_itself = max(self.limit - better, self.limit - self.mean)
+        half = (before - better) / 2 if math.isfinite(before) else math.inf
+        return now - better < (min(half, by_itself) if by_itself > 0 else half)
+
 
 NO_LEVEL = Level(0.0, math.inf)
 
@@ -154,7 +162,8 @@ class Again:
     """The passes of one step again, under other paths. Use it within `replaying`.
 
     `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
-    returns what was `Seen`, without a trace in the gradients.
+    returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
+    other graphs, and a graph takes a minute.
     """
 
     def __init__(
@@ -179,14 +188,14 @@ class Again:
         return self._put[operator]
 
     @contextmanager
-    def _paths(self, recover: Iterable[int], sixteen: bool) -> Iterator[None]:
+    def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
         for operator, put in self._put.items():
             operator.put(put)
         for i in recover:
             self.plan.units[i].switch(True)
         self.plan.shared.warmup = self._warmup
         self._start.again(self.plan, self._device)
-        with self.plan.high_precision() if sixteen else nullcontext():
+        with self.plan.high_precision() if sixteen else nullcontext(), nullcontext() if compiled else _eager():
             yield
 
     @torch.no_grad()
@@ -196,10 +205,10 @@ class Again:
         with self._paths(recover, sixteen):
             return float(self._forward())
 
-    def seen(self, recover: Iterable[int] = (), sixteen: bool = False) -> Seen:
-        """The same of forward and backward passes. Waits for the device."""
+    def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
+        """The same of forward and backward passes; `compiled`: by what torch.compile made. Waits for the device."""
         self.passes += 1
-        with self._paths(recover, sixteen):
+        with self._paths(recover, sixteen, compiled):
             return self._both()
 
     @contextmanager
@@ -218,6 +227,21 @@ class Again:
             for i in self.units
             if operator in self.plan.units[i].operators and self.plan.units[i].gemm in (None, "fprop")
         ]
+
+
+def _compiles() -> bool:
+    """Whether anything may have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, what was compiled runs as it was written."""
+    if not _compiles():  # importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager
@@ -254,7 +278,7 @@ def find_nonfinite(again: Again, step: int) -> Verdict:
         told = f"the loss is {loss:.4g} with them on the recovery path"
         if math.isfinite(loss):
             if not chosen:
-                told = f"the loss is {loss:.4g} when the step is repeated"
+                told = f"the loss is {loss:.4g} when the step is repeated{' without torch.compile' * _compiles()}"
                 return Verdict(step, "not_reproducible", passes=again.passes, told=told)
             return Verdict(step, "precision", _names(again, chosen), passes=again.passes, told=told)
         new = [i for i in dict.fromkeys(i for o in culprits for i in again.units_of(o)) if i not in chosen]
@@ -329,7 +353,7 @@ def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, sa
     `levels`: of loss and gradient norm; one of them spikes. `same`: relative difference up to which two passes are
     called equal.
     """
-    repeated = again.seen()
+    repeated = again.seen(compiled=True)
     if not _same(seen, repeated, same):
         told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; repeated {repeated.loss:.4g}, {repeated.norm:.4g}"
         return Verdict(step, "not_reproducible", passes=again.passes, told=told)
@@ -370,6 +394,13 @@ def _gone(levels: tuple[Level, Level], before: Seen, now: Seen) -> bool:
     return bool(spiked) and all(level.gone(a, b) for level, a, b in spiked)
 
 
+def _removed(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen) -> bool:
+    """Whether what spiked of loss and norm is no spike any more; False where nothing did."""
+    of_each = zip(levels, before[:2], now[:2], better[:2], strict=True)
+    spiked = [level.removed(a, b, least) for level, a, b, least in of_each if level.spike(a)]
+    return bool(spiked) and all(spiked)
+
+
 def _narrowed(
     again: Again, levels: tuple[Level, Level], low: Seen, better: Seen, errors: Mapping[PathLinear, float]
 ) -> tuple[list[int], bool]:
@@ -384,30 +415,39 @@ def _narrowed(
     far = 10 * float(np.median([error(i) for i in units]))
     above = low.loss - better.loss
     if usual.spike(low.loss) or above > usual.spread:  # forward passes tell it
-        found, complete = needed(again, order, lambda some: again.loss(some) - better.loss < above / 2, _FORWARD)
+        found, complete = needed(
+            again, order, lambda some: usual.removed(low.loss, again.loss(some), better.loss), _FORWARD
+        )
         # One may hide another: those are told too whose low path errs as much, and far more than is usual.
         least = min(error(i) for i in found) / 2
-        return sorted({*found, *(i for i in units if error(i) > far and error(i) >= least)}), complete
+        found = sorted({*found, *(i for i in units if error(i) > far and error(i) >= least)})
+        if levels[1].spike(low.norm) and again.passes + 1 <= MOST + 1e-9:
+            now = again.seen(found)  # the loss does not tell of gradients
+            if not levels[1].removed(low.norm, now.norm, better.norm):
+                return sorted({*found, *_by_norm(again, levels[1], now, better)}), False
+        return found, complete
     assert low.units is not None and better.units is not None
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
         # One spoils what lies before it in the network; the backward pass meets the last first.
         order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
-        return needed(again, order, lambda some: _gone(levels, low, again.seen(some)), 1.0)
+        return needed(again, order, lambda some: _removed(levels, low, again.seen(some), better), 1.0)
     suspects = sorted(i for i in units if error(i) > far) or _by_norm(again, levels[1], low, better)
     if len(suspects) == len(units):
         return units, False
-    if again.passes + 1 <= MOST + 1e-9 and _gone(levels, low, again.seen(suspects)):
+    if again.passes + 1 <= MOST + 1e-9 and _removed(levels, low, again.seen(suspects), better):
         return suspects, True
     return units, False
 
 
 def _by_norm(again: Again, level: Level, low: Seen, better: Seen) -> list[int]:
-    """The units whose gradient norms make the spike: the fewest with whose better norms it would be gone."""
+    """The units whose gradient norms make the spike: the fewest with whose better norms it would be none."""
     assert low.units is not None and better.units is not None
     more = {i: float(low.units[i] ** 2 - better.units[i] ** 2) for i in again.low}
     order, square, chosen = sorted(more, key=lambda i: -more[i]), low.norm**2, list[int]()
     for i in order:
-        if level.gone(low.norm, math.sqrt(max(square, 0.0))) and (not chosen or more[i] != more[chosen[-1]]):
+        if level.removed(low.norm, math.sqrt(max(square, 0.0)), better.norm) and (
+            not chosen or more[i] != more[chosen[-1]]
+        ):
             break
         if not chosen or again.plan.units[i].operators != again.plan.units[chosen[-1]].operators:
             square -= more[i]  # GEMMs of one operator have one norm

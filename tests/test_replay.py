@@ -24,6 +24,10 @@ VARIANTS = {
     "pins": ["paths.pins.o_proj=[fprop,dgrad,wgrad]", "paths.pins.gate_proj=[fprop,dgrad,wgrad]"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],
+    "retried": [
+        *("paths.site=forward", "controller.t_lock=2", "stress.kind=nan", "stress.targets=[layers.0.mlp.up_proj]"),
+        "stress.windows=[[4,1],[9,2]]",
+    ],
 }
 
 
@@ -74,7 +78,10 @@ def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
         if event["step"] == 12:
             (last.add if event["event"] == "promote" else last.remove)(event["unit"])
     in_force[12] = last
-    assert [set(line["active"]) for line in lines] == in_force[1:]
+    again = {line["step"]: set(line["in_force"]) for line in lines if "in_force" in line}
+    assert bool(again) == (variant == "retried") and all(units == in_force[step - 1] for step, units in again.items())
+    for line in lines:
+        assert set(line["active"]) == in_force[line["step"]] or line["step"] + 1 in again
     assert any(0 < len(units) < 7 for units in in_force)
     for line in lines[3 if variant.startswith("warm_up") else 0 :]:
         risks = [risk[line["step"], unit] for unit in line["candidates"]]

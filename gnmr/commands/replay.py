@@ -57,7 +57,7 @@ def _parser() -> Parser:
         "out",
         path,
         'one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t '
-        "(in force in step t + 1), largest risk first",
+        "(in force in step t + 1), largest risk first; of a step that was tried again in_force is the set of that try",
     )
     parser.flag("trust", "import the signal too that a run's config names as package.module:Class: its maker's code")
     return parser
@@ -102,6 +102,8 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
+            if any(event.cause == "retry" for event in decision.events):
+                line["in_force"] = decision.by_risk(decision.in_force)
             write({"step": decision.step, **line})
     for name, value in totals.summary().items():
         print(f"{name:33}{value}")

@@ -139,6 +139,7 @@ class GnmrCallback(TrainerCallback):
                 lambda: self._losses(training_step), loss=total, usual=usual, grad_scale=scale
             )
             _LOG.warning("%s", self.verdict)
+            self._tally.verdicts[self.verdict.cause] += 1
             if not math.isfinite(total) and self.verdict.units and controller.promote(self.verdict.units):
                 controller.discard()
                 for parameter in self.trainer.model.parameters():

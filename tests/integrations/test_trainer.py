@@ -258,9 +258,9 @@ def test_a_callback_that_was_not_added_warns(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("kind", ["nan", "none"])
-def test_a_step_that_is_not_finite_is_tried_again(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By the low path of one unit: no loss is lost; by the batch or the model: nobody is promoted. Else no trace."""
+@pytest.mark.parametrize("kind", ["nan", "spike", "none"])
+def test_a_step_that_spikes_or_is_not_finite(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """NaN by the low path of one unit: tried again, no loss is lost. A spike by it: named. Else no trace."""
     options = {"low": "sim_int8", "recovery": "bf16", "max_o": 1, "alpha": 99.0, "beta": None}
     trainer, callback = made(llama(), tmp_path / "a", options)
     calls: list[int] = []
@@ -268,14 +268,21 @@ def test_a_step_that_is_not_finite_is_tried_again(kind: str, tmp_path: Path, cap
     def strike(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         calls.append(1)
         low = isinstance(module, PathLinear) and not module.recovering and not module.shared.high_precision
-        return output * math.nan if kind == "nan" and low and len(callback.seen) == 2 else output
+        if kind == "none" or not low or len(callback.seen) != 2:
+            return output
+        return output * math.nan if kind == "nan" else output.flip(1) * 1000
 
     trainer.model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(strike)
+    usual = math.log(trainer.model.config.vocab_size)
+    assert callback._levels is not None
+    callback._levels.seen.extend((usual + 0.01 * (-1) ** i, 1.0) for i in range(64))
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == STEPS and all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == STEPS and all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     if kind == "none":
         assert callback.verdict is None and len(calls) == STEPS * ACCUMULATION
         return
-    assert callback.verdict is not None and callback.verdict.cause == "precision"
-    assert "to blame: precision" in caplog.text
+    assert callback.verdict is not None and callback.verdict.cause == "precision" and callback.verdict.step == 3
+    assert (kind == "nan") == bool(logged[2]["gnmr/promotions"] + logged[3]["gnmr/promotions"])
+    assert "step 3  to blame: precision" in caplog.text
+    assert [entry.get("gnmr/verdict_precision", 0) for entry in logged] == [0, 0, 1, *[0] * (STEPS - 3)]

@@ -58,6 +58,7 @@ def test_offline_file_equals_what_was_given(
         if step % 6 == 0:
             sink.eval(eval_row(step), {"compare/val_loss_minus_16bit": 0.5})
     events = [event_row(2), event_row(3, event="release", cause="lock")]
+    events += [event_row(4, unit=None, event="verdict", cause="data", risk=None)]
     sink.finish(SUMMARY, events)
     wandb.teardown()  # as at the end of the process: `finish` alone does not wait until the file is written
     assert said == []

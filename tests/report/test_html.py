@@ -216,6 +216,16 @@ def test_a_cell_is_the_step_of_highest_risk_in_its_bin(tmp_path: Path) -> None:
     assert found.recorded_B.tolist() == [4, 4, 2]
 
 
+def test_a_verdict_ends_no_promotion(tmp_path: Path) -> None:
+    made = ratios(60, ["a", "b"])
+    what = [(10, "a", "promote", "retry"), (10, "a", "verdict", "precision"), (30, None, "verdict", "not_reproducible")]
+    what += [(40, "a", "release", "lock"), (70, "a", "verdict", "data")]
+    events = [dict(zip(("step", "unit", "event", "cause"), row, strict=True)) for row in what]
+    found = unit_map(fake_run(tmp_path / "run", made=made, events=events), made)
+    assert found.promotions["end"].tolist() == [40] and found.causes == ["", "retry", "lock"]
+    assert found.verdicts == [(10, "precision", "a"), (30, "not reproducible", "")]
+
+
 def test_bins_without_a_recorded_step_are_empty(tmp_path: Path) -> None:
     made = ratios(3, ["a"], np.array([[2.0], [3.0], [4.0]]), every=5)
     found = unit_map(fake_run(tmp_path / "run", made=made), made, columns=8)

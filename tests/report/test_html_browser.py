@@ -69,7 +69,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.active_SU[31:41, 0] = True
     events = [
         {"step": 31, "unit": UNITS[0], "event": "promote", "cause": "delta_gnmr", "risk": 2.5},
+        {"step": 36, "unit": UNITS[0], "event": "verdict", "cause": "precision", "risk": None},
         {"step": 41, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
+        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "retry", "risk": None},
+        {"step": 52, "unit": None, "event": "verdict", "cause": "not_reproducible", "risk": None},
     ]
     windows = [{"step": 30, "end": 33, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
     runs = [fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed) for seed in (0, 1)]
@@ -257,6 +260,19 @@ def test_a_hover_tells_the_cell(page: Any) -> None:
     until(page, lambda: page.execute_script(second) == UNITS[1])
     at_cell(page, 2, 31).perform()
     until(page, lambda: UNITS[2] in text(page, "#tip"))
+
+
+def test_what_is_to_blame_is_told(page: Any) -> None:
+    """A spike is a line in the map, a row below it, and a word in its cells; it ends no promotion."""
+    rows = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#verdicts tbody tr")]
+    assert rows == [f"36 precision {UNITS[0]}", "52 not reproducible -"]
+    shapes = "return document.getElementById('map').layout.shapes.filter(one => one.type === 'line').map(one => one.x0)"
+    assert page.execute_script(shapes) == [36, 52] and page.find_element(By.ID, "verdict-key").is_displayed()
+    at_cell(page, 0, 36).perform()
+    until(page, lambda: "precision: this unit" in text(page, "#tip"))
+    at_cell(page, 1, 50).click().perform()
+    until(page, lambda: text(page, "#unit h3") == UNITS[1])
+    assert page.find_element(By.CSS_SELECTOR, "#unit tbody tr").text == "50 50–the end retry – -"
 
 
 def test_a_click_opens_the_unit(page: Any) -> None:

@@ -14,6 +14,8 @@ from gnmr.report.runs import Ratios, Run
 _PROMOTION = (("unit", "u2"), ("step", "i4"), ("end", "i4"), ("cause", "u1"), ("released", "u1"), ("risk", "f4"))
 COLUMNS = 800
 """Bins of steps at the most: about the pixels that the map has."""
+MOST_VERDICTS = 1000
+"""That the page lists of a run."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class UnitMap:
     causes: list[str]  # causes of promotions and releases; "" is the first
     cause_UB: np.ndarray  # uint8, number of the cause of the last promotion decided or in force in the cell, 0: none
     promotions: dict[str, np.ndarray]  # by promotion: unit, step, end, cause, released, risk
+    verdicts: list[tuple[int, str, str]]  # step, what is to blame for its spike, its units
 
     def tree(self) -> dict[str, Any]:
         """For JSON."""
         whole = {"step": self.step_UB, "active": self.active_UB, "recorded": self.recorded_B, "cause": self.cause_UB}
         what = {"width": self.width, "last": self.last_step, "bins": len(self.recorded_B), "units": self.units}
         what |= {"causes": self.causes, "names": list(self.values)}
+        what |= {"verdicts": self.verdicts}
         groups = {"values": self.values, "promotions": self.promotions}
         return what | _packed(whole) | {name: _packed(arrays) for name, arrays in groups.items()}
 
@@ -85,6 +89,7 @@ def unit_map(run: Run, ratios: Ratios, columns: int = COLUMNS) -> UnitMap:
         causes=causes,
         cause_UB=cause_UB,
         promotions=promotions,
+        verdicts=_verdicts(run, last),
     )
 
 
@@ -96,7 +101,7 @@ def _promotions(run: Run, units: list[str], last: int) -> tuple[list[str], dict[
     open_: dict[int, list[Any]] = {}
     for event in run.events:
         unit, step, cause = place.get(str(event.get("unit"))), event.get("step"), str(event.get("cause"))
-        if unit is None or not isinstance(step, int) or step > last:
+        if unit is None or not isinstance(step, int) or step > last or event.get("event") == "verdict":
             continue
         if cause not in causes:
             causes.append(cause)
@@ -109,3 +114,10 @@ def _promotions(run: Run, units: list[str], last: int) -> tuple[list[str], dict[
             row[2], row[4] = step, causes.index(cause)
     columns = zip(*found, strict=True) if found else [()] * len(_PROMOTION)
     return causes, {name: np.array(of_it, kind) for (name, kind), of_it in zip(_PROMOTION, columns, strict=True)}
+
+
+def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
+    """The first `MOST_VERDICTS` that its records have."""
+    rows = [row for row in run.events if row.get("event") == "verdict" and isinstance(row.get("step"), int)]
+    told = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
+    return [row for row in told if row[0] <= last][:MOST_VERDICTS]
