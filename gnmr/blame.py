@@ -101,7 +101,7 @@ class Level(NamedTuple):
     def removed(self, before: float, now: float, better: float) -> bool:
         """Whether of the spike `before`, of which recovery of everything leaves `better`, so little is left `now` that
         it is no spike any more: less than half, and not enough for one by itself."""
-        by_itself = max(self.limit - better, self.limit - self.mean)
+        by_itself = max(self.limit - better, (self.limit - self.mean) / 2)  # a hard batch is near the limit already
         half = (before - better) / 2 if math.isfinite(before) else math.inf
         return now - better < (min(half, by_itself) if by_itself > 0 else half)
 
@@ -424,7 +424,10 @@ def _narrowed(
         if levels[1].spike(low.norm) and again.passes + 1 <= MOST + 1e-9:
             now = again.seen(found)  # the loss does not tell of gradients
             if not levels[1].removed(low.norm, now.norm, better.norm):
-                return sorted({*found, *_by_norm(again, levels[1], now, better)}), False
+                more = [i for i in order if error(i) > far and i not in found]
+                more = more or _by_norm(again, levels[1], now, better)
+                if len(more) < len(units) / 2:  # else it is nobody's in particular
+                    return sorted({*found, *more}), False
         return found, complete
     assert low.units is not None and better.units is not None
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:

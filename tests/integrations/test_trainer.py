@@ -265,14 +265,16 @@ def test_a_step_that_spikes_or_is_not_finite(kind: str, tmp_path: Path, caplog: 
     trainer, callback = made(llama(), tmp_path / "a", options)
     calls: list[int] = []
 
-    def strike(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    unit = trainer.model.get_submodule("model.layers.0.mlp.up_proj")
+
+    def strike(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         calls.append(1)
-        low = isinstance(module, PathLinear) and not module.recovering and not module.shared.high_precision
+        low = isinstance(unit, PathLinear) and not unit.recovering and not unit.shared.high_precision
         if kind == "none" or not low or len(callback.seen) != 2:
             return output
         return output * math.nan if kind == "nan" else output.flip(1) * 1000
 
-    trainer.model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(strike)
+    (unit if kind == "nan" else trainer.model.model.norm).register_forward_hook(strike)
     usual = math.log(trainer.model.config.vocab_size)
     assert callback._levels is not None
     callback._levels.seen.extend((usual + 0.01 * (-1) ** i, 1.0) for i in range(64))
