@@ -15,16 +15,18 @@ the GEMM arithmetic, with the operators that it ranks highest per cost, of which
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
 stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
-one model, gap closed = arm + block, with one residual (`report.family`); each arm is tested against the
-scene's `ours` at the same budget, p adjusted by Holm over all of these. Scores that rank as the price does (ModelOpt's,
-squares by element) are held against the truth alone (`gnmr bench price`).
+one model, gap closed = arm + block, with one residual (`report.family`); where that model is refused, each arm is told
+by its own differences. Each is tested against the scene's `ours` at the same budget, p adjusted by Holm over all of
+these. Scores that rank as the price does (ModelOpt's, squares by element) are held against the truth alone
+(`gnmr bench price`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,8 @@ from gnmr.disk import replacing
 from gnmr.doctor.choice import GUESSES, arithmetic, guess
 from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
-from gnmr.report.family import Fit, fit
-from gnmr.report.statistics import LEVEL, holm, smallest_effect
+from gnmr.report.family import Contrast, Fit, fit
+from gnmr.report.statistics import LEVEL, holm, smallest_shift
 from gnmr.training.build import Parts
 from gnmr.training.fork import Forks
 from gnmr.training.provenance import commit
@@ -215,8 +217,10 @@ def _pins(cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, lis
 
 
 def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:
-    """Of each arm and budget the mean share of the gap over blocks, its 95 % interval by the pooled residual, and p
-    against the scene's `ours`."""
+    """Of each arm and budget the mean share of the gap over blocks, its 95 % interval, and p against `ours`.
+
+    By the pooled residual; where equal spread or the sum of arm and block is refused, by each arm's own differences.
+    """
     blocks, name = list(dict.fromkeys((cell.base, cell.order) for cell in forks)), forks[0].low
 
     def losses(base: str, arm: str) -> dict[int, float]:
@@ -231,20 +235,26 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
         closed.setdefault((cell.arm, cell.budget), {})[blocks.index((cell.base, cell.order))] = float(share)
     n, model = len(blocks), fit(closed)
     figures = [Figure(f"{name}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
-    if model is None:
-        half, p = 0.0, dict[tuple[str, float], float]()
-    else:
-        sd, freedom = model.sd, model.freedom
-        half, p = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / n**0.5, _tested(model, scene)
-        told = f"residual {sd:.1%}, {freedom} degrees of freedom"
+    p = dict[tuple[str, float], float]()
+    if model is not None:
+        model = replace(model, own=model.refused)
+        of_all = f"residual {model.sd:.1%}, {model.freedom} degrees of freedom"
+        spread = "each arm's own spread" if model.own else of_all
+        p, least = _tested(model, scene), _smallest(model, scene)
         figures.append(
-            Figure(f"{name}: smallest effect at 80 % power", smallest_effect(sd, freedom, n), "%", n=n, note=told)
+            Figure(
+                f"{name}: smallest effect at 80 % power",
+                least,
+                "%",
+                n=n,
+                note=spread,
+            )
         )
     for (arm, budget), found in closed.items():
         if arm in BOUNDS:
             continue
         spent = np.mean([known[cell]["share"] for cell in forks if (cell.arm, cell.budget) == (arm, budget)])
-        value = float(np.mean([*found.values()]))
+        value, half = float(np.mean([*found.values()])), _half(model, [*found.values()])
         against = f", p against {scene.ours} {p[arm, budget]:.1g}" if (arm, budget) in p else ""
         figures.append(
             Figure(
@@ -253,7 +263,7 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
                 "%",
                 value - half,
                 value + half,
-                "95 % interval, pooled residual",
+                f"95 % interval, {'own' if model and model.own else 'pooled'} spread",
                 n,
                 note=f"spends {spent:.1%}{against}",
             )
@@ -261,11 +271,32 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     return figures
 
 
+def _half(model: Fit | None, values: Sequence[float]) -> float:
+    """Half of the 95 % interval of an arm's mean over blocks; 0 of one block."""
+    if model is None:
+        return 0.0
+    n = len(values)
+    sd, freedom = (float(np.std(values, ddof=1)), n - 1) if model.own else (model.sd, model.freedom)
+    return float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / math.sqrt(n)
+
+
+def _rivals(model: Fit, scene: Scene) -> dict[tuple[str, float], Contrast | None]:
+    """Each arm minus `ours` at its budget."""
+    keys = [key for key in model.values if key[0] not in (scene.ours, *BOUNDS, *WHOLE)]  # type: ignore[index]
+    return {key: model.between(key, (scene.ours, key[1])) for key in keys}  # type: ignore[index,misc]
+
+
 def _tested(model: Fit, scene: Scene) -> dict[tuple[str, float], float]:
     """p of each arm against `ours` at its budget, two-sided, adjusted by Holm."""
-    rivals = [key for key in model.values if key[0] not in (scene.ours, *BOUNDS, *WHOLE)]  # type: ignore[index]
-    found = [model.between(key, (scene.ours, key[1])) for key in rivals]  # type: ignore[index]
-    return dict(zip(rivals, holm([None if one is None else one.p for one in found]), strict=True))  # type: ignore[arg-type]
+    found = _rivals(model, scene)
+    told = holm([None if one is None else one.p for one in found.values()])
+    return dict(zip(found, told, strict=True))  # type: ignore[arg-type]
+
+
+def _smallest(model: Fit, scene: Scene) -> float:
+    """The difference to `ours` that one test shows with 80 % power: the median over arms and budgets."""
+    known = [one for one in _rivals(model, scene).values() if one is not None]
+    return float(np.median([one.error * smallest_shift(one.freedom) for one in known]))
 
 
 PARTS = {"lasting": lasting, "passing": passing}

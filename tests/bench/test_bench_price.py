@@ -13,6 +13,7 @@ import torch
 from scipy.stats import spearmanr
 
 from gnmr.bench import measurable, price, spend, usual
+from gnmr.bench.figures import Figure
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.training.fork import Forks
@@ -119,26 +120,40 @@ def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pyt
     """Losses that are an arm's effect, a block's and noise: gaps, means and p as made by hand."""
     monkeypatch.setattr(spend, "GUESSES", ("random", "last"))
     scene = spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={})
-    effect = {"never": 0.0, "always": 1.0, **dict.fromkeys(spend.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
-    noise = np.random.default_rng(0)
-    cells = [cell for base in ("a", "b") for cell in spend.cells(base, "nvfp4", scene, 5)]
-    known = {
-        cell: {
-            "loss": 3
-            + cell.order / 10
-            - (0.1 if cell.base == "a" else 0.2) * (effect[cell.arm] + noise.normal(0, 0.02)),
-            "share": cell.budget,
-        }
-        for cell in cells
-    }
-    found = {figure.name: figure for figure in spend._figures(scene, cells, known)}
+    found = drawn(scene, {})
     assert found["nvfp4, a: gap, nats"].value == pytest.approx(0.1, abs=0.003)
     for arm in ("price", "random", "last"):
         figure = found[f"nvfp4: {arm} at 10.0%"]
-        assert figure.low < effect[arm] + 0.02 and figure.high > effect[arm] - 0.02 and figure.n == 10
+        assert figure.low < EFFECT[arm] + 0.02 and figure.high > EFFECT[arm] - 0.02 and figure.n == 10
     p = {arm: float(found[f"nvfp4: {arm} at 10.0%"].note.split()[-1]) for arm in ("random", "last")}
     assert p["random"] < 1e-12 and p["last"] > 0.005
     assert 0.01 < found["nvfp4: smallest effect at 80 % power"].value < 0.06
+
+
+def test_arms_of_unequal_spread_are_told_by_their_own_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arm of thirty times the spread: its interval is wide, the others' stay narrow."""
+    monkeypatch.setattr(spend, "GUESSES", ("random", "last"))
+    found = drawn(spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={}), {"random": 0.6})
+    wide, narrow = (found[f"nvfp4: {arm} at 10.0%"] for arm in ("random", "price"))
+    assert wide.high - wide.low > 0.3 and narrow.high - narrow.low < 0.08
+    assert narrow.spread == "95 % interval, own spread"
+    assert found["nvfp4: smallest effect at 80 % power"].note == "each arm's own spread"
+
+
+EFFECT = {"never": 0.0, "always": 1.0, **dict.fromkeys(spend.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
+
+
+def drawn(scene: spend.Scene, spread: dict[str, float]) -> dict[str, Figure]:
+    """Figures of losses that are `EFFECT`, a block's own and noise, two bases by five orders."""
+    noise = np.random.default_rng(0)
+    cells = [cell for base in ("a", "b") for cell in spend.cells(base, scene.low, scene, 5)]
+
+    def loss(cell: spend.Fork) -> float:
+        closed = EFFECT[cell.arm] + noise.normal(0, spread.get(cell.arm, 0.02))
+        return 3 + cell.order / 10 - (0.1 if cell.base == "a" else 0.2) * closed
+
+    known = {cell: {"loss": loss(cell), "share": cell.budget} for cell in cells}
+    return {figure.name: figure for figure in spend._figures(scene, cells, known)}
 
 
 def forked_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
