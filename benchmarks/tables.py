@@ -15,6 +15,7 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "img" / "spend.svg"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
 SPEND = ("spend-sim_e2m1.json",)
+BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dashed where it has pins of the same name."""
 EACH = ", each step"
@@ -109,6 +110,56 @@ def spend() -> str:
     return "\n".join([*text, "", *_origin(records)])
 
 
+def blame() -> str:
+    """docs/results/blame.md"""
+    planted, spikes = records = [_read(name) for name in BLAME]
+    text = [
+        "# Verdicts on planted causes and on ordinary spikes",
+        "",
+        "Tiny trained runs. A cause is planted in a step that would hardly differ from the one before; what makes",
+        "no spike has no verdict. *Single* and *pairs*: of one and of two broken operators, verdicts that name all",
+        "that make a spike alone, and none that was not broken. *Not finite*: faults of the forward pass, and steps",
+        "that they cost.",
+        "",
+        *_head(["run", "spiked", "right verdict", "single", "pairs", "step times, at most", "not finite, lost"]),
+    ]
+    total: dict[str, list[int]] = {}
+    for name, arm in planted["arms"].items():
+        found, figures = [row for row in arm["planted"] if row["verdict"]], arm["figures"]
+        told = {
+            "spiked": [len(found), len(arm["planted"])],
+            "right": [sum(row["verdict"] == row["cause"] for row in found), len(found)],
+            "single": figures["single"],
+            "pairs": figures["pairs"],
+            "lost": [figures["not finite"]["lost"], figures["not finite"]["n"]],
+        }
+        for key, (number, of) in told.items():
+            total[key] = [a + b for a, b in zip(total.get(key, [0, 0]), (number, of), strict=True)]
+        text.append(_row([name, *_of(told, figures["most step times"])]))
+    most = max(arm["figures"]["most step times"] for arm in planted["arms"].values())
+    text.append(_row(["all", *_of(total, most)]))
+    causes = dict.fromkeys(("data", "precision", "not_reproducible"), 0)
+    steps = 0
+    for arm in spikes["arms"].values():
+        steps += arm["figures"]["steps"]
+        for cause, number in arm["figures"]["causes"].items():
+            causes[cause] += number
+    n = sum(causes.values())
+    text += [
+        "",
+        f"{n} ordinary spikes (above 3 standard deviations) of sound runs, in {steps:,} steps: {causes['data']} data,",
+        f"{causes['precision']} precision (a false verdict), {causes['not_reproducible']} not reproducible.",
+    ]
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def _of(told: dict[str, list[int]], most: float) -> Iterator[str]:
+    for key, (number, of) in told.items():
+        if key == "lost":
+            yield f"{most:.1f}"
+        yield f"{number} of {of}"
+
+
 def spend_figure() -> bytes:
     """docs/img/spend.svg: gap closed against spend, a panel a scene."""
     import io
@@ -184,7 +235,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[], str]] = {"price-truth.md": price_truth, "spend.md": spend}
+TABLES: dict[str, Callable[[], str]] = {"price-truth.md": price_truth, "spend.md": spend, "blame.md": blame}
 
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)
