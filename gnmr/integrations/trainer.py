@@ -40,6 +40,8 @@ except ImportError as error:
     raise ImportError(f"gnmr.integrations.trainer needs transformers and accelerate: {install('finetune')}") from error
 
 _LOG = logging.getLogger(__name__)
+ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
+"""Accelerate's words for one process, and for several that DDP keeps equal."""
 STATE_FILE = "gnmr.pt"
 """The controller's state in a checkpoint of the Trainer."""
 
@@ -56,10 +58,10 @@ class GnmrCallback(TrainerCallback):
     - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to say
       what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. Where the
       loss is not finite by the low path of some units, they are put on the recovery path and the step is tried again.
-      `verdicts=False` turns it off.
+      `verdicts=False` turns it off; in several processes there are none.
 
-    What it cannot do is refused with a `UserError`: several processes or devices, FSDP, DeepSpeed, tensor parallelism,
-    `auto_find_batch_size` and hyperparameter search.
+    In several processes (torchrun, DDP) all have the same set. What it cannot do is refused with a `UserError`: several
+    devices in one process, FSDP, DeepSpeed, tensor parallelism, `auto_find_batch_size` and hyperparameter search.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class GnmrCallback(TrainerCallback):
         """Of the last step, for callbacks that come after this one."""
         self.verdict: Verdict | None = None
         """On the last step that spiked or was not finite."""
-        self._levels = Levels() if verdicts else None
+        alone = trainer.accelerator.num_processes == 1  # each process would judge its own loss
+        self._levels = Levels() if verdicts and alone else None
         self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # of this step: what they got
         self._options = None if controller is not None else options
         self._running = False
@@ -202,7 +205,7 @@ class GnmrCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
-        if self.controller is not None and not args.save_only_model:
+        if self.controller is not None and args.should_save and not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             save_state(self.controller, folder, state.global_step)
 
@@ -246,11 +249,11 @@ def _check(trainer: Trainer, attached: bool) -> None:
     """UserError for what would give wrong norms or sets."""
     accelerator, args = trainer.accelerator, trainer.args
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if kind != "NO" or accelerator.num_processes > 1 or args.n_gpu > 1:
+    if kind not in ALONE_OR_DDP or args.n_gpu > 1:
         devices = f"{accelerator.num_processes} processes with {args.n_gpu} GPUs each"
         raise UserError(
             f"GnmrCallback: {devices} ({kind}) are not supported, gradients may be sharded or not reduced yet; train "
-            "in one process on one device (CUDA_VISIBLE_DEVICES)"
+            "in processes of one device each, started by torchrun (DDP), or in one (CUDA_VISIBLE_DEVICES)"
         )
     if args.auto_find_batch_size:
         raise UserError("GnmrCallback: auto_find_batch_size=True restarts training; set the batch size")

@@ -1,6 +1,6 @@
 """One training in four loops: by hand, under Accelerate, in Hugging Face's Trainer and in Lightning's.
 
-    python loops.py start.pt OUT loop ...      # one process of those that RANK and WORLD_SIZE tell of: OUT/RANK.pt
+    python loops.py FOLDER by_hand ...     # one process of those that RANK and WORLD_SIZE tell of: FOLDER/RANK.pt
 
 A loop takes `Start` and a folder for checkpoints, and returns what its controller decided. Micro-batch i of a step is
 that of rank i, where there are several.
@@ -8,12 +8,12 @@ that of rank i, where there are several.
 
 from __future__ import annotations
 
-import math
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,21 +78,13 @@ class Blocks(Dataset):
         return {"blocks": self.blocks[index]}
 
 
-class Resumable(DataLoader):
-    """Lightning skips nothing when it resumes: its loaders keep their place themselves."""
+class Later(DataLoader):
+    """Lightning skips nothing when it resumes: this loader begins at batch `first`, as long as it was."""
 
-    done = 0
+    first = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        for batch in islice(super().__iter__(), self.done, None):
-            self.done += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
+        return islice(super().__iter__(), self.first, None)
 
 
 class WithLoss(nn.Module):
@@ -259,7 +251,9 @@ def lightning(start: Start, folder: Path) -> list[Decision]:
     )
     mine = torch.cat([*start.micro_batches(rank, world)])
     state = folder / "lightning" / f"step={start.save_at}.ckpt" if start.resume else None
-    trainer.fit(Module(), Resumable(Blocks(mine), batch_size=start.size), ckpt_path=state, weights_only=False)
+    loader = Later(Blocks(mine), batch_size=start.size)
+    loader.first = start.save_at * trainer.accumulate_grad_batches if start.resume else 0
+    trainer.fit(Module(), loader, ckpt_path=state, weights_only=False)
     return decisions
 
 
@@ -272,14 +266,21 @@ LOOPS: dict[str, Callable[[Start, Path], list[Decision]]] = {
 
 
 def main(argv: list[str]) -> None:
-    file, out, *names = argv
-    start = Start(**torch.load(file, weights_only=False))
+    out, *names = Path(argv[0]), *argv[1:]
+    start = torch.load(out / "start.pt", weights_only=False)
     rank, world = place()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    seen = {name: [asdict(one) for one in LOOPS[name](start, Path(out))] for name in names}
-    torch.save(seen, Path(out) / f"{rank}.pt")
-    assert world > 1 and all(math.isfinite(one["norm"].sum()) for rows in seen.values() for one in rows)
+    faulthandler.dump_traceback_later(300, exit=True)  # where one of two waits for the other
+    store = f"file://{out / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    seen = {}
+    for name in names:
+        seen[name] = []
+        for resume in (False, True):
+            seen[name].append(LOOPS[name](replace(start, resume=resume), out))
+            torch.distributed.barrier()
+    torch.save(seen, out / f"{rank}.pt")
+    os._exit(0)  # gloo's threads may take their time
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import loops
 import numpy as np
 import pytest
 import torch
@@ -86,10 +91,51 @@ def test_in_our_runner(plain: list[Decision], train: Callable[..., Path], tmp_pa
     np.testing.assert_allclose(norm, [one.norm for one in plain], rtol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def pair(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[list[Decision]]]]:
+    """Of either rank of two processes: what each loop decided, from the start and from its checkpoint."""
+    folder = tmp_path_factory.mktemp("pair")
+    torch.save(start, folder / "start.pt")
+    names = [name for name in LOOPS if name not in NEEDS or find_spec(NEEDS[name])]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common |= {"TORCHELASTIC_RUN_ID": "pair", "GROUP_RANK": "0"}  # as torchrun has it; else Lightning drops WORLD_SIZE
+    file, root = Path(loops.__file__), Path(__file__).parent.parent.parent
+    workers = [
+        subprocess.Popen(
+            [sys.executable, file, folder, *names],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [worker.communicate(timeout=400)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in told)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_in_one_process(name: str, start: Start, plain: list[Decision], folder: Path) -> None:
-    """And again from the checkpoint of the fourth step, where each library keeps it."""
+    """And again from the checkpoint of the fourth step, as each library makes it."""
     needs(name)
     if name != "by_hand":
         assert_same(LOOPS[name](start, folder), plain)
     assert_same(LOOPS[name](replace(start, resume=True), folder), plain[SAVED:])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_in_two_processes(name: str, plain: list[Decision], pair: list[dict[str, list[list[Decision]]]]) -> None:
+    """Under DDP, each with every other micro-batch; one's checkpoint is both's."""
+    needs(name)
+    for rank in pair:
+        whole, rest = rank[name]
+        assert_same(whole, plain)
+        assert_same(rest, plain[SAVED:])

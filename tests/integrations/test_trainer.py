@@ -245,7 +245,7 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         made(lora_llama(), tmp_path, {"colour": 1})
 
     trainer = Trainer(lora_llama(), arguments(tmp_path), train_dataset=Blocks(TOKENS))
-    for kind in ("FSDP", "DEEPSPEED", "MULTI_CPU"):
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setattr("accelerate.Accelerator.distributed_type", property(lambda _, kind=kind: kind))
         with pytest.raises(UserError, match=rf"1 processes with 0 GPUs each \({kind}\) are not supported"):
             GnmrCallback(trainer, **LORA)
