@@ -22,7 +22,9 @@ def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["orders=0"], ["orders=null"], ["steps=3"], ["orders=x"]])
-def test_its_mistakes_are_a_line(words, gnmr):
+def test_its_mistakes_are_a_line(words, gnmr, tmp_path):
+    (tmp_path / "file").touch()
+    assert gnmr("demo", f"runs_dir={tmp_path / 'file'}").mistake.endswith("file: is a file; name a folder")
     assert gnmr("demo", *words).mistake.startswith("demo: " if words[0] in ("orders=null", "steps=3") else "orders=")
 
 

@@ -52,6 +52,8 @@ def main(argv: list[str]) -> int:
         parser.error(
             f"{(given.words or ['orders=null'])[0]}: it has orders=N and runs_dir=FOLDER; other arms: sweep=fork"
         )
+    if given.runs_dir.expanduser().exists() and not given.runs_dir.expanduser().is_dir():
+        raise UserError(f"runs_dir={given.runs_dir}: is a file; name a folder")
     began = time.monotonic()
     print(
         f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores", flush=True
