@@ -15,6 +15,7 @@ from gnmr.errors import UserError, printable, writing
 from gnmr.records.find import find_runs
 from gnmr.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
 from gnmr.report.faults import fault_tables
+from gnmr.report.headline import headline
 from gnmr.report.layout import Table, as_markdown
 from gnmr.report.runs import Run, load
 from gnmr.report.tables import Further, run_table, tables
@@ -80,7 +81,10 @@ def report(
 
         runs.shown(lambda these, all_: write_html(these, all_, html, tables=further(these)))
     written = folder / "report.md"
-    output.write_text(written, _markdown([*found, run_table(runs.runs, root)], runs.left_out, images), follow=False)
+    sentences = runs.shown(lambda these, _: [(one.name, headline(one).sentence) for one in these])
+    output.write_text(
+        written, _markdown(sentences, [*found, run_table(runs.runs, root)], runs.left_out, images), follow=False
+    )
     page, pictures = [f"Page: {html}"] if html is not None else [], ["Plots:"] if images else []
     if wandb_api is not None:
         address = runs.shown(lambda these, _: write_wandb(these, str(wandb), wandb_api))
@@ -187,9 +191,11 @@ def _common(paths: list[Path]) -> Path:
     return common if any(path.is_absolute() for path in paths) else Path(os.path.relpath(common))
 
 
-def _markdown(found: list[Table], left_out: dict[Path, str], images: list[Path]) -> str:
+def _markdown(told: list[tuple[str, str]], found: list[Table], left_out: dict[Path, str], images: list[Path]) -> str:
+    """`told`: each comparison's name and sentence."""
+    sentences = [f"**{as_markdown(name)}.** {as_markdown(sentence)}\n" for name, sentence in told]
     lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
-    parts = ["# Report\n", *[table.markdown() for table in found], *lost]
+    parts = ["# Report\n", *sentences, *[table.markdown() for table in found], *lost]
     if images:
         parts.append("### Plots\n\n" + "\n\n".join(f"![{image.stem}]({image.name})" for image in images) + "\n")
     return "\n".join(parts)

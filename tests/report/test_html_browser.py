@@ -189,8 +189,13 @@ def test_a_phone_in_the_dark(phone: Any, report: Path) -> None:
         True,
         "#15181c",
     ], "stacked"
+    told = f"return [{plot}.paper_bgcolor, {plot}.width ?? 0]"
+    phone.execute_script("dispatchEvent(new Event('beforeprint'))")
+    until(phone, lambda: phone.execute_script(told) == ["#fff", 700])
+    phone.execute_script("dispatchEvent(new Event('afterprint'))")
+    until(phone, lambda: phone.execute_script(told)[0] == "#15181c")
     phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    until(phone, lambda: phone.execute_script(f"return {plot}.paper_bgcolor") == "#fff")
+    until(phone, lambda: phone.execute_script(told)[0] == "#fff")
     assert phone.get_log("browser") == []
 
 
