@@ -169,7 +169,7 @@ class AttachedController(Controller):
         if self.together() or any(hasattr(p, "device_mesh") for p in self._model.parameters()):
             raise ValueError(f"{what}: runs in one process, on parameters that are whole; not under DDP or FSDP")
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Takes note of what was exchanged in the model since the last step."""
         self._check_attached()
         for where, name, found in self._links:
@@ -185,7 +185,8 @@ class AttachedController(Controller):
                     f"{name}: its module is no longer in the model (replaced or taken out since attach), so nothing "
                     "runs on its paths: exchange its parameters instead, or detach and attach again"
                 )
-        self._exchange(units_of(self.plan, self._model, self.spec.observe))
+        costs = [unit.cost for unit in self.units]
+        self._exchange(units_of(self.plan, self._model, self.spec.observe, costs))
         self._links = _links(self._model, self._modules, self._read)
 
     def _begin(self) -> None:
@@ -209,7 +210,7 @@ class AttachedController(Controller):
 
     def micro_step(self, fraction: float | None = None) -> None:
         """As `Controller.micro_step`."""
-        self._follow()
+        self.follow()
         super().micro_step(fraction)
 
     def _own_evidence(self) -> set[str]:
@@ -218,7 +219,7 @@ class AttachedController(Controller):
 
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
         """As `Controller.parts`, with what the paths measured."""
-        self._follow()
+        self.follow()
         found = super().parts(plain)
         if self._probe is not None and self.ranks is not None:
             found["probe"] = self._probe.parts(self.ranks.share)
@@ -231,7 +232,7 @@ class AttachedController(Controller):
         sums: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured; their step ends. RuntimeError after `detach`."""
-        self._follow()
+        self.follow()
         if sums is None and self.together():
             assert self.ranks is not None
             sums = self.ranks.sum(self.parts())
@@ -311,7 +312,7 @@ class AttachedController(Controller):
         Gradients, generators, buffers, paths and history are afterwards as they were. Dropout draws anew, so passes
         that differ by less than a quarter are called equal. Waits for the device. See docs/blame.md.
         """
-        self._follow()
+        self.follow()
         self._check_alone("explain")
         _check_explain(loss_of_batch, loss, usual, grad_scale)
         parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -588,7 +589,7 @@ def attach(
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
         converted.store(paths.weights)  # late: it cannot be undone to the bit
-        controller._follow()  # or the units would hold the 16-bit weights
+        controller.follow()  # or the units would hold the 16-bit weights
         if folder is not None:
             controller._recorded_elsewhere = rank() != 0
             controller._recording = _recording(folder, controller, paths, seed) if rank() == 0 else None

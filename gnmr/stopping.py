@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 _insist = True
 """Whether a second signal ends this process at once."""
+_came = False
+"""Whether one was collected."""
 
 
 def ending() -> list[signal.Signals]:
@@ -38,6 +40,8 @@ def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[i
     received: list[int] = []
 
     def note(number: int, _frame: object) -> None:
+        global _came
+        _came = True
         received.append(number)
         if _insist:
             restore()
@@ -46,6 +50,17 @@ def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[i
 
     with handled([signal.SIGINT, *ending()], note) as restore:
         yield received
+
+
+def expected() -> bool:
+    """Whether a signal that comes now says nothing new: this process ends already, and no second one is to hurry it."""
+    return _came and not _insist
+
+
+def ends() -> None:
+    """This process ends by itself, by an error: the signal with which others end it says nothing new."""
+    global _came
+    _came = True
 
 
 def never_at_once() -> None:

@@ -15,8 +15,9 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
@@ -26,7 +27,9 @@ from gnmr.config.compose import choices_of, conf_dir, register, with_base, with_
 from gnmr.config.meant import GROUPS
 from gnmr.config.old_words import refuse_old
 from gnmr.config.yaml_files import check_yaml
+from gnmr.distributed.launch import is_first, is_torchrun, launch, started
 from gnmr.errors import RunFailed, UserError
+from gnmr.stopping import never_at_once
 from gnmr.terminal import say
 from gnmr.untrusted import MAX_DEPTH
 
@@ -165,10 +168,11 @@ def run_cell(composed: DictConfig) -> None:
     if not config.memory_plan:
         from gnmr.training.folder import done_already, run_folder
 
-        if done_already(config, say):
+        tell = say if is_first() else _silent
+        if done_already(config, tell):
             return
         if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-            say(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
+            tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
 
     if config.plan is not None:
         from gnmr.training.build import check_plan
@@ -180,13 +184,57 @@ def run_cell(composed: DictConfig) -> None:
         say(str(plan_run(config)))
         return
 
+    command = shlex.join(["gnmr", "train", *settings.overrides.task])
+    if config.parallel == "none" and config.training.processes is None and not is_torchrun():
+        folder = _train(config, command)
+        if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
+            _show_beside(folder)
+        return
+    from gnmr.training.parallel import refuse_processes
+
+    refuse_processes(config)
+    if settings.mode == RunMode.MULTIRUN and started() > 1:
+        raise UserError(f"-m: torchrun has started {started()} processes; a sweep starts its own: training.processes=N")
+    if (processes := config.training.processes) is None:
+        _train(config, command)
+    else:
+        config = replace(config, training=replace(config.training, processes=None))
+        launch(processes, rank_of_run, config, command)
+
+
+def _train(config: Config, command: str) -> Path:
+    """The run, by this process or as one of several; its folder."""
+    from gnmr.distributed.world import joined
     from gnmr.evaluation.in_training import RunScorer
+    from gnmr.training.build import device_of
     from gnmr.training.run import run
 
-    command = shlex.join(["gnmr", "train", *settings.overrides.task])
-    folder = run(config, say, command=command, scorer=RunScorer())
-    if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-        _show_beside(folder)
+    if started() > 1:
+        never_at_once()  # what started this process sends a signal twice, and the terminal may have sent it too
+    with joined(device_of(config.training.device).type == "cuda") as world:
+        try:
+            return run(config, say if world.first else _silent, command=command, scorer=RunScorer(), world=world)
+        except (UserError, RunFailed) as error:
+            if world.first or "another process" in str(error):
+                raise
+            raise SystemExit(2 if isinstance(error, UserError) else 1) from error  # rank 0 tells it
+
+
+def _silent(_: str) -> None:
+    """In the place of `say` in other processes than the first."""
+
+
+def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
+    """One of the processes that a run starts itself: how it ended (`launch`)."""
+    try:
+        _train(config, command)
+    except UserError as error:
+        return "mistake", str(error)
+    except RunFailed as error:
+        return "failed", str(error)
+    except SystemExit as error:
+        return "ended", error.code
+    return "done", None
 
 
 def _show_beside(folder: Path) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.checks import fields, require
+from gnmr.checks import fields, one_of, require
 from gnmr.config import meant
 from gnmr.config.controller import ControllerConfig
 from gnmr.config.data import DataConfig
@@ -67,12 +67,15 @@ class Config:
     runs_dir: str = "runs"
     plan: str | None = None
     """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says paths.low, recovery, recipes, targets and pins."""
+    parallel: str = "none"
+    """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
     memory_plan: bool = False
     """Print what memory the run will need, and train nothing."""
 
     @told_as()
     def __post_init__(self) -> None:
         model, training, paths = self.model, self.training, self.paths
+        one_of(("none", "ddp", "fsdp", "hsdp"), parallel=self.parallel)
         exports = training.export_hf
         right = f"Hugging Face's layout is written for llama and pretrained, not for model.name={model.name}"
         require(not exports or model.name in ("llama", "pretrained"), "training.export_hf", exports, right)
@@ -151,6 +154,8 @@ class Config:
 _OUTSIDE_THE_HASH = (
     "plan",  # what it says stands in paths
     "memory_plan",
+    "parallel",
+    "training.processes",
     "run_dir",
     "runs_dir",
     "data.cache_dir",

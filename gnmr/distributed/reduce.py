@@ -26,12 +26,22 @@ _EQUAL = 1e-6
 """Relative variance up to which gradients of two ranks are called equal: other processors round otherwise."""
 
 
+def lost(error: BaseException) -> bool:
+    """Whether a collective, ours or that of a wrapped model, did not reach another process."""
+    if not isinstance(error, RuntimeError) or isinstance(error, RunFailed) or world.size() == 1:
+        return False
+    kinds = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
+    return isinstance(error, kinds) or any(word in str(error) for word in ("gloo", "onnection", "NCCL"))
+
+
 @contextmanager
 def reaching() -> Iterator[None]:
     """RunFailed, in one line, where another process is gone."""
     try:
         yield
     except RuntimeError as error:
+        if not lost(error):
+            raise
         line = str(error).strip().partition("\n")[0]
         raise RunFailed(f"another process ended, or cannot be reached ({line})") from error
 

@@ -1,11 +1,20 @@
-"""Which processes train together: those of torch.distributed's default group, else this one alone.
-
-Asked for anew each time: a controller may be made before the group is.
-"""
+"""Which processes train together: those of torch.distributed's default group, else this one alone."""
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
 import torch
+
+from gnmr.distributed.launch import started
+from gnmr.errors import RunFailed, UserError
+
+T = TypeVar("T")
 
 
 def _grouped() -> bool:
@@ -13,10 +22,111 @@ def _grouped() -> bool:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """How many processes there are now: a controller may be made before its group is."""
     return torch.distributed.get_world_size() if _grouped() else 1
 
 
 def rank() -> int:
     """Which of them this one is, from 0."""
     return torch.distributed.get_rank() if _grouped() else 0
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, each with one of its own; what is said here waits for all of them."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank has, by rank; small host values."""
+        if self.size == 1:
+            return [value]
+        found: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found  # type: ignore[return-value]
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A block that every rank gets through, or none: where one raises, the first such error is raised in all.
+
+        No collective may stand in it.
+        """
+        if self.size == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        told = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
+        others = [one for one in self.gather(told) if one is not None]
+        if error is not None:
+            raise error
+        if others:
+            raise UserError(others[0][1]) if others[0][0] else RunFailed(others[0][1])
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in rank 0, where alone it is called; what it raises is raised in all."""
+        if self.size == 1:
+            return make()
+        found: list[Any] = [None]
+        if self.first:
+            try:
+                found = [(make(), None)]
+            except Exception as error:
+                kept = isinstance(error, (UserError, RunFailed, OSError))
+                found = [(None, error if kept else RunFailed(f"{type(error).__name__}: {error}"))]
+                torch.distributed.broadcast_object_list(found)
+                raise
+        torch.distributed.broadcast_object_list(found)
+        value, raised = found[0]
+        if raised is not None:
+            raise raised
+        return cast(T, value)
+
+    def same(self, what: str, value: str) -> None:
+        """UserError where ranks have different values."""
+        found = self.gather(value)
+        for other, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise UserError(f"{what} is {found[0]} in rank 0 and {theirs} in rank {other}: start all of them alike")
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(cuda: bool) -> Iterator[World]:
+    """The processes that were started together, as one world; `ALONE` where this is one.
+
+    Warnings are rank 0's. UserError where they do not find each other.
+    """
+    if started() == 1:
+        yield ALONE
+        return
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    try:
+        store, own, number = next(torch.distributed.rendezvous("env://"))
+        # torchrun's store lives on when it restarts, with the addresses of processes that are gone.
+        store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=own, world_size=number)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{started()} processes do not find each other at {where} ({line}): use a free port") from error
+    try:
+        with warnings.catch_warnings():
+            if rank() > 0:
+                warnings.simplefilter("ignore")
+            yield World(rank(), size())
+    finally:
+        torch.distributed.destroy_process_group()

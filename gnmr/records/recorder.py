@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,19 @@ class Recorder:
         self._writer.close()
         self._wandb.close()
         self._view.stop()
+
+
+class Silent:
+    """In the place of a `Recorder` where another process writes: nothing happens."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: None
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A run folder holds
 
     config.yaml     the resolved config, but for run_dir and runs_dir
     header.json     versions, commit, machine (no host, no user), command (no absolute path), data fingerprint, units,
-                    paths (and what runs a recipe), run_id (W&B's name of the run)
+                    paths (and what runs a recipe), world (processes, parallel), run_id (W&B's name of the run)
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
@@ -68,6 +68,7 @@ STEP_FIELDS: dict[str, str] = {
     "nonfinite_streak": "such steps in a row (resets)",
     "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
     "step_time_s": "wall time of the step, s",
+    "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
 }
 
 EVAL_FIELDS: dict[str, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,9 @@ from gnmr.data.cache import Documents, TokenCorpus
 from gnmr.data.packing import PackedBlocks, packed_validation, prepare_packed
 from gnmr.data.token_file import TokenFile
 from gnmr.data.tokens import prepare
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.world import ALONE, World
+from gnmr.distributed.wrap import Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, told_as
 from gnmr.models import pretrained
@@ -34,6 +37,7 @@ from gnmr.training.base import Base, open_base
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer, learning_rate
+from gnmr.training.parallel import refuse_plan
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 
@@ -62,6 +66,10 @@ class Parts:
     """What a fork goes on from."""
     branch: Branch | None = None
     """Where a fork's data goes on."""
+    world: World = ALONE
+    """The processes that train it."""
+    wrapped: Wrapped | None = None
+    """The model as they run it."""
 
     def learning_rate(self, step: int) -> float:
         """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
@@ -87,18 +95,23 @@ class Blocks(Stateful, Protocol):
         ...
 
 
-def assemble(config: Config, folder: Path, say: Callable[[str], None]) -> Parts:
+def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
     """The parts of a run at its start. The same config and seed give the same weights, order and plan."""
-    device = device_of(config.training.device)
-    refuse_run(config, device)
-    base = base_of(config)
-    _check_shapes(config, device)
-    corpus = open_data(config, say, base)
-    refuse_run(config, device, corpus.vocab_size)
-    branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
-    training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
-    validation(config, corpus, 1)
-    return build_parts(config, folder, corpus, say, base=base, branch=branch)
+    with world.agreed():
+        device = device_of(config.training.device)
+        refuse_run(config, device)
+        base = base_of(config)
+        _check_shapes(config, device)
+    if world.size > 1:
+        world.from_first(lambda: open_data(config, say, base) and None)  # what it makes the others find
+    with world.agreed():
+        corpus = open_data(config, say, base)
+        refuse_run(config, device, corpus.vocab_size)
+        branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
+        training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
+        validation(config, corpus, 1)
+    world.same("the fingerprint of the data", corpus.fingerprint)
+    return build_parts(config, folder, corpus, say, base=base, branch=branch, world=world)
 
 
 def base_of(config: Config) -> Base | None:
@@ -119,8 +132,25 @@ def build_parts(
     base: Base | None = None,
     branch: Branch | None = None,
     keep: bool = False,
+    world: World = ALONE,
 ) -> Parts:
     """`assemble` without its checks, of data that is open; `keep`: the base's state stays in memory for the next."""
+    with world.agreed():
+        device, model, plan, controller, stress, faults = _routed(config, corpus, say, base, world)
+    wrapped = wrap(model, blocks_of(model), config.parallel, world, device)
+    controller.follow()  # FSDP2 has exchanged the parameters
+    optimizer, transform = build_optim(model, config)
+    if base is not None:
+        base.load_into(model, optimizer, keep)
+    of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
+    built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
+    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped)
+
+
+def _routed(
+    config: Config, corpus: TokenCorpus, say: Callable[[str], None], base: Base | None, world: World
+) -> tuple[torch.device, nn.Module, Plan, AttachedController, list[Stress], FaultSchedule | None]:
+    """The model with its paths, controller and stress."""
     training = config.training
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
@@ -140,16 +170,13 @@ def build_parts(
         between = plan.compile(blocks_of(model))
         place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
         say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
-    controller = _controller(config, model, plan)
-    optimizer, transform = build_optim(model, config)
+    if world.size > 1:
+        refuse_plan(plan)
+    controller = _controller(config, model, plan, Ranks() if world.size > 1 else None)
     faults = build_faults(config, plan)
     if faults is not None:
         stress.append(faults)
-    if base is not None:
-        base.load_into(model, optimizer, keep)
-    of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
-    built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
-    return Parts(*built, base=base, branch=branch)
+    return device, model, plan, controller, stress, faults
 
 
 def empty_model(config: Config) -> tuple[nn.Module, int]:
@@ -203,7 +230,7 @@ def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
         return
 
 
-def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedController:
+def _controller(config: Config, model: nn.Module, plan: Plan, ranks: Ranks | None = None) -> AttachedController:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
@@ -218,7 +245,7 @@ def _controller(config: Config, model: nn.Module, plan: Plan) -> AttachedControl
         norms = norms_of(model, units, observe)
         steps, seed = training.steps, training.seed
         controller = AttachedController(
-            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned
+            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
         )
     _check_evidence(config, controller.needs, plan, model)
     controller.attach_plan(plan, model, config.paths.probe_tokens, config.paths.price_tokens)
@@ -396,8 +423,14 @@ def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
         )
 
 
-def train_step(parts: Parts, controller: AttachedController | None = None, levels: Levels | None = None) -> TrainStep:
-    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own; `levels`: see there."""
+def train_step(
+    parts: Parts,
+    controller: AttachedController | None = None,
+    levels: Levels | None = None,
+    stop: Sequence[int] = (),
+) -> TrainStep:
+    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own; `levels`, `stop`: see
+    there."""
     config = parts.config
     return TrainStep(
         parts.model,
@@ -410,6 +443,9 @@ def train_step(parts: Parts, controller: AttachedController | None = None, level
         transform=parts.transform,
         monitor=config.records.monitor,
         levels=levels,
+        world=parts.world,
+        wrapped=parts.wrapped,
+        stop=stop,
     )
 
 

@@ -44,6 +44,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gnmr.attachment import AttachedController
 from gnmr.disk import no_link, sha256, sync_folder
+from gnmr.distributed.shards import local
+from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError, writing
 from gnmr.paths import Plan
 
@@ -87,7 +89,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         controller: AttachedController,
         extras: Mapping[str, Stateful] | None = None,
+        *,
+        world: World = ALONE,
     ) -> None:
+        """`world`: the processes that save and load together, each what it has; rank 0 sees to the folders."""
+        self._world = world
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller = model, optimizer, controller
         self._extras = dict(extras or {})
@@ -115,43 +121,55 @@ class Checkpointer:
         RunFailed if it cannot be written or a number in it is not finite; what was written of it is removed, the
         earlier ones stay.
         """
-        if (where := self._nonfinite()) is not None:
-            why = f"{where} is not finite after step {step}"
-            raise RunFailed(f"{why}: no checkpoint was written; use a smaller optim.lr")
+        with self._world.agreed():
+            if (where := self._nonfinite()) is not None:
+                why = f"{where} is not finite after step {step}"
+                raise RunFailed(f"{why}: no checkpoint was written; use a smaller optim.lr")
         final = self.folder / f"step-{step:08d}"
         beside = self.folder / f".writing-{final.name}"
         try:
             self._write(step, host, beside)
-            shutil.rmtree(final, ignore_errors=True)
-            beside.rename(final)
-            sync_folder(self.folder)
+            self._world.from_first(lambda: self._put(beside, final))
         except (OSError, CheckpointException) as error:
             # A full disk is not always reported as such: the zip writer raises its own errors for short files.
             run = self.folder.parent
             full = run.is_dir() and shutil.disk_usage(run).free < 2**20
-            shutil.rmtree(beside, ignore_errors=True)
+            if self._world.first:
+                shutil.rmtree(beside, ignore_errors=True)
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             reason = "disk full" if full else str(cause).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
-        self._prune()
+        self._world.from_first(self._prune)
+
+    def _put(self, beside: Path, final: Path) -> None:
+        shutil.rmtree(final, ignore_errors=True)
+        beside.rename(final)
+        sync_folder(self.folder)
 
     def _nonfinite(self) -> str | None:
         """The first trained weight or optimizer state with a number that is not finite."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                held = {name: parameter.detach()}
+                held: dict[str, Any] = {name: parameter.detach()}
                 held |= {f"{key} of {name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
                 for what, value in held.items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+                    numbers = isinstance(value, Tensor) and value.is_floating_point()
+                    if numbers and not bool(local(value).isfinite().all()):
                         return what
         return None
 
     def _write(self, step: int, host: dict[str, Any], beside: Path) -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed stays so
-        beside.mkdir()
+        def begin() -> None:
+            shutil.rmtree(beside, ignore_errors=True)
+            self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed stays so
+            beside.mkdir()
+
+        self._world.from_first(begin)
         with _quiet():
             dcp.save(self._state(), checkpoint_id=beside)
+        self._world.from_first(lambda: self._write_meta(step, host, beside))
+
+    def _write_meta(self, step: int, host: dict[str, Any], beside: Path) -> None:
         meta = {
             "step": step,
             "owner": self.owner,
@@ -173,21 +191,26 @@ class Checkpointer:
 
         A newer one that is corrupt is renamed, which a warning says. UserError where every one is corrupt.
         """
+        self._whole = self._world.from_first(self._newest)
+        return None if self._whole is None else int(self._whole["step"])
+
+    def _newest(self) -> _Meta | None:
+        """meta.json of it."""
         for rest in self.folder.glob(".writing-*"):
             shutil.rmtree(rest, ignore_errors=True)
         steps = self.steps()
         if not steps:
             return None
-        self._whole, corrupt = _newest_whole(self.folder, steps)
-        step = int(self._whole["step"])
+        whole, corrupt = _newest_whole(self.folder, steps)
+        step = int(whole["step"])
         for path, error in corrupt.items():
             aside = path.with_name(f"{path.name}.corrupt")
             with writing(path):
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-            warnings.warn(f"{error}: set aside as {aside.name}, step {step} is taken", stacklevel=3)
+            warnings.warn(f"{error}: set aside as {aside.name}, step {step} is taken", stacklevel=5)
         self._prune()
-        return step
+        return whole
 
     def _prune(self) -> None:
         for old in self.steps()[: -self.keep]:
@@ -198,7 +221,7 @@ class Checkpointer:
         path = self.folder / f"step-{step:08d}"
         meta, self._whole = self._whole, None
         if meta is None or meta["step"] != step:
-            meta, _ = _newest_whole(self.folder, [step])
+            meta = self._world.from_first(lambda: _newest_whole(self.folder, [step])[0])
         owner, units, host = meta["owner"], meta["units"], meta["host"]
         if owner != self.owner or units != self._controller.names:
             raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_REMEDY}")

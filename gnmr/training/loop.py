@@ -14,10 +14,11 @@ from gnmr.blame import Levels
 from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
 from gnmr.records.reader import read_jsonl
-from gnmr.records.recorder import Recorder
+from gnmr.records.recorder import Recorder, Silent
 from gnmr.training.build import Blocks, Parts
 from gnmr.training.checkpoint import Checkpointer
 from gnmr.training.rows import Counters, event_rows, ratio_rows, step_row, verdict_row
+from gnmr.training.step import StepResult
 from gnmr.training.steps import Steps, heals, validated
 
 
@@ -45,7 +46,7 @@ class Loop:
     held_out: Tensor | Batch
     counters: Counters
     checkpointer: Checkpointer
-    recorder: Recorder
+    recorder: Recorder | Silent
     levels: Levels = field(default_factory=Levels)
     """Loss and gradient norm of the last steps."""
     scorer: Scorer | None = None
@@ -55,26 +56,31 @@ class Loop:
         counters = self.counters
         self._streak_began = counters.step + 1 - counters.nonfinite_streak
         self._streak_unit = "a step before the resumption"
+        self.stopped: int | None = None
+        """The signal that ended it."""
 
     def __call__(self, stop: list[int]) -> tuple[str, str | None]:
         """Steps until the end, or until `stop` holds a signal: ("done", None) or ("interrupted", why)."""
         training, counters, total = self.parts.config.training, self.counters, self.parts.config.total_steps
-        take_step = Steps(self.parts, self.blocks, self.levels if self.parts.config.records.verdicts else None)
+        take_step = Steps(self.parts, self.blocks, self.levels if self.parts.config.records.verdicts else None, stop)
         if counters.step == 0 and self.parts.base is not None:
             self._validate()
         if self._score_is_due():
             self.score()
         while counters.step < total:
-            self._step(take_step)
+            result = self._step(take_step)
             step, last = counters.step, counters.step == total
             if last or step == training.steps or step % training.eval_every == 0:
                 self._validate()
-            if stop or last or self._score_is_due() or step % training.checkpoint_every == 0:
+            self.stopped = result.stop if self.parts.world.size > 1 else next(iter(stop), None)
+            if self.stopped or last or self._score_is_due() or step % training.checkpoint_every == 0:
                 self._save()
             if self._score_is_due():
                 self.score()
-            if stop and not last:
-                return "interrupted", f"stopped after step {step} by {signal.Signals(stop[0]).name}, checkpoint saved"
+                self.stopped = next(iter(stop), None)  # one process scores; its checkpoint is there
+            if self.stopped and not last:
+                name = signal.Signals(self.stopped).name
+                return "interrupted", f"stopped after step {step} by {name}, checkpoint saved"
         return "done", None
 
     def score(self) -> None:
@@ -83,7 +89,7 @@ class Loop:
         if self.scorer is not None and step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
             self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
 
-    def _step(self, take_step: Steps) -> None:
+    def _step(self, take_step: Steps) -> StepResult:
         """One step and its records; RunFailed after too many steps in a row that were not finite."""
         training, counters = self.parts.config.training, self.counters
         began = time.perf_counter()
@@ -108,6 +114,7 @@ class Loop:
                 f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; it began at step "
                 f"{self._streak_began} in {self._streak_unit}; weights are those of step {self._streak_began - 1}"
             )
+        return result
 
     def _validate(self) -> None:
         step = self.counters.step

@@ -73,6 +73,7 @@ def step_row(result: StepResult, counters: Counters, seconds: float, healing: bo
         "nonfinite_streak": counters.nonfinite_streak,
         "nonfinite_unit": result.nonfinite_unit,
         "step_time_s": seconds,
+        "slowest_rank": result.slowest_rank,
     }
 
 
@@ -124,6 +125,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "commit": commit(),
         "command": told_command(command),
         "machine": machine(parts.device),
+        "world": {"processes": parts.world.size, "parallel": config.parallel if parts.world.size > 1 else "none"},
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,

@@ -9,7 +9,7 @@ import errno
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,40 +20,57 @@ from omegaconf import OmegaConf
 from gnmr.blame import Levels
 from gnmr.config import Config, config_hash
 from gnmr.data.packing import PackedBlocks
+from gnmr.distributed.reduce import lost
+from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
 from gnmr.records.reader import stored
-from gnmr.records.recorder import Recorder
-from gnmr.stopping import ending, handled, signals_collected
+from gnmr.records.recorder import Recorder, Silent
+from gnmr.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.checkpoint import Checkpointer, Stateful
 from gnmr.training.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.training.loop import Loop, Scorer
+from gnmr.training.parallel import refuse_processes
 from gnmr.training.provenance import told_config
 from gnmr.training.rows import Counters, fault_rows, header, run_info
 
 
 def run(
-    config: Config, say: Callable[[str], None], *, command: str | None = None, scorer: Scorer | None = None
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    command: str | None = None,
+    scorer: Scorer | None = None,
+    world: World = ALONE,
 ) -> Path:
     """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
 
     Args:
         command: what would give this run again, for its header; None: this process's own words.
         scorer: needed where scores.tasks asks for any.
+        world: the processes that take the steps together, each of which calls this; rank 0 writes.
 
     Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
     training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
     checkpoint is saved.
     """
     folder = run_folder(config)
-    if done_already(config, say):
+
+    def finished() -> bool:
+        check_folder(folder, config)
+        return (folder / "DONE").exists()
+
+    with world.agreed():
+        refuse_processes(config)
+    world.same("the config's hash", f"{config_hash(config)}-s{config.training.seed}")
+    if world.from_first(lambda: done_already(config, say)):
         return folder
     reset_peak_memory(device_of(config.training.device))
     try:
-        parts = assemble(config, folder, say)
+        parts = assemble(config, folder, say, world)
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
@@ -62,15 +79,15 @@ def run(
         if scorer is None:
             raise ValueError("scores.tasks: run() needs a scorer; gnmr.evaluation has RunScorer")
         scorer.check(parts)
-    with locked(folder):
-        check_folder(folder, config)  # again: another process may have ended this run meanwhile
-        if (folder / "DONE").exists():
+    with ExitStack() as stack:
+        world.from_first(lambda: stack.enter_context(locked(folder)))
+        if world.from_first(finished):  # again: another process may have ended this run meanwhile
             if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
                 if (newest := checkpointer.newest()) != config.total_steps:
                     raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
                 checkpointer.load(newest)
-                export(parts)
+                world.from_first(lambda: export(parts))
                 say(f"exported {folder / 'hf'}")
             say_done(config, folder, say)
             return folder
@@ -81,7 +98,7 @@ def run(
 def _checkpointer(parts: Parts) -> Checkpointer:
     keep = parts.config.training.keep_checkpoints
     what = parts.model, parts.optimizer, parts.controller, _extras(parts)
-    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what)
+    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what, world=parts.world)
 
 
 def _owner(parts: Parts) -> str:
@@ -101,8 +118,9 @@ def _backends(plan: Plan) -> str:
 
 
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
-    config, folder, training = parts.config, parts.folder, parts.config.training
-    blocks = training_blocks(config, parts.corpus, folder, parts.branch)
+    config, folder, training, world = parts.config, parts.folder, parts.config.training, parts.world
+    with world.agreed():
+        blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_blocks)
     if isinstance(blocks, PackedBlocks):
         say(blocks.packing.summary)
@@ -111,31 +129,41 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     newest = checkpointer.newest()
     if newest is not None:
         host = checkpointer.load(newest)
-        counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
+        with world.agreed():
+            counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         say(f"continuing after step {newest} of {folder}")
-    started_before = stored(folder / "steps.jsonl") is not None
+    if world.size > 1 and config.records.verdicts:
+        say("verdicts: none in several processes, a step that spikes is not run again")
+    started_before = world.from_first(lambda: stored(folder / "steps.jsonl") is not None)
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     resume_step = counters.step if newest is not None or started_before else None
-    with handled(ending(), _raise), Recorder(info, config.records, resume_step, counted) as recorder:
+    with ExitStack() as stack:
+        stack.enter_context(handled(ending(), _raise))
+        recorder: Recorder | Silent = Silent()
+        with world.agreed():
+            if world.first:
+                recorder = Recorder(info, config.records, resume_step, counted)
+        stack.enter_context(recorder)
         looping = False
         try:
             if newest is None:
                 recorder.say(str(parts.plan))
             tree = told_config(config)
-            recorder.start(
-                OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
-            )
-            if parts.stress:
-                recorder.faults(fault_rows(parts))
+            with world.agreed():
+                recorder.start(
+                    OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
+                )
+                if parts.stress:
+                    recorder.faults(fault_rows(parts))
             loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
             looping = True
             with signals_collected() as stop:
                 status, reason = loop(stop)
             looping = False
             if status == "done":
-                export(parts)
+                world.from_first(lambda: export(parts))
                 if config.scores.tasks:
                     loop.score()
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
@@ -145,6 +173,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             recorder.finish("interrupted", f"stopped {how}")
             raise
         except BaseException as error:
+            if world.size > 1:
+                ends()
             failure = _failure(error, counters.step)
             recorder.finish("failed", "a defect; see the traceback" if failure is None else str(failure))
             if failure is None or failure is error:
@@ -152,7 +182,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             raise failure from error
     if status == "interrupted":
         say(f"{reason}; the same command continues it")
-        raise SystemExit(128 + stop[0])
+        assert loop.stopped is not None
+        raise SystemExit(128 + loop.stopped)
 
 
 def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
@@ -215,6 +246,8 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
         return RunFailed(f"disk full after step {step}" + (f" ({error.filename})" if error.filename else ""))
     if isinstance(error, OSError) and error.filename and error.strerror:
         return RunFailed(f"{error.filename}: {error.strerror}, after step {step}")
+    if lost(error):
+        return RunFailed(f"another process ended, in step {step + 1}; the same command continues the run")
     if _out_of_memory(error):
         return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")
     return None
@@ -230,4 +263,6 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def _raise(number: int, _frame: object) -> None:
     """Handler of a signal: SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
+    if expected():
+        return
     raise SystemExit(128 + number)

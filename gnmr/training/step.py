@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +32,22 @@ from gnmr.blame import NO_LEVEL, Again, Level, Levels, Seen, Start, Verdict, exp
 from gnmr.controller import Controller, Decision
 from gnmr.controller.controller import Mark
 from gnmr.controller.evidence import UpdateNorms, spike_share
-from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms, to_device
 from gnmr.controller.packet import HostPacket
 from gnmr.data.batch import Batch, model_inputs
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.shards import local
+from gnmr.distributed.world import ALONE, World
+from gnmr.distributed.wrap import Wrapped
 from gnmr.models import Decoder
 from gnmr.names import select
 from gnmr.paths import Plan
 from gnmr.paths.units import module_of
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms.base import StepContext, Transform
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Those that end a run well (`stopping`)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,10 @@ class StepResult:
     """`Plan.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
     """Saturated elements, and Inf or NaN, by operand, of all operators (`Plan.saturation`); empty under formats."""
+    stop: int | None = None
+    """The signal that came to one of several processes, see `TrainStep`."""
+    slowest_rank: int | None = None
+    """Which of several processes the others waited for."""
     verdict: Verdict | None = None
     """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
 
@@ -95,17 +109,19 @@ class _Taken:
         return bool(self.host["nonfinite"])
 
 
-def loss_of(model: nn.Module, batch: Tensor | Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | None = None) -> Tensor:
     """Mean next-token cross-entropy over the targets of `batch`, a block (B, T + 1) or packed documents, in FP32.
 
-    A scalar on the device. Documents that share a block do not see each other.
+    A scalar on the device. Documents that share a block do not see each other. `call`: what is called in the model's
+    place (`Wrapped.call`).
     """
+    call = model if call is None else call
     block = batch if isinstance(batch, Batch) else Batch.of_block(batch)
     if isinstance(model, Decoder):
         assert block.positions is None, "models of ours read one document a block"
-        logits = model(block.tokens)
+        logits = call(block.tokens)
     else:
-        logits = model(**model_inputs(block)).logits
+        logits = call(**model_inputs(block)).logits
     return F.cross_entropy(logits.float().flatten(0, 1), block.targets.flatten())
 
 
@@ -156,12 +172,19 @@ class TrainStep:
         transform: Transform | None = None,
         monitor: Sequence[str] = (),
         levels: Levels | None = None,
+        world: World = ALONE,
+        wrapped: Wrapped | None = None,
+        stop: Sequence[int] = (),
     ) -> None:
         """`monitor`: patterns of modules outside of the units whose norms every result shall hold. `levels`: of the
-        steps before; given, a step that spikes or is not finite gets a verdict."""
+        steps before; given, a step that spikes or is not finite gets a verdict. `world`, `wrapped`: the processes that
+        take the step together, each some of its micro-batches, and the model as they run it. `stop`: signals that came
+        to this process; of several processes all learn of them in the same step (`StepResult.stop`)."""
         self.model, self.controller, self.optimizer = model, controller, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
-        self.levels = levels
+        self.levels, self.world, self._stop = levels, world, stop
+        self._wrapped = Wrapped(model) if wrapped is None else wrapped
+        self._since: float | None = None
         self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
@@ -171,7 +194,7 @@ class TrainStep:
         groups = [*self._of_units.groups, *((p,) for _, p in others)]
         names = [module_of(controller.names[i]) for i in self._of_units.first]
         names += [name.removesuffix(".weight") for name, _ in others]
-        self._norms = UnitNorms(groups)
+        self._norms = UnitNorms(groups, Ranks() if world.size > 1 else None)
         place = {id(p): len(self._of_units.groups) + i for i, (_, p) in enumerate(others)}
         self._monitored = {
             name: [place[id(p)] for p in own] for name, own in monitored(model, controller, monitor).items()
@@ -187,10 +210,17 @@ class TrainStep:
         The gradient is that of the mean over all targets of the step. Waits for the device once; more often in a step
         that spikes or is not finite.
         """
-        controller, levels = self.controller, (NO_LEVEL, NO_LEVEL) if self.levels is None else self.levels.now()
+        controller, levels = self.controller, (NO_LEVEL, NO_LEVEL)
+        if self.levels is not None and self.world.size == 1:
+            levels = self.levels.now()
         start, mark = Start.of(controller.plan, self.parameters[0].device), controller.mark()
+        self._since = time.perf_counter() if self._since is None else self._since
+        self._wrapped.arrived = 0.0
         taken, verdict = self._take(micro_batches, lr, levels), None
-        if self._looks_again(taken, levels):
+        self._since = time.perf_counter()
+        if self.world.size > 1:
+            self._kept(taken, mark)
+        elif self._looks_again(taken, levels):
             taken, verdict = self._blame(taken, micro_batches, lr, levels, start, mark)
         host = taken.host
         loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
@@ -214,6 +244,8 @@ class TrainStep:
             },
             spent=taken.spent,
             saturation={name: host[f"saturation/{name}"].tolist() for name in taken.saturation},
+            stop=next((s for s, n in zip(_SIGNALS, host["stop"], strict=True) if n), None) if "stop" in host else None,
+            slowest_rank=int(host["times"].argmax()) if "times" in host else None,
             verdict=verdict,
         )
 
@@ -225,9 +257,19 @@ class TrainStep:
             evidence["true_gap"] = controller.true_gap(partial(self._passes, micro_batches))
         loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
-        norms, present = self._norms()
+        sums: dict[str, Tensor] = {}
+        if self.world.size > 1:
+            sums = self._summed({"loss": loss} | _named("statistic", statistics) | _named("saturation", saturation))
+            loss = sums["loss"].float()
+            norms, present = sums["squares"].sqrt(), sums["present"] > 0
+            statistics = {name: sums[f"statistic/{name}"] for name in statistics}
+            saturation = {name: sums[f"saturation/{name}"].long() for name in saturation}
+        else:
+            norms, present = self._norms()
         number, of_each = len(self._of_units.groups), self._of_units.of_each
-        evidence |= controller.measure(norms=(of_each(norms[:number]), of_each(present[:number])))
+        evidence |= controller.measure(
+            norms=(of_each(norms[:number]), of_each(present[:number])), sums=sums if sums else None
+        )
         if "spike_share" in controller.needs:
             evidence["spike_share"] = spike_share(controller.units, self.optimizer)
         grad_norm = norms.square().sum().sqrt()
@@ -253,12 +295,32 @@ class TrainStep:
         self._update(evidence, off)
 
         alone = {"loss": loss, "grad_norm": grad_norm, "nonfinite": nonfinite, "skip": skip, "norms": norms}
-        alone |= {f"statistic/{name}": value for name, value in statistics.items()}
-        alone |= {f"saturation/{name}": value for name, value in saturation.items()}
+        alone |= _named("statistic", statistics) | _named("saturation", saturation)
+        alone |= {name: sums[name] for name in ("stop", "times") if name in sums}
         host = self._observed(evidence, alone)
         return _Taken(
             host, loss, statistics, saved, predicted, spent, saturation, evidence, alone, skip, factor, gradients
         )
+
+    def _summed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These and all else that a step sums over ranks, in one collective."""
+        assert self.controller.ranks is not None
+        world, device = self.world, self.parameters[0].device
+        squares, present, plain = self._norms.parts()
+        times, since = [0.0] * world.size, self._since or 0.0
+        times[world.rank] = max(self._wrapped.arrived - since, 0.0)
+        flags = [float(number in self._stop) for number in _SIGNALS]
+        parts = parts | {"squares": squares, "present": present} | self.controller.parts(plain)
+        parts["times"], parts["stop"] = (
+            to_device(torch.tensor(numbers, dtype=torch.float64), device) for numbers in (times, flags)
+        )
+        return self.controller.ranks.sum(parts)
+
+    def _kept(self, taken: _Taken, mark: Mark) -> None:
+        """Several processes look for no blame: a loss that is not finite leaves the set as it is."""
+        if not math.isfinite(taken.host["loss"]) and self.controller.spec.nonfinite == "find":
+            self.controller.undo(mark)
+            taken.host = self._observed(taken.evidence, taken.alone, keep=True)
 
     def _update(self, evidence: dict[str, Tensor], skip: Tensor) -> None:
         """The optimizer's step, nothing where `skip`; leaves no gradients."""
@@ -348,8 +410,10 @@ class TrainStep:
         plan, saved, predicted = self.controller.plan, None, None
         spent: tuple[float, float] | None = None
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
-        for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
-            loss = loss_of(self.model, block)
+        own = self._own(micro_batches)
+        for i, (block, divisor) in enumerate(own):
+            with self._wrapped.accumulating(last=i == len(own) - 1):
+                loss = loss_of(self.model, block, self._wrapped.call)
             if self.measure_saved:
                 saved = max(saved or 0, plan.saved_bytes())
                 predicted = max(predicted or 0, plan.predicted_bytes())
@@ -357,7 +421,8 @@ class TrainStep:
             for name, value in statistics_of(self.model).items():
                 part = value.double() / len(micro_batches)
                 statistics[name] = statistics[name] + part if name in statistics else part
-            (objective_of(self.model, loss) / divisor).backward()
+            with self._wrapped.accumulating(last=i == len(own) - 1):
+                (objective_of(self.model, loss) / (divisor / self.world.size)).backward()
             self.controller.micro_step(1 / divisor if packed else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part
@@ -367,6 +432,11 @@ class TrainStep:
         if plan.shared.high_precision:
             spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent
+
+    def _own(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
+        """This process's micro-batches of the step's, each with what its loss is divided by."""
+        pairs = list(zip(micro_batches, _divisors(micro_batches), strict=True))
+        return pairs[self.world.rank :: self.world.size]
 
     def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """The forward and backward passes alone; the mean loss."""
@@ -385,8 +455,9 @@ class TrainStep:
     def _first_nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""
         if not math.isfinite(loss):
-            found = first_nonfinite_forward(self.model, micro_batches)
-            return found or "loss"
+            own = [batch for batch, _ in self._own(micro_batches)]
+            found = _first(self.world, nonfinite_weight(self.model))
+            return found or _first(self.world, nonfinite_output(self.model, own)) or "loss"
         for index, name in self._backward_order:
             if not math.isfinite(norms[index]):
                 return name
@@ -399,15 +470,30 @@ def _divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
     return [sum(counts) / count for count in counts]
 
 
+def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{group}/{name}": value for name, value in values.items()}
+
+
+def _first(world: World, found: str | None) -> str | None:
+    """What the first of the processes that found something did."""
+    return next((one for one in world.gather(found) if one is not None), None)
+
+
 @torch.no_grad()
-def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
-    """The first parameter that is not finite, else the first module whose output is not, in a new forward pass.
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """The first parameter that is not finite in this process's part of it. Waits for the device."""
+    for name, parameter in model.named_parameters():
+        if not local(parameter).isfinite().all():
+            return f"{name} (weights)"
+    return None
+
+
+@torch.no_grad()
+def nonfinite_output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
+    """The first module whose output is not finite, in a new forward pass.
 
     Only called after a step with a non-finite loss, which left the weights as they were. Waits for the device.
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            return f"{name} (weights)"
     found: list[str] = []
 
     def check(name: str) -> torch.utils.hooks.RemovableHandle:
@@ -429,14 +515,21 @@ def first_nonfinite_forward(model: nn.Module, micro_batches: Sequence[Tensor | B
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int, low: bool = False) -> float:
+def evaluate(
+    model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int, low: bool = False, world: World = ALONE
+) -> float:
     """Mean cross-entropy over the targets of `blocks` on the 16-bit path, or with every operator on the `low` one,
-    nats. Waits for the device."""
+    nats. Waits for the device. Of several processes each takes some of the batches."""
     was_training = model.training
     model.eval()
+    batches = list(blocks.split(batch_size))
     with plan.on_low_path() if low else plan.high_precision():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-        for batch in blocks.split(batch_size):
-            total += loss_of(model, batch.to(total.device)).double() * num_targets(batch)
+        for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
+            batch = batches[i] if i < len(batches) else batches[0]  # shards are gathered in passes: all take as many
+            loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
+            total += loss if i < len(batches) else 0.0
+        if world.size > 1:
+            total = Ranks().sum({"total": total})["total"]
     model.train(was_training)
     return float(total) / num_targets(blocks)

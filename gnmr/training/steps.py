@@ -6,6 +6,7 @@ A fork's last steps heal: they are steps in 16 bits, whatever the plan; no unit 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from gnmr.training.step import StepResult, TrainStep, evaluate
 class Steps:
     """Calling it with a step's number, from 1 on and each in its turn, takes that step."""
 
-    def __init__(self, parts: Parts, blocks: Blocks, levels: Levels | None = None) -> None:
-        """`levels`: of the steps before, for verdicts on steps that spike; None: none are wanted."""
-        self._parts, self._blocks = parts, blocks
-        self._routed = train_step(parts, levels=levels)
+    def __init__(self, parts: Parts, blocks: Blocks, levels: Levels | None = None, stop: Sequence[int] = ()) -> None:
+        """`levels`: of the steps before, for verdicts on steps that spike; None: none are wanted. `stop`: see
+        `TrainStep`."""
+        self._parts, self._blocks, self._stop = parts, blocks, stop
+        self._routed = train_step(parts, levels=levels, stop=stop)
         self._healing: TrainStep | None = None
 
     def __call__(self, step: int) -> StepResult:
@@ -34,12 +36,14 @@ class Steps:
         parts, training = self._parts, self._parts.config.training
         for stress in parts.stress:
             stress.begin_step(step)
-        micro_batches = [self._blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
+        micro_batches = [self._blocks.next(training.batch_size) for _ in range(training.accumulation)]
+        for i in range(parts.world.rank, training.accumulation, parts.world.size):  # the others are other processes'
+            micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
         if not heals(parts, step):
             return self._routed(micro_batches, lr)
         if self._healing is None:  # not before: it begins a step of the plan
-            self._healing = train_step(parts, _unrouted(parts))
+            self._healing = train_step(parts, _unrouted(parts), stop=self._stop)
         with parts.plan.high_precision():
             return self._healing(micro_batches, lr)
 
@@ -52,7 +56,10 @@ def heals(parts: Parts, step: int) -> bool:
 def _unrouted(parts: Parts) -> AttachedController:
     """A controller of the same units that routes none of them."""
     units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.plan)]
-    controller = AttachedController(units, ControlSpec(signal="always_low"), steps=parts.config.total_steps)
+    ranks = parts.controller.ranks
+    controller = AttachedController(
+        units, ControlSpec(signal="always_low"), steps=parts.config.total_steps, ranks=ranks
+    )
     controller.attach_plan(parts.plan, parts.model)
     return controller
 
@@ -72,10 +79,12 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
     RunFailed for one that is not finite. Waits for the device.
     """
     batch_size = parts.config.training.batch_size
-    loss = evaluate(parts.model, parts.plan, held_out, batch_size)
+    loss = evaluate(parts.model, parts.plan, held_out, batch_size, world=parts.world)
     low = None
     if parts.base is not None:
-        low = evaluate(parts.model, parts.plan, held_out, batch_size, low=True) if parts.plan.casts_forward else loss
+        low = loss
+        if parts.plan.casts_forward:
+            low = evaluate(parts.model, parts.plan, held_out, batch_size, low=True, world=parts.world)
     if not all(math.isfinite(found) for found in (loss, low) if found is not None):
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
     ppl = torch.tensor(loss, dtype=torch.float64).exp().item()

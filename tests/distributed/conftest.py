@@ -29,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
         for pipe in pipes:
             assert pipe.poll(120), f"{name}: no answer"
             answers.append(pipe.recv())
-        return [answer for _, answer in answers]
+        return [answer for _, answer in answers]  # an error as its line
 
     yield call
     for pipe in pipes:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +25,15 @@ def serve(rank: int, store: str, pipe: Any) -> None:
     """Of a process of `pair`: runs what it is asked until it is asked nothing."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     while (asked := pipe.recv()) is not None:
         name, options = asked
         try:
             pipe.send((True, globals()[name](**options)))
         except BaseException as error:
+            if os.environ.get("GNMR_TRACE"):
+                traceback.print_exc()
             pipe.send((False, f"{type(error).__name__}: {error}"))
     os._exit(0)  # gloo's threads may take their time
 
@@ -118,6 +125,53 @@ def loop(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return found | {"weights": [whole(p) for p in inner.parameters()]}
+
+
+def train(
+    config: Any,
+    *,
+    parallel: str,
+    nan: int | None = None,
+    stop: int | None = None,
+    slow: int | None = None,
+    other_seed: bool = False,
+) -> Any:
+    """The run of this config by both ranks: what was said, or how it ended.
+
+    `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
+    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
+    """
+    from gnmr.distributed.world import World
+    from gnmr.training import loop
+    from gnmr.training.run import run
+
+    class Steps(loop.Steps):
+        def __call__(self, step: int) -> Any:
+            if world.rank() == 1 and step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if world.rank() == slow and step in (4, 5, 6):
+                time.sleep(0.3)
+            handle = None
+            if world.rank() == 1 and step == nan:
+                embedding = self._parts.model.get_submodule("embed_tokens")
+                handle = embedding.register_forward_hook(lambda *found: found[-1] * torch.nan)
+            try:
+                return super().__call__(step)
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+    if other_seed and world.rank() == 1:
+        config = replace(config, training=replace(config.training, seed=7))
+    said: list[str] = []
+    before, loop.Steps = loop.Steps, Steps
+    try:
+        run(replace(config, parallel=parallel), said.append, world=World(world.rank(), world.size()))
+    except SystemExit as end:
+        return end.code
+    finally:
+        loop.Steps = before
+    return said
 
 
 def apart() -> None:

@@ -91,7 +91,7 @@ def test_a_nan_on_one_rank_acts_on_all_in_the_same_step(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("case", "line"),
     [
-        ("apart", "RunFailed: ranks disagree in step 1: they have other units, settings or sets"),
+        ("apart", "RunFailed: ranks disagree in step 1: they have other units, settings or recovered sets"),
         ("other_set", "RunFailed: ranks disagree in step 1"),
         ("unreduced", "RunFailed: gradients differ between ranks in step 1: call step() after the backward pass"),
     ],

@@ -37,6 +37,7 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "nonfinite_streak": 0,
             "nonfinite_unit": None,
             "step_time_s": 0.25,
+            "slowest_rank": None,
         }
         assert row.keys() >= changes.keys()
         return row | changes

@@ -194,7 +194,7 @@ def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampere
 
 def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):
     """Finite steps whose weights evaluate to NaN are no result."""
-    monkeypatch.setattr(steps, "evaluate", lambda *_: math.nan)
+    monkeypatch.setattr(steps, "evaluate", lambda *_, **__: math.nan)
     with pytest.raises(RunFailed, match="the validation loss after step 4 is nan"):
         train(tmp_path / "run")
     assert (tmp_path / "run" / "FAILED").exists() and not read_jsonl(tmp_path / "run" / "eval.jsonl")

@@ -1,0 +1,68 @@
+"""Which processes were started together, and starting them on this machine without torchrun (torch's elastic_launch).
+
+Needs no torch before it starts some.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gnmr.errors import RunFailed, UserError
+
+
+def is_torchrun() -> bool:
+    """Whether torchrun, or whoever sets its variables, has started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def started() -> int:
+    """How many processes it has started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if is_torchrun() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
+
+
+def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> None:
+    """Runs `run(*args)`, a function that can be pickled, in as many new processes; returns when all have ended.
+
+    It returns ("done", None), ("mistake", line), ("failed", line) or ("ended", exit code): raised here as UserError,
+    RunFailed and SystemExit. RunFailed too where a process is killed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told below
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="gnmr",
+        start_method="spawn",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    sys.stdout.flush()
+    try:
+        found = list(elastic_launch(config, run)(*args).values())
+    except SignalException as error:
+        raise SystemExit(128 + int(error.sigval)) from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        raise RunFailed(f"process {rank} of {processes} ended ({how}); the same command continues the run") from error
+    for kind in ("mistake", "failed", "ended"):
+        for told, what in found:
+            if told == kind == "ended":
+                raise SystemExit(what)
+            if told == kind:
+                raise UserError(what) if kind == "mistake" else RunFailed(what)

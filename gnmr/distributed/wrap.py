@@ -1,0 +1,101 @@
+"""A model as several processes run it: DistributedDataParallel, FSDP2, or both (HSDP); or as it is.
+
+Whatever wraps it takes the mean over ranks of their gradients, so each starts backward from its part of the step's loss
+times their number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from gnmr.distributed.world import World
+
+KINDS = ("none", "ddp", "fsdp", "hsdp")
+
+
+class Wrapped:
+    """A model of one process: called, it is the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.call: Callable[..., Any] = model
+        """What a training pass calls."""
+        self.arrived = 0.0
+        """When this rank came to the last point of a step up to which it waited for no other; 0: not yet."""
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward pass of a micro-batch: gradients are reduced in the `last` alone."""
+        return nullcontext()
+
+
+class _DDP(Wrapped):
+    """The inner model keeps its names; `arrived`: its own gradients were there."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        super().__init__(model)
+        ids = [torch.cuda.current_device()] if device.type == "cuda" else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of 2.13; what takes its place came with it
+            self.call = self._outer = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+
+        def timed(bucket: Any) -> Any:
+            self.arrived = time.perf_counter()
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        self._outer.register_comm_hook(None, lambda _, bucket: timed(bucket))
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._outer.no_sync()
+
+
+class _FSDP(Wrapped):
+    """`arrived`: its first forward pass began; all-gathers of every layer keep the ranks together from there on."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], mesh: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        super().__init__(model)
+        self.call = self._timed
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        self.arrived = self.arrived or time.perf_counter()
+        return self.model(*args, **kwargs)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+
+
+def wrap(model: nn.Module, blocks: Iterable[nn.Module], kind: str, world: World, device: torch.device) -> Wrapped:
+    """The model as `world` runs it, by a word of `KINDS`; parameters may be others afterwards (FSDP2)."""
+    if world.size == 1 or kind == "none":
+        return Wrapped(model)
+    if kind == "ddp":
+        return _DDP(model, device)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if kind == "fsdp":
+        return _FSDP(model, blocks, init_device_mesh(device.type, (world.size,)))
+    shards = shards_of(world.size)
+    names = ("replicate", "shard")
+    return _FSDP(model, blocks, init_device_mesh(device.type, (world.size // shards, shards), mesh_dim_names=names))
+
+
+def shards_of(size: int) -> int:
+    """Of how many processes one copy of the model is in HSDP: those of a machine; on one machine half of them."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return local if local < size else size // 2

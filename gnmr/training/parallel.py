@@ -1,0 +1,82 @@
+"""Which runs several processes can share; what they cannot is refused by its name."""
+
+from __future__ import annotations
+
+from gnmr.config import Config
+from gnmr.distributed.launch import is_torchrun, started
+from gnmr.distributed.wrap import shards_of
+from gnmr.errors import UserError
+from gnmr.paths import Plan
+
+_SIGNALS_OF_WHOLE = ("spike_share", "update_norm", "weight_std", "jacobian")
+"""What reads whole weights or moments."""
+
+
+def refuse_processes(config: Config) -> None:
+    """UserError where parallel=..., training.processes and the processes that were started do not fit together, and for
+    what a run of several processes cannot have."""
+    kind, asked = config.parallel, config.training.processes
+    if asked is not None and started() > 1:
+        raise UserError(f"training.processes={asked}: torchrun has started {started()} processes already; leave it out")
+    size = asked or started()
+    if kind == "none" and size > 1:
+        raise UserError(f"parallel=none: here are {size} processes; use parallel=ddp, fsdp or hsdp")
+    if kind != "none" and size == 1 and asked is None and not is_torchrun():
+        raise UserError(
+            f"parallel={kind}: needs several processes: torchrun --nproc-per-node N -m gnmr train ..., or "
+            "training.processes=N"
+        )
+    if size > 1:
+        _refuse_batches(config, size)
+        _refuse_parts(config, size)
+
+
+def _refuse_batches(config: Config, size: int) -> None:
+    accumulation, kind = config.training.accumulation, config.parallel
+    if accumulation < size:
+        raise UserError(
+            f"training.accumulation={accumulation}: {size} processes need a micro-batch of a step each; "
+            f"use training.accumulation={size} with a smaller training.batch_size, or fewer processes"
+        )
+    if kind != "ddp" and accumulation % size:
+        raise UserError(
+            f"training.accumulation={accumulation}: under parallel={kind} it must be a multiple of the {size} processes"
+        )
+    if kind == "hsdp" and (size % shards_of(size) or shards_of(size) < 2):
+        raise UserError(f"parallel=hsdp: needs an even number of processes, 4 or more, here are {size}; use fsdp")
+
+
+def _refuse_parts(config: Config, size: int) -> None:
+    training, kind, model = config.training, config.parallel, config.model
+    whole = {
+        "optim.name": (config.optim.name, config.optim.name != "adamw"),
+        "optim.transform.name": (config.optim.transform.name, config.optim.transform.name is not None),
+        "model.name": (model.name, model.checkpoint is not None),
+        "model.outlier_channels.window": (model.outlier_channels.window, bool(model.outlier_channels.window)),
+        "training.export_hf": (training.export_hf, training.export_hf),
+    }
+    never = {
+        "model.name": (model.name, model.name == "moe"),
+        "training.compile": (training.compile, training.compile),
+        "stress.kind": (config.stress.kind, config.stress.kind != "none"),
+        "scores.tasks": (config.scores.tasks, bool(config.scores.tasks)),
+        "paths.backend": (config.paths.backend, config.paths.backend == "te"),
+    }
+    for key, (value, wrong) in never.items():
+        if wrong:
+            raise UserError(f"{key}={value}: is for one process so far, here are {size}")
+    for key, (value, wrong) in whole.items():
+        if wrong and kind != "ddp":
+            raise UserError(f"{key}={value}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
+    needed = {config.controller.signal, *config.records.evidence}
+    if kind != "ddp" and (names := sorted(needed & set(_SIGNALS_OF_WHOLE))):
+        raise UserError(f"{names[0]}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
+
+
+def refuse_plan(plan: Plan) -> None:
+    """UserError for paths that draw random numbers: their order is that of one process."""
+    if plan.shared.generator is not None:
+        raise UserError(
+            "paths: stochastic rounding draws in the order of the micro-batches, which several processes do not have; "
+            "use one process, or a recipe and paths.rounding that round to nearest"
+        )

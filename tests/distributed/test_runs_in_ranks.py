@@ -1,0 +1,160 @@
+"""`gnmr train` in two processes: what it leaves is what one process leaves, and either goes on with the other's."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnmr.config import Config
+from gnmr.records.reader import read_json, read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from everything import differences, everything
+
+pytestmark = [
+    pytest.mark.xdist_group("pair"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
+]
+WORDS = ("training.accumulation=2", "training.batch_size=1")
+SLOW = pytest.mark.slow
+
+
+def left(folder: Path) -> dict[str, Any]:
+    found = everything(folder)
+    for row in found["steps"]:
+        del row["slowest_rank"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return left(train(tmp_path_factory.mktemp("alone") / "run", *WORDS))
+
+
+def test_a_run_of_two_ranks_leaves_what_one_process_leaves(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS)
+    said, other = pair("train", config=config, parallel="ddp", slow=1)
+    assert isinstance(said, list) and isinstance(other, list), (said, other)
+    assert any("verdicts: none in several processes" in line for line in said)
+    assert differences(alone, left(tmp_path / "run")) == []
+    assert read_json(tmp_path / "run" / "header.json")["world"] == {"processes": 2, "parallel": "ddp"}
+    slowest = [row["slowest_rank"] for row in read_jsonl(tmp_path / "run" / "steps.jsonl")]
+    assert slowest[3:6].count(1) >= 2, slowest  # on a machine with much else to do one may be another's
+
+
+def test_shards_leave_the_same_weights_and_sets(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS), parallel="fsdp")
+    assert isinstance(told[0], list), told
+    found = left(tmp_path / "run")
+    assert differences(alone["state"]["model"], found["state"]["model"]) == []
+    assert differences(alone["state"]["optimizer"], found["state"]["optimizer"]) == []
+    assert [row["num_active"] for row in found["steps"]] == [row["num_active"] for row in alone["steps"]]
+    assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]]
+    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
+        assert ours["grad_norm_pre_clip"] == pytest.approx(theirs["grad_norm_pre_clip"], rel=1e-6)
+    assert [row["val_loss"] for row in found["eval"]] == pytest.approx(
+        [row["val_loss"] for row in alone["eval"]], rel=1e-12
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("ddp", "none"), ("fsdp", "none"), ("none", "fsdp")])
+def test_a_run_goes_on_with_another_number_of_processes(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    alone: dict[str, Any],
+    tmp_path: Path,
+    first: str,
+    then: str,
+) -> None:
+    folder = tmp_path / "run"
+    config = tiny(f"run_dir={folder}", *WORDS)
+    if first == "none":
+        train(folder, *WORDS)
+        for name in ("DONE", "checkpoints/step-00000008"):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    else:
+        assert pair("train", config=config, parallel=first, stop=5) == [128 + signal.SIGTERM] * 2
+        assert read_jsonl(folder / "steps.jsonl")[-1]["step"] == 5, "both end behind the step in which one got it"
+    if then == "none":
+        train(folder, *WORDS)
+    else:
+        assert isinstance(pair("train", config=config, parallel=then)[0], list)
+    found = left(folder)
+    assert differences(alone["state"]["model"], found["state"]["model"]) == []
+    assert differences(alone["state"]["optimizer"], found["state"]["optimizer"]) == []
+    assert [row["loss"] for row in found["steps"]] == [row["loss"] for row in alone["steps"]]
+    assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=SLOW)])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path, parallel: str
+) -> None:
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS), parallel=parallel, nan=4)
+    assert isinstance(told[0], list), told
+    steps = read_jsonl(tmp_path / "run" / "steps.jsonl")
+    assert [row["skipped"] for row in steps] == [row["step"] == 4 for row in steps]
+    assert steps[3]["nonfinite_unit"] == "embed_tokens"
+    assert steps[4]["num_active"] == steps[3]["num_active"]
+
+
+MISTAKES = [
+    (["training.accumulation=1"], "ddp", "training.accumulation=1: 2 processes need a micro-batch of a step each"),
+    (
+        ["training.accumulation=3"],
+        "fsdp",
+        "training.accumulation=3: under parallel=fsdp it must be a multiple of the 2",
+    ),
+    ([*WORDS], "hsdp", "parallel=hsdp: needs an even number of processes, 4 or more, here are 2; use fsdp"),
+    ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
+    ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
+    ([*WORDS, "training.compile=true"], "ddp", "training.compile=True: is for one process so far, here are 2"),
+    ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
+    ([*WORDS, "controller.signal=price"], "ddp", "controller: price: is measured in one process, here are 2"),
+    ([*WORDS, "paths.rounding=stochastic"], "ddp", "paths: stochastic rounding draws in the order of"),
+]
+
+
+@pytest.mark.parametrize(("words", "parallel", "line"), MISTAKES, ids=[line.partition(":")[0] for *_, line in MISTAKES])
+def test_what_two_processes_cannot_do_is_refused_in_one_line(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    tmp_path: Path,
+    words: list[str],
+    parallel: str,
+    line: str,
+) -> None:
+    for told in pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel):
+        assert told.startswith(f"UserError: {line}") and "\n" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_settings_or_data_are_told(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS)
+    for told in pair("train", config=config, parallel="ddp", other_seed=True):
+        assert told.startswith("UserError: the config's hash is ") and "in rank 1: start all of them alike" in told
+
+
+def test_several_processes_have_to_be_started(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
+    told = gnmr("train", *tiny_words, "parallel=fsdp").mistake
+    assert told.startswith("parallel=fsdp: needs several processes: torchrun --nproc-per-node N -m gnmr train ..., or")
+    told = gnmr("train", *tiny_words, "training.processes=2").mistake
+    assert told == "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"
+    told = gnmr("train", *tiny_words, "parallel=both").mistake
+    assert told.startswith("parallel=both: must be one of none, ddp, fsdp, hsdp")
