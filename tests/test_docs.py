@@ -255,6 +255,8 @@ def names_of_a_block() -> dict[str, Any]:
         "batches": batches[:4],
         "others": batches[4:],
         "loss_of_batch": loss_of_batch,
+        "usual_loss": 1.0,  # so that the first step is looked into
+        "usual_norm": 1.0,
         "loss": LateLoss(lambda: loss_of_batch(batches[0])),
     }
 
