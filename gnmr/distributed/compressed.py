@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from gnmr.checks import one_of, whole
 from gnmr.controller.norms import to_device
 from gnmr.controller.units import Unit
+from gnmr.distributed import world
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.workers import RankWorkers, Workers
 from gnmr.errors import RunFailed
@@ -192,6 +193,12 @@ class GreedyLore:
         """U, (rows, rows)."""
         self._held: dict[str, Tensor] = {}
         """E of the workers here, (K, rows, columns)."""
+        self._rests: dict[str, Tensor] = {}
+        self._fresh: dict[str, Tensor] = {}
+        self._finite: list[Tensor] = []
+        self._sending = 0
+        """E, bases, verdicts and numbers of the step that is under way."""
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._recovered: set[str] = set()
         self._changed = False
         self.t = 0
@@ -220,10 +227,50 @@ class GreedyLore:
         Each (K, *shape): a row for each worker that is here. At most two collectives. Waits for the device in a
         refresh, and after a change of the set. RunFailed where workers have other units on the recovery path.
         """
-        self.sent = 0
         found = self._reduce(gradients)
-        self.t += 1
+        self._end_step()
         return found
+
+    def register(self, ddp: Any) -> None:
+        """Makes this the communication hook of a `DistributedDataParallel`, which `reduce` is not called beside.
+
+        Its backward pass then leaves the means in the gradients, bucket by bucket: two collectives each, of which none
+        runs beside the backward pass. ValueError where it wraps another model, or workers are virtual.
+        """
+        if self.workers.here != slice(world.rank(), world.rank() + 1) or self.workers.size != world.size():
+            raise ValueError("virtual workers have no DistributedDataParallel: hand their gradients to reduce()")
+        if missing := [
+            name for one, name in self._names.items() if all(one is not other for other in ddp.parameters())
+        ]:
+            raise ValueError(f"{missing[0]} is no parameter of the model that DistributedDataParallel wraps")
+        ddp.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
+
+    def _hook(self, bucket: Any) -> Any:
+        """The means of a bucket's gradients, in their place, as a future that is done."""
+        views = {self._names[one]: view for one, view in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        for name, mean in self._reduce({name: view[None] for name, view in views.items()}).items():
+            views[name].copy_(mean)
+        if bucket.is_last():
+            self._end_step()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def _end_step(self) -> None:
+        """What is held back and the bases of the next step: as they were, where a mean of this one is not finite."""
+        finite = torch.stack(self._finite).all()
+        for now, new in ((self._held, self._rests), (self._bases, self._fresh)):
+            for name, one in new.items():
+                before = now.get(name)
+                if before is None:  # a first basis may be one of zeros, what is held back may not
+                    before = torch.zeros_like(one) if now is self._held else one
+                now[name] = torch.where(finite, one, before)
+            new.clear()
+        self._finite.clear()
+        self.sent, self._sending = self._sending, 0
+        self.sent_total += self.sent
+        self._changed = False
+        self.t += 1
 
     @torch.no_grad()
     def _reduce(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -240,7 +287,7 @@ class GreedyLore:
             part = low[name] if name in low else self._matrices[name].wide(sums[name]) if name in sums else gradient
             parts.append(part.flatten(1).to(gradient.dtype))
         mean = self._mean(torch.cat(parts, 1))
-        finite = mean.isfinite().all()
+        self._finite.append(mean.isfinite().all())
         found: dict[str, Tensor] = {}
         for (name, gradient), sent, one in zip(
             gradients.items(), parts, mean.split([part.shape[1] for part in parts]), strict=True
@@ -248,20 +295,19 @@ class GreedyLore:
             if name in low:
                 matrix, basis = self._matrices[name], bases[name]
                 rows = sent.to(basis.dtype).unflatten(1, (self.spec.rank, matrix.columns))
-                self._hold(name, sums[name] - basis @ rows, finite)
+                self._hold(name, sums[name] - basis @ rows)
                 found[name] = matrix.wide(basis @ one.to(basis.dtype).view(self.spec.rank, matrix.columns))
             else:
                 found[name] = one.view(gradient.shape[1:])
                 if name in sums:
-                    self._hold(name, torch.zeros_like(sums[name]), finite)
+                    self._hold(name, torch.zeros_like(sums[name]))
                 elif name in self._matrices and phase == REFRESH:
-                    self._refresh(name, found[name], finite)
+                    self._refresh(name, found[name])
             found[name] = found[name].to(gradient.dtype)
         return found
 
     def _mean(self, x_KN: Tensor) -> Tensor:
-        self.sent += x_KN.shape[1]
-        self.sent_total += x_KN.shape[1]
+        self._sending += x_KN.shape[1]
         return self.workers.mean(x_KN)
 
     def _with_held(self, name: str, gradient: Tensor) -> Tensor:
@@ -270,22 +316,19 @@ class GreedyLore:
         wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         return wide + self._held[name] if name in self._held else wide
 
-    def _hold(self, name: str, rest: Tensor, finite: Tensor) -> None:
-        """E after a step, where it is one that counts."""
+    def _hold(self, name: str, rest: Tensor) -> None:
+        """E after this step."""
         if self.spec.feedback:
-            before = self._held.get(name)
-            self._held[name] = torch.where(finite, rest, torch.zeros_like(rest) if before is None else before)
+            self._rests[name] = rest
 
-    def _refresh(self, name: str, mean: Tensor, finite: Tensor) -> None:
+    def _refresh(self, name: str, mean: Tensor) -> None:
         """A new basis of the mean gradient; nothing is held back any more."""
         wide = self._matrices[name].wide(mean)
         wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         if name in self._held:
-            self._hold(name, torch.zeros_like(self._held[name]), finite)
+            self._hold(name, torch.zeros_like(self._held[name]))
         if self.spec.basis == "greedy":
-            before = self._bases.get(name)
-            basis = torch.linalg.svd(wide.nan_to_num(0, 0, 0), full_matrices=False).U
-            self._bases[name] = basis if before is None else torch.where(finite, basis, before)
+            self._fresh[name] = torch.linalg.svd(wide.nan_to_num(0, 0, 0), full_matrices=False).U
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P of what is on the low path, (rows, rank): one collective, whose size does not depend on the set."""
@@ -326,7 +369,6 @@ class GreedyLore:
         """RunFailed where the mean of the workers' flags says that their sets differ. Waits only where one may."""
         if not self._changed and flags.device.type != "cpu":
             return
-        self._changed = False
         differ = [name for name, flag in zip(names, flags.tolist(), strict=True) if 0 < flag < 1]
         if differ:
             unit = self._matrices[differ[0]].unit

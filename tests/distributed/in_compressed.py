@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gnmr.controller import Controller, ControlSpec
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
@@ -27,11 +28,18 @@ class Block(nn.Module):
 def compress(
     how: str = "virtual", *, steps: int = 40, saved: Any = None, start: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """`how`: virtual, or ranks. What came of it; `saved`: goes on from what a loop of `start` steps returned."""
+    """`how`: virtual, ranks, or hook (of DDP, several buckets). What came of it.
+
+    `saved`: goes on from what a loop of `start` steps returned.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).double()
     workers = VirtualWorkers(2) if how == "virtual" else RankWorkers()
     compressed = GreedyLore(model, GreedyLoreSpec(**{**SPEC, **options}), workers=workers)
+    outer: nn.Module = model
+    if how == "hook":
+        outer = DistributedDataParallel(model, bucket_cap_mb=0.0015)  # type: ignore[arg-type]
+        compressed.register(outer)
     control = ControlSpec(alpha=1.02, beta=1.02, delta=3, max_o=2)
     controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else Ranks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -46,11 +54,13 @@ def compress(
         rows = []
         for x in batches[workers.here]:
             optimizer.zero_grad()
-            (model(x) - 2 * x.roll(1, 1)).square().mean().backward()
+            (outer(x) - 2 * x.roll(1, 1)).square().mean().backward()
             rows.append([one.grad for one in model.parameters()])
-        gradients = {name: torch.stack(one) for (name, _), *one in zip(model.named_parameters(), *rows, strict=True)}
-        for name, mean in compressed.reduce(gradients).items():
-            model.get_parameter(name).grad = mean
+        names = [name for name, _ in model.named_parameters()]
+        if how != "hook":
+            means = compressed.reduce({name: torch.stack(one) for name, *one in zip(names, *rows, strict=True)})
+            for name, mean in means.items():
+                model.get_parameter(name).grad = mean
         sets.append(controller.step().active.tolist())
         sent.append(compressed.sent)
         optimizer.step()
@@ -64,18 +74,27 @@ def compress(
     }
 
 
-def differing_sets() -> None:
+def differing_sets(hook: bool) -> None:
     """Ranks whose sets were made to differ."""
     from gnmr.distributed import world
 
     model = nn.Sequential(Block())
     compressed = GreedyLore(model, GreedyLoreSpec(rank=2, refresh_every=9, dense_steps=0))
     unit = compressed.units()[0]
-    gradients = {name: torch.ones(1, *one.shape) for name, one in model.named_parameters()}
-    compressed.reduce(gradients)
+    outer: nn.Module = model
+    if hook:
+        outer = DistributedDataParallel(model)
+        compressed.register(outer)
+
+    def step() -> None:
+        outer(torch.ones(2, 8)).sum().backward()
+        if not hook:
+            compressed.reduce({name: one.grad[None] for name, one in model.named_parameters() if one.grad is not None})
+
+    step()
     if world.rank() == 1 and unit.switch is not None:
         unit.switch(True)
-    compressed.reduce(gradients)
+    step()
 
 
 def sharded() -> None:

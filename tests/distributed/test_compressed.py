@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from in_compressed import compress
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from gnmr import config, models
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, Traffic
 from gnmr.distributed.workers import RankWorkers, VirtualWorkers
 
 Pair = Callable[..., list[Any]]
+ROOT = Path(__file__).parents[2]
 START, TAU = 2, 5
 WIDE, TALL, BIAS = "up_proj.weight", "down_proj.weight", "up_proj.bias"
 
@@ -187,6 +191,23 @@ def test_what_is_sent_is_counted() -> None:
     assert everything == dense + traffic.overhead * (TAU - 1) / TAU
 
 
+@pytest.mark.parametrize("scale", ["130m", "350m", "1.3b"])
+def test_the_table_of_numbers_sent_is_computed(scale: str) -> None:
+    """The row of docs/compressed.md, of the shipped scale on the meta device."""
+    sizes = config.load({"model": OmegaConf.load(ROOT / "conf" / "scale" / f"{scale}.yaml").model}).model
+    with torch.device("meta"):
+        model = models.build(sizes, 32000, 256)
+    spec = GreedyLoreSpec()
+    assert (spec.rank, spec.refresh_every, spec.dense_steps) == (32, 200, 1000), "the paper's"
+    traffic = Traffic.of(model, spec)
+    numbers = [traffic.dense, *(traffic.mean(spec, share) for share in (0, 1 / 7, 1 / 4))]
+    row = " | ".join([scale, *(f"{number / 1e6:.1f}" for number in numbers)])
+    assert f"| {row} |" in (ROOT / "docs" / "compressed.md").read_text()
+    if scale == "130m":
+        assert [round(number / traffic.dense, 2) for number in numbers] == [1, 0.40, 0.48, 0.55]
+        assert len(GreedyLore(model, spec, workers=VirtualWorkers(2)).units()) == 84
+
+
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:
     model = net()
     compressed = made(model, dense_steps=0)
@@ -239,8 +260,15 @@ class TestRanks:
                 torch.testing.assert_close(rank["compressed"]["held"][name][0], held[i], rtol=0, atol=1e-12)
         assert same(ranks[0], ranks[1]) and torch.equal(ranks[0]["held_back"], ranks[1]["held_back"])
 
-    def test_sets_that_differ_end_in_one_line_on_each(self, pair: Pair) -> None:
-        for told in pair("differing_sets"):
+    def test_the_hook_of_ddp_does_the_same_to_the_last_bit(self, pair: Pair) -> None:
+        ours, hooks = pair("compress", how="ranks", steps=20), pair("compress", how="hook", steps=20)
+        for rank, hook in zip(ours, hooks, strict=True):
+            assert hook["sets"] == rank["sets"] and hook["sent"] == rank["sent"] and changes(rank["sets"]) > 5
+            assert same(hook, rank) and torch.equal(hook["held_back"], rank["held_back"])
+
+    @pytest.mark.parametrize("hook", [False, True])
+    def test_sets_that_differ_end_in_one_line_on_each(self, pair: Pair, hook: bool) -> None:
+        for told in pair("differing_sets", hook=hook):
             assert told.startswith("RunFailed: ranks disagree before step 2: 0.up_proj is on the recovery path of some")
 
     def test_sharded_weights_are_refused(self, pair: Pair) -> None:
@@ -315,5 +343,7 @@ def test_a_tied_head_and_frozen_weights_are_refused() -> None:
 def test_one_process_alone_has_nothing_to_compress() -> None:
     with pytest.raises(ValueError, match="need data parallelism, here is one process"):
         RankWorkers()
+    with pytest.raises(ValueError, match="virtual workers have no DistributedDataParallel"):
+        made(net()).register(None)
     with pytest.raises(ValueError, match="workers=1: must be a whole number of at least 2"):
         VirtualWorkers(1)
