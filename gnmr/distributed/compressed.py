@@ -239,10 +239,8 @@ class GreedyLore:
         """
         if self.workers.here != slice(world.rank(), world.rank() + 1) or self.workers.size != world.size():
             raise ValueError("virtual workers have no DistributedDataParallel: hand their gradients to reduce()")
-        if missing := [
-            name for one, name in self._names.items() if all(one is not other for other in ddp.parameters())
-        ]:
-            raise ValueError(f"{missing[0]} is no parameter of the model that DistributedDataParallel wraps")
+        if {id(one) for one in ddp.parameters()} != {id(one) for one in self._names}:
+            raise ValueError("DistributedDataParallel wraps another model than the one whose gradients are compressed")
         ddp.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
 
     def _hook(self, bucket: Any) -> Any:
