@@ -79,6 +79,7 @@ def commands() -> list[Typed]:
             text = re.sub(r"\\\n\s*", "", "\n".join(lines))
             for line in text.splitlines() if language in ("", "sh") else []:
                 line = re.split(r"\s{2,}#|\s{3,}", line.strip())[0]
+                line = re.sub(r"^torchrun .* -m gnmr ", "gnmr ", line)
                 if re.match(r"(gnmr [a-z]|make )", line) and not re.search(r"gnmr\.|\.\.\.|: ", line):
                     found[Typed(name_of(page), line)] = None
     return [*found]
