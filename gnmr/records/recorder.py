@@ -67,8 +67,9 @@ class Recorder:
             header=header,
             mode=settings.wandb,
         )
-        if self._header and settings.wandb != "off":
-            self._wandb.resume(rows_of_steps(read_ratios(info.folder), header.get("units") or ()))
+        if self._header:
+            units = header.get("units") or ()
+            self._wandb.resume(lambda: rows_of_steps(read_ratios(info.folder), units), info.start_step)
         self._view.events(events)
         self._view.start(info)
 

@@ -149,11 +149,17 @@ class WandbSink:
                 self._run = _open(wandb, "offline", arguments)
             _define(self._run)
 
-    def resume(self, ratios: Iterable[RatioRows]) -> None:
-        """The rows of a run that goes on, from before: the map and the table begin with them."""
+    def resume(self, ratios: Callable[[], Iterable[RatioRows]], last_step: int) -> None:
+        """The rows up to `last_step` of a run that goes on: the map and the table begin with them. Read by the sink's
+        own thread, so that what is wrong with them stops W&B and not the run."""
         if self._run is not None:
-            for rows in ratios:
-                self._thread.submit(self._keep, rows)
+            self._thread.submit(self._resume, ratios, last_step)
+
+    def _resume(self, ratios: Callable[[], Iterable[RatioRows]], last_step: int) -> None:
+        with self._tolerant("resume"):
+            for rows in ratios():
+                if rows.step <= last_step:
+                    self._keep(rows)
 
     def step(
         self, row: dict[str, Any], ratios: RatioRows | None = None, more: Mapping[str, float] | None = None

@@ -80,13 +80,14 @@ def losses(comparison: Comparison, looks: Looks) -> Figure | None:
 
 
 def many_losses(comparison: Comparison, curves: RelativeCurves, what: str, place: int, name: str) -> Figure:
-    """A small panel for each arm: its mean over seeds before the median of all."""
+    """A small panel for each arm, the lowest end first: its mean over seeds before the median of all, by step."""
     means = {
         arm.label: shared_mean([curve for curve in curves[arm.label][place].values() if len(curve[0])])
         for arm in comparison.arms
         if arm.label in curves
     }
-    means = {label: curve for label, curve in means.items() if np.isfinite(curve[1]).any()}
+    known = [(label, curve) for label, curve in means.items() if np.isfinite(curve[1]).any()]
+    means = dict(sorted(known, key=lambda one: one[1][1][np.isfinite(one[1][1])][-1]))
     names = short_names([arm for arm in comparison.arms if arm.label in means])
     number = max(1, math.ceil(len(means) / 5))
     figure, grid = new_figure(12, 1.5 * number + 0.9, rows=number, columns=min(5, max(1, len(means))), share=True)
@@ -104,7 +105,7 @@ def many_losses(comparison: Comparison, curves: RelativeCurves, what: str, place
     for axes in grid[len(means) :]:
         axes.set_visible(False)
     figure.supylabel(what, fontsize=8)
-    head(figure, f"{name} of {len(means)} arms, grey the median of all: {comparison.name}")
+    head(figure, f"{name} by step of {len(means)} arms, grey the median of all: {comparison.name}")
     return figure
 
 

@@ -98,8 +98,11 @@ def log_ticks(axis: Axis, subs: tuple[float, ...], told: Callable[[float], str] 
 
 
 def legend_beside(axes: Axes, *entries: Iterable[Any]) -> None:
-    """The legend, on the right of the axes."""
-    axes.legend(*entries, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    """The legend, on the right of the axes; the figure grows until all of it is seen."""
+    made = axes.legend(*entries, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure = axes.get_figure()
+    if isinstance(figure, Figure):
+        figure.set_figheight(max(figure.get_figheight(), 0.17 * len(made.get_texts()) + 0.8))
 
 
 def of_steps(how: str, width: int) -> str:

@@ -56,7 +56,7 @@ def eval_row() -> Callable[[int], dict[str, Any]]:
 
 @pytest.fixture
 def event_row() -> Callable[..., dict[str, Any]]:
-    def make(step: int, unit: str = UNITS[0], event: str = "promote", cause: str = "gnmr") -> dict[str, Any]:
+    def make(step: int, unit: str | None = UNITS[0], event: str = "promote", cause: str = "gnmr") -> dict[str, Any]:
         return {"step": step, "unit": unit, "event": event, "cause": cause, "risk": 3.5 if event == "promote" else None}
 
     return make

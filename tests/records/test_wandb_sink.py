@@ -58,7 +58,7 @@ def test_offline_file_equals_what_was_given(
         if step % 6 == 0:
             sink.eval(eval_row(step), {"compare/val_loss_minus_16bit": 0.5})
     events = [event_row(2), event_row(3, event="release", cause="lock")]
-    events += [event_row(4, unit=None, event="verdict", cause="data", risk=None)]
+    events += [event_row(4, unit=None, event="verdict", cause="data")]
     sink.finish(SUMMARY, events)
     wandb.teardown()  # as at the end of the process: `finish` alone does not wait until the file is written
     assert said == []
@@ -268,6 +268,32 @@ def test_traces_of_units_stay_bounded(ratio_rows: Make) -> None:
     assert len(traces._kept) <= 40
     rows = traces.rows(5000)
     assert 2000 < len(rows) <= 5000 and {len(row) for row in rows} == {len(traces.columns)}
+
+
+def test_a_resumed_run_begins_with_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, ratio_rows: Make
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    sink = WandbSink(pytest.fail, wandb_every=2)
+    start(sink, tmp_path)
+    sink.resume(lambda: [ratio_rows(step) for step in (1, 2, 3, 4)], 3)  # the fourth is of the run that goes on
+    sink.step(step_row(4), ratio_rows(4))
+    sink._thread.shutdown()
+    assert sink._map.last_step == 4 and [one.step for one in sink._traces._kept] == [2, 4]
+
+
+def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    said: list[str] = []
+    sink = WandbSink(said.append)
+    start(sink, tmp_path)
+
+    def damaged() -> Any:
+        raise ValueError("damaged")
+
+    sink.resume(damaged, 3)
+    sink._thread.shutdown()
+    assert len(said) == 1 and "its resume failed" in said[0] and sink.where() is None
 
 
 def test_seeds_of_an_arm_are_one_group() -> None:

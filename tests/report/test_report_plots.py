@@ -13,10 +13,12 @@ import pytest
 from gnmr.records.find import find_runs
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.curves import losses_by_tokens, mean_gnmr, mean_of_units
+from gnmr.report.curves import losses, losses_by_tokens, mean_gnmr, mean_of_units
+from gnmr.report.faults import FaultWindow
 from gnmr.report.plots import draw
 from gnmr.report.runs import load
 from gnmr.report.style import looks
+from gnmr.report.unit_plots import risk_map
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +91,24 @@ def test_signals_without_gnmr_and_quality_against_promotion(write_run: Write, tm
     ]
     pixels = matplotlib.image.imread(images["stress-cpu-promotion"])[..., :3]
     assert pixels.std() > 0.05
+
+
+def test_many_arms_get_a_panel_each_and_faults_a_frame(
+    write_run: Write, comparisons: Callable[[], list[Comparison]]
+) -> None:
+    for number in range(9):
+        write_run(steps=6, ratios=number == 8, settings={"controller.max_o": number + 1}, val_ppl=50.0 - number)
+    (comparison,) = comparisons()
+    figure = losses(comparison, looks(arm.label for arm in comparison.arms))
+    assert figure is not None
+    titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
+    assert titles == [f"max_o={number}" for number in range(9, 0, -1)], "the lowest first"
+    arm = next(arm for arm in comparison.arms if arm.settings["controller.max_o"] == 9)
+    ratios = arm.first.ratios()
+    windows = [FaultWindow(ratios.units[1], 2, 3), FaultWindow("elsewhere", 1, 2)]
+    axes = risk_map(arm, arm.first, ratios, windows).axes[0]
+    (frame,) = axes.patches
+    assert (frame.get_x(), frame.get_width()) == (1.5, 2)
 
 
 def test_the_names_of_comparisons_of_one_scale_are_numbered(write_run: Write, tmp_path: Path) -> None:
