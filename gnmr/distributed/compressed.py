@@ -410,6 +410,11 @@ class GreedyLore:
         if state["matrices"] != keys["matrices"]:
             raise ValueError("the state of GreedyLore belongs to other matrices than this model has")
         whole(0, t=state["t"], sent_total=state["sent_total"])
+        for name, one in [*state["bases"].items(), *state["held"].items()]:
+            matrix = self._matrices.get(name)
+            sides = None if matrix is None else {2: (matrix.rows, matrix.rows), 3: (matrix.rows, matrix.columns)}
+            if sides is None or tuple(one.shape[-2:]) != sides.get(one.ndim):
+                raise ValueError(f"state: what it holds of {name}, {tuple(one.shape)}, does not fit this model")
         held = {name: self._mine(one, state["workers"]) for name, one in state["held"].items()}
         if any(one is None for one in held.values()):
             warnings.warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gnmr.controller import Controller, ControlSpec
+from gnmr.distributed import world
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.workers import RankWorkers, VirtualWorkers
@@ -26,11 +28,11 @@ class Block(nn.Module):
 
 
 def compress(
-    how: str = "virtual", *, steps: int = 40, saved: Any = None, start: int = 0, **options: Any
+    how: str = "virtual", *, steps: int = 40, saved: Any = None, start: int = 0, parts: int = 1, **options: Any
 ) -> dict[str, Any]:
     """`how`: virtual, ranks, or hook (of DDP, several buckets). What came of it.
 
-    `saved`: goes on from what a loop of `start` steps returned.
+    `saved`: goes on from what a loop of `start` steps returned, or of ranks a list of that. `parts`: micro-batches.
     """
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).double()
@@ -43,6 +45,8 @@ def compress(
     control = ControlSpec(alpha=1.02, beta=1.02, delta=3, max_o=2)
     controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else Ranks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if isinstance(saved, list):
+        saved = saved[world.rank()]
     if saved is not None:
         model.load_state_dict(saved["model"])
         compressed.load_state_dict(saved["compressed"])
@@ -54,7 +58,9 @@ def compress(
         rows = []
         for x in batches[workers.here]:
             optimizer.zero_grad()
-            (outer(x) - 2 * x.roll(1, 1)).square().mean().backward()
+            for i, part in enumerate(x.chunk(parts)):
+                with outer.no_sync() if how == "hook" and i < parts - 1 else nullcontext():  # type: ignore[operator]
+                    ((outer(part) - 2 * part.roll(1, 1)).square().mean() / parts).backward()
             rows.append([one.grad for one in model.parameters()])
         names = [name for name, _ in model.named_parameters()]
         if how != "hook":
@@ -76,8 +82,6 @@ def compress(
 
 def differing_sets(hook: bool) -> None:
     """Ranks whose sets were made to differ."""
-    from gnmr.distributed import world
-
     model = nn.Sequential(Block())
     compressed = GreedyLore(model, GreedyLoreSpec(rank=2, refresh_every=9, dense_steps=0))
     unit = compressed.units()[0]

@@ -261,10 +261,18 @@ class TestRanks:
         assert same(ranks[0], ranks[1]) and torch.equal(ranks[0]["held_back"], ranks[1]["held_back"])
 
     def test_the_hook_of_ddp_does_the_same_to_the_last_bit(self, pair: Pair) -> None:
-        ours, hooks = pair("compress", how="ranks", steps=20), pair("compress", how="hook", steps=20)
+        ours, hooks = (pair("compress", how=how, steps=20, parts=2) for how in ("ranks", "hook"))
         for rank, hook in zip(ours, hooks, strict=True):
             assert hook["sets"] == rank["sets"] and hook["sent"] == rank["sent"] and changes(rank["sets"]) > 5
             assert same(hook, rank) and torch.equal(hook["held_back"], rank["held_back"])
+
+    def test_each_rank_goes_on_from_its_state_or_from_that_of_all(self, pair: Pair) -> None:
+        together, apart = compress(steps=10), pair("compress", how="ranks", steps=10)
+        rest = compress(steps=15, start=10, saved=together)
+        for saved in (apart, together):
+            for rank in pair("compress", how="ranks", steps=15, start=10, saved=saved):
+                assert rank["sets"] == rest["sets"] and changes(rest["sets"]) > 5
+                torch.testing.assert_close(rank["held_back"], rest["held_back"], rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("hook", [False, True])
     def test_sets_that_differ_end_in_one_line_on_each(self, pair: Pair, hook: bool) -> None:
@@ -297,6 +305,7 @@ def test_another_number_of_workers_is_warned_of() -> None:
         (lambda state: state.pop("held"), "state: has no held"),
         (lambda state: state["matrices"].pop(WIDE), "belongs to other matrices"),
         (lambda state: state.update(t=-1), "t=-1: must be a whole number"),
+        (lambda state: state["bases"].update({WIDE: torch.ones(7, 7)}), r"holds of up_proj.weight, \(7, 7\), does not"),
     ],
 )
 def test_a_state_that_is_none_is_refused(change: Callable[[dict[str, Any]], None], line: str) -> None:
