@@ -46,13 +46,13 @@ class GnmrCallback(Callback):
     - A batch for which `training_step` returns None decides nothing.
 
     Refused with a `UserError`: manual optimization and LBFGS (their hook comes after clipping, or more than once a
-    step), and strategies other than one device, DDP and `ModelParallelStrategy` (FSDP2).
+    step), and strategies other than one device, DDP and `ModelParallelStrategy` (FSDP2; not tried).
     """
 
     def __init__(self, **options: Any) -> None:
         """`options` of `gnmr.attach`. TypeError for an unknown one."""
         asked = dict(options)
-        for name in ("steps", "seed", "record", "plan"):
+        for name in ("plan", "steps", "seed", "record"):
             asked.pop(name, None)
         specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
         self.controller: AttachedController | None = None

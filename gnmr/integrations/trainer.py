@@ -84,7 +84,7 @@ class GnmrCallback(TrainerCallback):
                 f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
             )
         asked = dict(options)
-        for name in ("steps", "seed", "record"):
+        for name in ("plan", "steps", "seed", "record"):
             asked.pop(name, None)
         specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
         _check(trainer, attached=controller is not None)

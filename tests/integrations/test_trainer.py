@@ -243,6 +243,7 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused(r"options \(max_o\) are for attaching", {"controller": elsewhere, "max_o": 3})
     with pytest.raises(TypeError, match="colour"):
         made(lora_llama(), tmp_path, {"colour": 1})
+    made(lora_llama(), tmp_path, {"plan": "plan.json"})  # is an option, read when training begins
 
     trainer = Trainer(lora_llama(), arguments(tmp_path), train_dataset=Blocks(TOKENS))
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
