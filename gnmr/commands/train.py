@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -188,7 +188,8 @@ def run_cell(composed: DictConfig) -> None:
     if config.parallel == "none" and config.training.processes is None and not is_torchrun():
         folder = _train(config, command)
         if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-            _show_beside(folder)
+            with suppress(UserError, OSError):  # records that cannot be read: the run is done all the same
+                _show_beside(folder)
         return
     from gnmr.training.parallel import refuse_processes
 

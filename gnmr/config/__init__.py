@@ -235,7 +235,11 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 def read(path: Path) -> Config:
     """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
     try:
-        return load(read_tree(path))
+        tree = read_tree(path)
+        if tree.get("own_loop") is True:  # gnmr/recording.py
+            norms = path.parent / "ratios.parquet"
+            raise Damaged(f"{path.parent}: was recorded by attach() in a loop of its own; gnmr replay {norms} takes it")
+        return load(tree)
     except Damaged:
         raise
     except Exception as error:

@@ -47,6 +47,8 @@ from gnmr.terminal import say, shared
 from gnmr.training.folder import run_folder
 
 MOST_CELLS = 100_000
+MOST_SHOWN = 200
+"""Cells of which a sweep ends with a line an arm; of more reading them takes longer than a few seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -273,9 +275,10 @@ def _show_arms(cells: list[Cell]) -> None:
         return
     from gnmr.report.brief import brief
 
-    with suppress(UserError):  # records that cannot be read: the report says which
-        for table in brief(folders):
-            table.print(shared())
+    if len(folders) <= MOST_SHOWN:
+        with suppress(UserError, OSError):  # records that cannot be read: the report says which
+            for table in brief(folders):
+                table.print(shared())
     say(f"next: gnmr report {shlex.quote(os.path.commonpath(folders))}")
 
 
