@@ -65,9 +65,10 @@ def losses(comparison: Comparison, looks: Looks) -> Figure | None:
     ):
         for arm in comparison.arms:
             mine = curves.get(arm.label, ({}, {}))[place]
-            mine = _capped(mine) if curves is plain else mine
             _seeds_and_mean(axes, arm, mine, looks, marker="o" if place else None)
-        if curves is not plain:
+        if curves is plain:
+            axes.set_ylim(top=loss_top([curve for found in plain.values() for curve in found[place].values()]))
+        else:
             axes.axhline(0.0, color=FAINT, lw=1.6, zorder=1)
             _bounded(axes, [curve for found in curves.values() for curve in found[place].values()])
         minus = ", minus 16 bits" if curves is not plain else ""
@@ -154,13 +155,14 @@ def losses_by_tokens(comparisons: Sequence[Comparison], looks: Looks) -> Figure:
         curves = loss_by_tokens(comparison)
         for arm in comparison.arms:
             mine = {run.folder: curves[run.folder] for run in arm.runs if run.folder in curves}
-            _seeds_and_mean(axes, arm, _capped(mine), looks, label=arm.label)
+            _seeds_and_mean(axes, arm, mine, looks, label=arm.label)
         ends = [_end(*curve) for curve in curves.values()]
         if several and ends:
             x, y = np.median(ends, axis=0)
             axes.annotate(comparison.kind.scale, (x, y), (5, 0), textcoords="offset points", fontsize=8, va="center")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(top=loss_top([curve for one in comparisons for curve in loss_by_tokens(one).values()]))
     log_ticks(axes.yaxis, (1, 1.5, 2, 3, 4, 5, 6, 8))
     axes.set_title("seeds thin, their mean bold; means of bins of equal width")
     log_ticks(axes.xaxis, (1, 2, 5), count)
@@ -228,13 +230,17 @@ def _end(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(x[last]), float(y[last])
 
 
-def _capped(curves: Curves) -> Curves:
-    """A diverged run drawn no higher than a little above where it began, so that it does not flatten the others."""
-    found = {}
-    for key, (steps, values) in curves.items():
-        first = values[np.isfinite(values)][:1]
-        found[key] = steps, np.minimum(values, 1.03 * first) if len(first) else values
-    return found
+def loss_top(curves: Sequence[Series]) -> float | None:
+    """Where an axis of losses ends: a little above the highest first value, or the last one within half above that.
+
+    A run that diverged leaves the axes and does not flatten the others; a fork's loss may rise. None without any.
+    """
+    known = [values[np.isfinite(values)] for _, values in curves]
+    first = max((float(one[0]) for one in known if len(one)), default=None)
+    if first is None:
+        return None
+    last = [float(one[-1]) for one in known if len(one) and one[-1] <= 1.5 * first]
+    return 1.03 * max([first, *last])
 
 
 def relative_losses(comparison: Comparison, width: int) -> tuple[RelativeCurves, list[Arm]]:

@@ -13,7 +13,7 @@ import pytest
 from gnmr.records.find import find_runs
 from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
 from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.curves import losses, losses_by_tokens, mean_gnmr, mean_of_units
+from gnmr.report.curves import loss_top, losses, losses_by_tokens, mean_gnmr, mean_of_units
 from gnmr.report.faults import FaultWindow
 from gnmr.report.plots import draw
 from gnmr.report.runs import load
@@ -164,6 +164,14 @@ def test_binned() -> None:
     assert binned(steps, values, 2, "max")[1] == pytest.approx([3.0, np.nan, np.nan, 5.0], nan_ok=True)
     assert binned(steps, np.array([1, np.inf, 1, 1]), 2, "mean")[1][0] == np.inf
     assert [bin_width(last, 300) for last in (0, 300, 301, 20_000)] == [1, 1, 2, 67]
+
+
+def test_an_axis_of_losses_shows_what_rises_and_not_what_diverges() -> None:
+    steps = np.arange(3)
+    falls, rises, diverges = (np.array(one) for one in ([3.0, 2.0, 1.0], [3.0, 3.1, 3.6], [3.0, 9.0, 30.0]))
+    assert loss_top([(steps, falls)]) == pytest.approx(1.03 * 3.0)
+    assert loss_top([(steps, one) for one in (falls, rises, diverges)]) == pytest.approx(1.03 * 3.6)
+    assert loss_top([]) is None and loss_top([(steps, np.full(3, np.nan))]) is None
 
 
 def test_log_binned() -> None:

@@ -12,7 +12,7 @@ from gnmr.report import regimes
 from gnmr.report.arms import Arm, bits
 from gnmr.report.binning import bin_width, shared_mean
 from gnmr.report.comparisons import Comparison, runs_of
-from gnmr.report.curves import MANY, Curves, last_step, loss_by_tokens, loss_curves, relative_losses
+from gnmr.report.curves import MANY, Curves, last_step, loss_by_tokens, loss_curves, loss_top, relative_losses
 from gnmr.report.faults import FaultWindow
 from gnmr.report.headline import headline, short_names
 from gnmr.report.html.pack import number, numbers
@@ -22,7 +22,7 @@ from gnmr.report.regimes import RegimeCell
 from gnmr.report.risk import costs, limit, thresholds
 from gnmr.report.runs import Ratios, Run
 from gnmr.report.statistics import Paired, as_percent, paired
-from gnmr.report.style import Looks, looks
+from gnmr.report.style import Looks, Series, looks
 from gnmr.report.tradeoff import ends, signal_curves
 
 _TRAIN_POINTS = 400
@@ -116,19 +116,18 @@ def losses(comparison: Comparison) -> Tree:
     minus the 16-bit arm's of the same seed, where there is one."""
     width = step_width(comparison)
     lines: list[Tree] = []
-    first: dict[str, list[float]] = {"train": [], "val": []}
+    every: dict[str, list[Series]] = {"train": [], "val": []}
     for place, arm in enumerate(comparison.arms):
-        for name, curves in zip(first, loss_curves(arm, width), strict=True):
-            for _, values in curves.values():
-                first[name] += values[np.isfinite(values)][:1].tolist()
+        for name, curves in zip(every, loss_curves(arm, width), strict=True):
+            every[name] += curves.values()
             lines += _lines(place, name, arm, curves)
-    top = {name: number(1.03 * max(values)) if values else None for name, values in first.items()}
+    top = {name: number(loss_top(found)) for name, found in every.items()}
     relative, references = relative_losses(comparison, width)
     apart = [
         line
         for place, arm in enumerate(comparison.arms)
         if arm.label in relative
-        for name, curves in zip(first, relative[arm.label], strict=True)
+        for name, curves in zip(every, relative[arm.label], strict=True)
         for line in _lines(place, name, arm, curves)
     ]
     to = references[0].label if len(references) == 1 else "16 bits"
