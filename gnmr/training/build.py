@@ -37,7 +37,7 @@ from gnmr.training.base import Base, open_base
 from gnmr.training.checkpoint import Stateful
 from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer, learning_rate
-from gnmr.training.parallel import refuse_plan
+from gnmr.training.parallel import refuse_random
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 
@@ -171,7 +171,7 @@ def _routed(
         place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
         say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
     if world.size > 1:
-        refuse_plan(plan)
+        refuse_random(model, plan)
     controller = _controller(config, model, plan, Ranks() if world.size > 1 else None)
     faults = build_faults(config, plan)
     if faults is not None:

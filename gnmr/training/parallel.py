@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from gnmr.config import Config
 from gnmr.distributed.launch import is_torchrun, started
 from gnmr.distributed.wrap import shards_of
@@ -73,8 +75,13 @@ def _refuse_parts(config: Config, size: int) -> None:
         raise UserError(f"{names[0]}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
 
 
-def refuse_plan(plan: Plan) -> None:
-    """UserError for paths that draw random numbers: their order is that of one process."""
+def refuse_random(model: nn.Module, plan: Plan) -> None:
+    """UserError for a model or paths that draw random numbers: their order is that of one process."""
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise UserError(
+            "dropout draws in the order of the micro-batches, which several processes do not have: use one process, or "
+            "model.adapter.dropout=0 and a checkpoint without dropout"
+        )
     if plan.shared.generator is not None:
         raise UserError(
             "paths: stochastic rounding draws in the order of the micro-batches, which several processes do not have; "
