@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
 from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
-from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
@@ -554,6 +554,8 @@ def attach(
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
+    if isinstance(record, str) and record in EVIDENCE:
+        raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
     pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
     if pins is not None:
         named |= _of_plan(pins, paths, named)
