@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "img" / "spend.svg"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
-SPEND = ("spend-sim_e2m1.json",)
+SPEND = ("spend-sim_e2m1.json", "spend-broken.json")
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dashed where it has pins of the same name."""
@@ -79,7 +79,8 @@ def spend() -> str:
         "",
         "Forks of trained bases: the share of the gap from always-low to always-high (validation loss on the 16-bit",
         "path) that an arm closes, mean over bases and orders of the data, with 95 % intervals: by the residual of",
-        "one model of all arms, or by each arm's own spread where that model is refused.",
+        "one model of all arms, or where that model is refused by Fieller of each arm's own differences (half their",
+        "width is shown).",
         "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
         "`price, each step`, at the same budget, Holm over the table.",
     ]
@@ -165,6 +166,7 @@ def spend_figure() -> bytes:
     import io
 
     import matplotlib as mpl
+    import numpy as np
     from matplotlib.ticker import PercentFormatter
 
     from gnmr.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
@@ -179,7 +181,7 @@ def spend_figure() -> bytes:
                 points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]
                 spends = [float(found["note"].split()[1].rstrip("%,")) / 100 for found in points]
                 closed = [found["value"] for found in points]
-                bars = [found["value"] - found["low"] for found in points]
+                bars = np.transpose([(max(f["value"] - f["low"], 0), max(f["high"] - f["value"], 0)) for f in points])
                 place = list(MARKS).index(arm.removesuffix(EACH))
                 look = {"color": COLOURS[place], "marker": MARKS[arm.removesuffix(EACH)], "ms": 5}
                 look |= {"lw": 2.2 if arm.startswith("price") else 1.1, "ls": "-"}
@@ -207,7 +209,7 @@ def _clear(figures: dict[str, Any], cell: str) -> int:
 
 
 def _closed(figure: dict[str, Any]) -> str:
-    half = figure["value"] - figure["low"]
+    half = (figure["high"] - figure["low"]) / 2
     p = figure["note"].rpartition(" ")[2] if ", p against" in figure["note"] else "1"
     return f"{100 * figure['value']:.0f} ± {100 * half:.0f}{' *' if float(p) < 0.01 else ''}"
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -254,16 +254,16 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
         if arm in BOUNDS:
             continue
         spent = np.mean([known[cell]["share"] for cell in forks if (cell.arm, cell.budget) == (arm, budget)])
-        value, half = float(np.mean([*found.values()])), _half(model, [*found.values()])
+        value, (low, high) = float(np.mean([*found.values()])), _interval(model, (arm, budget))
         against = f", p against {scene.ours} {p[arm, budget]:.1g}" if (arm, budget) in p else ""
         figures.append(
             Figure(
                 f"{name}: {arm} at {budget:.1%}",
                 value,
                 "%",
-                value - half,
-                value + half,
-                f"95 % interval, {'own' if model and model.own else 'pooled'} spread",
+                low,
+                high,
+                "95 % interval, " + ("by Fieller, own spread" if model and model.own else "pooled spread"),
                 n,
                 note=f"spends {spent:.1%}{against}",
             )
@@ -271,13 +271,18 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     return figures
 
 
-def _half(model: Fit | None, values: Sequence[float]) -> float:
-    """Half of the 95 % interval of an arm's mean over blocks; 0 of one block."""
+def _interval(model: Fit | None, key: tuple[str, float]) -> tuple[float | None, float | None]:
+    """95 %, of an arm's mean over blocks. By the pooled residual; of arms told by their own differences by Fieller, as
+    the gap is a block's own too: what breaks differs. None where it is not told."""
     if model is None:
-        return 0.0
-    n = len(values)
-    sd, freedom = (float(np.std(values, ddof=1)), n - 1) if model.own else (model.sd, model.freedom)
-    return float(stats.t.ppf(1 - LEVEL / 2, freedom)) * sd / math.sqrt(n)
+        return None, None
+    if model.own:
+        never, always = (next(one for one in model.values if one[0] == name) for name in BOUNDS)  # type: ignore[index]
+        found = model.ratio({never: 1.0, key: -1.0}, {never: 1.0, always: -1.0})
+        return found[1] if found is not None and found[1] is not None else (None, None)
+    n = len(model.values[key])
+    mean, half = float(np.mean([*model.values[key].values()])), stats.t.ppf(1 - LEVEL / 2, model.freedom) * model.sd
+    return mean - float(half) / math.sqrt(n), mean + float(half) / math.sqrt(n)
 
 
 def _rivals(model: Fit, scene: Scene) -> dict[tuple[str, float], Contrast | None]:

@@ -136,7 +136,7 @@ def test_arms_of_unequal_spread_are_told_by_their_own_differences(monkeypatch: p
     found = drawn(spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={}), {"random": 0.6})
     wide, narrow = (found[f"nvfp4: {arm} at 10.0%"] for arm in ("random", "price"))
     assert wide.high - wide.low > 0.3 and narrow.high - narrow.low < 0.08
-    assert narrow.spread == "95 % interval, own spread"
+    assert narrow.spread == "95 % interval, by Fieller, own spread"
     assert found["nvfp4: smallest effect at 80 % power"].note == "each arm's own spread"
 
 
