@@ -33,6 +33,7 @@ from gnmr.doctor.plan import PATHS, PinPlan, read_plan
 from gnmr.errors import nearest
 from gnmr.paths import PathSpec, Plan, Recipe, convert
 from gnmr.paths.conversion import operator_shapes
+from gnmr.paths.memory import is_sharded
 from gnmr.paths.plan import nominal_bits
 from gnmr.paths.price import PriceMeter
 from gnmr.paths.probe import Probe
@@ -166,7 +167,7 @@ class AttachedController(Controller):
 
     def _check_alone(self, what: str) -> None:
         """ValueError where several processes train the model, or its parameters are sharded."""
-        if self.together() or any(hasattr(p, "device_mesh") for p in self._model.parameters()):
+        if self.together() or is_sharded(*self._model.parameters()):
             raise ValueError(f"{what}: runs in one process, on parameters that are whole; not under DDP or FSDP")
 
     def follow(self) -> None:

@@ -19,7 +19,6 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import yaml
 from gnmr import __version__
 from gnmr.controller import Decision
 from gnmr.errors import UserError
+from gnmr.records.machine import cpu_name
 from gnmr.records.reader import stored
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.writer import RunWriter
@@ -101,7 +101,7 @@ class Recording:
         }
         self._seen = now
         self._writer.ratios(ratio_rows(decision))
-        self._writer.events([dict(vars(event)) for event in decision.events])
+        self._writer.events(event_rows(decision))
 
     def log(self, **figures: float) -> None:
         """Figures of the step that was taken last. ValueError before the first one, for others and for no numbers."""
@@ -145,6 +145,11 @@ def ratio_rows(decision: Decision) -> RatioRows:
     )
 
 
+def event_rows(decision: Decision) -> list[dict[str, Any]]:
+    """The decision's events as rows of `records.schema.EVENT_FIELDS`."""
+    return [dict(vars(event)) for event in decision.events]
+
+
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of them YAML can hold; all else as its name."""
 
@@ -161,13 +166,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "gnmr": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": {"cpu": cpu, "threads": torch.get_num_threads()},
+        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads()},
     }

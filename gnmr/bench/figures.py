@@ -122,7 +122,8 @@ def describe_machine() -> dict[str, Any]:
     """Versions, commit and machine, and how busy it is."""
     import torch
 
-    from gnmr.training.provenance import commit, cpu_name
+    from gnmr.records.machine import cpu_name
+    from gnmr.training.provenance import commit
 
     return {
         "commit": commit(),

@@ -277,12 +277,11 @@ def _interval(model: Fit | None, key: tuple[str, float]) -> tuple[float | None, 
     if model is None:
         return None, None
     if model.own:
-        never, always = (next(one for one in model.values if one[0] == name) for name in BOUNDS)  # type: ignore[index]
-        found = model.ratio({never: 1.0, key: -1.0}, {never: 1.0, always: -1.0})
+        found = model.closed(key, *BOUNDS.items())
         return found[1] if found is not None and found[1] is not None else (None, None)
-    n = len(model.values[key])
-    mean, half = float(np.mean([*model.values[key].values()])), stats.t.ppf(1 - LEVEL / 2, model.freedom) * model.sd
-    return mean - float(half) / math.sqrt(n), mean + float(half) / math.sqrt(n)
+    values = [*model.values[key].values()]
+    half = float(stats.t.ppf(1 - LEVEL / 2, model.freedom)) * model.sd / math.sqrt(len(values))
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
 
 
 def _rivals(model: Fit, scene: Scene) -> dict[tuple[str, float], Contrast | None]:

@@ -29,6 +29,7 @@ from gnmr.models.layers import GELUMLP
 from gnmr.models.moe import MoEMLP
 from gnmr.models.pretrained import as_hugging_face
 from gnmr.paths import Plan
+from gnmr.recording import event_rows, ratio_rows
 from gnmr.records.recorder import Recorder
 from gnmr.training import rows, step
 from gnmr.training.build import assemble, device_of, first_batch, train_step
@@ -95,8 +96,8 @@ def controller(setting: Setting) -> list[Figure]:
             result = take_step(micro_batches, config.optim.lr)
             counters.step += 1
             with watch.part("records"):
-                recorder.step(rows.step_row(result, counters, 0.0), rows.ratio_rows(result.decision))
-                recorder.events(rows.event_rows(result.decision))
+                recorder.step(rows.step_row(result, counters, 0.0), ratio_rows(result.decision))
+                recorder.events(event_rows(result.decision))
 
         with Recorder(rows.run_info(parts, "bench"), settings, None) as recorder, watch.inside(*_PARTS):
             tree = to_dict(config)

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     found = sorted(find_runs(folders), key=changed)
     shown = found[-given.last :] if given.last else found
     console = for_tables()
-    console.print(_table([_row(folder) for folder in shown], os.path.commonpath([*folders, *folders[:1]])))
+    console.print(_table([_row(folder) for folder in shown], os.path.commonpath(folders)))
     if left_out := len(found) - len(shown):
         print_plain(console, f"{left_out} older ones are not shown: last=null")
     return 0

@@ -36,6 +36,7 @@ from torch import nn
 from gnmr.controller import Unit
 from gnmr.errors import UserError
 from gnmr.extras import install
+from gnmr.vocabulary import GEMMS
 
 try:
     from nvdlfw_inspect.config_manager import ConfigManager
@@ -43,7 +44,7 @@ try:
 except ImportError as error:
     raise ImportError(f"gnmr.integrations.te_debug needs nvdlfw-inspect: {install('te')}") from error
 
-NAMESPACE, GEMMS = "transformer_engine", ("fprop", "dgrad", "wgrad")
+NAMESPACE = "transformer_engine"
 
 
 class GnmrRouting:

@@ -175,6 +175,10 @@ class Fit:
         root = math.sqrt(max(inside, 0.0))
         return float(a / b), (float((-linear - root) / (2 * square)), float((-linear + root) / (2 * square)))
 
+    def closed(self, arm: Hashable, low: Hashable, high: Hashable) -> tuple[float, tuple[float, float] | None] | None:
+        """The share of the gap from `low` to `high` that the arm closes, and its interval: see `ratio`."""
+        return self.ratio(_apart(low, arm), _apart(low, high))
+
 
 def fit(values: Mapping[Any, Values]) -> Fit | None:
     """The model; None where no degree of freedom is left for the residual, or values are too large to be squared.
@@ -329,7 +333,7 @@ def _row(
     closed = p_equal = None
     if bounds is not None and arm not in bounds:
         low, high = bounds
-        closed = model.ratio(_apart(low, arm), _apart(low, high))
+        closed = model.closed(arm, low, high)
         above, below = (model.contrast(_sum(_apart(arm, control), _apart(low, high), s * MARGIN)) for s in (1, -1))
         if above and below and n >= FEWEST:
             p_equal = max(above.above, 1 - below.above)
@@ -345,7 +349,7 @@ def _verdict(row: Row, p: float | None, p_equal: float | None) -> str:
     return EQUAL if p_equal is not None and p_equal < LEVEL else NO_DIFFERENCE
 
 
-def _apart(arm: str, other: str) -> dict[Hashable, float]:
+def _apart(arm: Hashable, other: Hashable) -> dict[Hashable, float]:
     """The weights of the arm minus the other; of an arm and itself none."""
     return {arm: 1.0, other: -1.0} if arm != other else {arm: 0.0}
 

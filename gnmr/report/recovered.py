@@ -103,13 +103,14 @@ def recovered(arms: Mapping[str, Arm], *, control: str) -> Recovered | None:
     family = judge(values, [(name, control) for name in between if name != control], low=low, high=high)
 
     def line(name: str) -> Line:
-        mean = np.mean([arms[name].mean("spent_gemm_frac") or 0.0])
         found = None
         if family.fit is not None and name in between:
-            found = family.fit.ratio({low: 1.0, name: -1.0}, {low: 1.0, high: -1.0})
+            found = family.fit.closed(name, low, high)
         closed = (means[low] - means[name]) / gap
         by_order = tuple((values[low][order] - values[name][order]) / gap for order in orders)
-        return Line(name, closed, by_order, None if found is None else found[1], float(mean))
+        return Line(
+            name, closed, by_order, None if found is None else found[1], arms[name].mean("spent_gemm_frac") or 0.0
+        )
 
     ppl = float(np.exp(means[low])), float(np.exp(means[high]))
     return Recovered(tuple(map(line, arms)), len(orders), gap, ppl, family, control)

@@ -13,11 +13,12 @@ from torch import Tensor
 from gnmr.blame import Levels
 from gnmr.data.batch import Batch
 from gnmr.errors import RunFailed
+from gnmr.recording import event_rows, ratio_rows
 from gnmr.records.reader import read_jsonl
 from gnmr.records.recorder import Recorder, Silent
 from gnmr.training.build import Blocks, Parts
 from gnmr.training.checkpoint import Checkpointer
-from gnmr.training.rows import Counters, event_rows, ratio_rows, step_row, verdict_row
+from gnmr.training.rows import Counters, step_row, verdict_row
 from gnmr.training.step import StepResult
 from gnmr.training.steps import Steps, heals, validated
 

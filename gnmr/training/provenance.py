@@ -7,7 +7,6 @@ Host and user are left out. A path below the working folder is written relative 
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 import gnmr
 from gnmr.config import Config, DataConfig, to_dict
+from gnmr.records.machine import cpu_name
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """A path from the root, where a word or a value in it begins."""
@@ -45,17 +45,6 @@ def commit() -> str | None:
         return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def place(path: str) -> str:

@@ -12,10 +12,8 @@ import torch
 import gnmr
 from gnmr import models
 from gnmr.blame import Verdict
-from gnmr.controller import Decision
 from gnmr.paths import Window
 from gnmr.paths.plan import described
-from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo
 from gnmr.training.build import Parts, tokens_of
 from gnmr.training.provenance import commit, machine, told_command
@@ -94,25 +92,6 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
             windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]
-
-
-def ratio_rows(decision: Decision) -> RatioRows:
-    """The decision as rows of `records.schema.ratio_schema`."""
-    return RatioRows(
-        step=decision.step,
-        units=decision.units,
-        observed=decision.observed,
-        norm=decision.norm,
-        columns=decision.columns | decision.evidence,
-        risk=decision.risk,
-        active=decision.in_force,
-        lock=decision.lock,
-    )
-
-
-def event_rows(decision: Decision) -> list[dict[str, Any]]:
-    """The decision's events as rows of `records.schema.EVENT_FIELDS`."""
-    return [dict(vars(event)) for event in decision.events]
 
 
 def header(parts: Parts, command: str) -> dict[str, Any]:
