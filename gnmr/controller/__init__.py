@@ -1,6 +1,7 @@
 """The paper's controller. Imports torch and nothing else of ours, so that it runs in any training loop."""
 
-from gnmr.controller.controller import Controller, Decision, Event
+from gnmr.controller.controller import Controller
+from gnmr.controller.decision import Decision, Event
 from gnmr.controller.observed import OBSERVE, OutputGradients
 from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Choice, decide

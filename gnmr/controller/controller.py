@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.controller.admission import budget_left, check_ranks, check_signal, unit_names, warn_of_cap
 from gnmr.controller.calibration import NO_TRIGGER, Calibration
+from gnmr.controller.decision import Decision, Event, few
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.observed import OutputGradients
@@ -29,108 +31,10 @@ from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Budget, Choice, decide
 from gnmr.controller.ranks import Ranks
 from gnmr.controller.signals import build_signal
-from gnmr.controller.signals.base import TINY, BlindSignal, Context, Evidence, Signal, SignalBase, positive, whole
+from gnmr.controller.signals.base import TINY, BlindSignal, Context, Evidence, SignalBase, positive, whole
 from gnmr.controller.signals.history import all_finite
-from gnmr.controller.spec import NO_CAP, ControlSpec
+from gnmr.controller.spec import ControlSpec
 from gnmr.controller.units import Unit
-
-
-@dataclass(frozen=True)
-class Event:
-    """A unit was put on the recovery path or taken off it."""
-
-    step: int
-    """Step whose norms led to it; in force from the next step on. 0: in force from the start."""
-    unit: str
-    event: str
-    """promote or release."""
-    cause: str
-    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
-    of the largest risks of a ranked signal, under its threshold), nonfinite, retry (`Controller.promote`: in force in
-    this very step) or warmup;
-    release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be spent) or warmup
-    (it ended)."""
-    risk: float | None
-    """R of the unit at that step, None where it has none."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the controller saw in one step and what it chose from it; host arrays over the U units, in unit order."""
-
-    step: int
-    units: list[str]
-    norm: np.ndarray
-    """(U,) float64, gradient norm."""
-    observed: np.ndarray
-    """(U,) bool, the unit had a gradient."""
-    evidence: dict[str, np.ndarray]
-    """(U,) float64 each: the evidence that `Controller(record=...)` asked for."""
-    columns: dict[str, np.ndarray]
-    """(U,) float64 each: the statistics behind the risk."""
-    risk: np.ndarray
-    """(U,) float64."""
-    candidate: np.ndarray
-    """(U,) bool, C_t."""
-    in_force: np.ndarray
-    """(U,) bool, units on the recovery path during this step."""
-    active: np.ndarray
-    """(U,) bool, A_t: units on the recovery path during the next step."""
-    lock: np.ndarray
-    """(U,) int64, locks after this step."""
-    rank: np.ndarray
-    """(U,) int64, place by risk among the candidates, 0 the riskiest."""
-    thresholds: tuple[float | None, ...]
-    """Threshold of each column in this step, `trigger` included."""
-    events: list[Event]
-
-    def __repr__(self) -> str:
-        """Who is in recovery next and who is riskiest; a decision's arrays fill screens."""
-        next_ones = f": {_few(self.by_risk(self.active))}" if self.active.any() else ""
-        told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
-        known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
-        place = int(known.argmax())
-        riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
-        return f"<Decision of {told}, {_count(self.candidate)} candidates{riskiest}>"
-
-    def metrics(self) -> dict[str, float]:
-        """The step in a few numbers, for whatever a loop logs to: `wandb.log(decision.metrics())`.
-
-        Units in recovery during this step and in the next one, candidates, promotions and releases, the largest finite
-        risk (NaN without one), the norm of all units' gradients and how many units are over each column's threshold.
-        """
-        known = self.risk[self.observed & np.isfinite(self.risk)]
-        found = {
-            "active": _count(self.in_force),
-            "active_next": _count(self.active),
-            "candidates": _count(self.candidate),
-            "promotions": sum(event.event == "promote" for event in self.events),
-            "releases": sum(event.event == "release" for event in self.events),
-            "risk_max": float(known.max()) if len(known) else math.nan,
-            "grad_norm": float(np.sqrt(np.square(self.norm[self.observed]).sum())),
-            **{f"over_{column}": self.over(column) for column in self.columns},
-        }
-        return {f"gnmr/{name}": float(value) for name, value in found.items()}
-
-    def by_risk(self, chosen: np.ndarray) -> list[str]:
-        """Ids of the `chosen` units ((U,) bool), largest risk first."""
-        places = np.flatnonzero(chosen)
-        return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
-
-    def over(self, column: str) -> int:
-        """How many observed units exceed this column's threshold; NaN counts as over."""
-        threshold = self.thresholds[list(self.columns).index(column)]
-        if threshold is None:
-            return 0
-        return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
-
-
-def _count(flags: np.ndarray) -> int:
-    return int(np.count_nonzero(flags))
-
-
-def _few(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 @dataclass(frozen=True)
@@ -142,92 +46,6 @@ class Mark:
     chosen: Tensor
     risk: Tensor
     signal: Mapping[str, Tensor]
-
-
-_OF_ONE_PROCESS = ("micro_square", "true_gap", *PRICE_EVIDENCE)
-"""Evidence that is no sum over ranks, or is not made one yet."""
-
-
-def _check_ranks(
-    ranks: Ranks | None, units: Sequence[Unit], needs: Collection[str], norms: Callable[[], tuple[Tensor, Tensor]]
-) -> None:
-    """ValueError where ranks would choose different units: each decides for itself, from sums that must be equal."""
-    sharded = [unit.name for unit in units if any(hasattr(p, "device_mesh") for p in unit.parameters)]
-    if sharded and ranks is None:
-        raise ValueError(
-            f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
-            "controller ranks=gnmr.distributed.reduce.Ranks(), as gnmr.attach does"
-        )
-    if sharded and "weight_std" in needs:
-        raise ValueError(f"weight_std: {sharded[0]} has sharded parameters (DTensor); use another signal, or DDP")
-    if ranks is None or ranks.size == 1:
-        return
-    if wrong := [name for name in needs if name in _OF_ONE_PROCESS]:
-        raise ValueError(
-            f"{', '.join(wrong)}: is measured in one process, here are {ranks.size}; use a signal of gradient norms or "
-            "of the paths' errors (docs/distributed.md)"
-        )
-    if not isinstance(norms, (UnitNorms, OutputGradients)):
-        raise ValueError(
-            f"norms: of one's own are those of one process, here are {ranks.size}; reduce them, and hand "
-            "them to observe()"
-        )
-
-
-def _names(units: Sequence[Unit]) -> list[str]:
-    """The units' ids. ValueError where there are none, or two are the same."""
-    if not units:
-        raise ValueError("no units: there is nothing to control")
-    names = [unit.name for unit in units]
-    if len(set(names)) < len(names):
-        raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
-    return names
-
-
-def _check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], foreign_norms: bool) -> None:
-    """ValueError for a signal whose parts do not fit together, and for evidence that cannot be had."""
-    if len(signal.thresholds(1)) != len(signal.columns):
-        raise ValueError(
-            f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
-            f"{', '.join(signal.columns) or 'none'}: one each"
-        )
-    missing(needs, ())  # refuses unknown names
-    if foreign_norms and "micro_square" in needs:
-        raise ValueError(
-            "micro_square is of the gradients of the units' parameters, and the norms are of others "
-            "(observe='input_grad'): use another signal"
-        )
-    if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
-        raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
-
-
-def _check_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
-    """Warns of a cap that caps nothing."""
-    num_recoverable = sum(unit.recoverable for unit in units)
-    if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
-        warnings.warn(
-            f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
-            "paper a quarter of them)",
-            stacklevel=3,
-        )
-
-
-def _budget(
-    units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float, device: torch.device
-) -> Budget:
-    """The budget of `Controller`. ValueError for costs without sense, and where nothing is left of it."""
-    costs = [float(unit.cost) for unit in units]
-    if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
-        raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
-    every = sum(costs) if whole_cost is None else whole_cost
-    if not every > 0:
-        raise ValueError(f"budget={share:g}: no unit costs anything")
-    routed = [cost / every for unit, cost in zip(units, costs, strict=True) if unit.recoverable]
-    left = share - pinned
-    if routed and left * (1 + 1e-9) < min(routed):
-        pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
-        raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
-    return Budget.of(left, [cost / every for cost in costs], device)
 
 
 class Controller:
@@ -269,7 +87,7 @@ class Controller:
         ranks: Ranks | None = None,
     ) -> None:
         self.units = units = list(units)
-        self.names = _names(units)
+        self.names = unit_names(units)
         self.spec = spec = ControlSpec() if spec is None else spec
         whole(1 if steps is None else steps, "steps")
         if isinstance(record, str) or not isinstance(record, Sequence):
@@ -281,11 +99,11 @@ class Controller:
         self.record = tuple(record)
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
-        _check_signal(self.signal, self.needs, self.record, norms is not None)
+        check_signal(self.signal, self.needs, self.record, norms is not None)
         self.ranks = ranks
         self.norms = UnitNorms([unit.parameters for unit in units], ranks) if norms is None else norms
-        _check_ranks(ranks, units, self.needs, self.norms)
-        _check_cap(units, self.signal, spec.max_o)
+        check_ranks(ranks, units, self.needs, self.norms)
+        warn_of_cap(units, self.signal, spec.max_o)
         self.max_o, self.t_lock, self.warmup_steps, self.hold = spec.max_o, spec.t_lock, spec.warmup_steps, spec.hold
         self.ranked, self.trigger = spec.ranked, spec.trigger
         self._calibration: Calibration | None = None
@@ -300,7 +118,7 @@ class Controller:
         """The share of all costs that is always spent."""
         self._budget: Budget | None = None
         if spec.budget is not None:
-            self._budget = _budget(units, spec.budget, whole_cost, pinned, self._device)
+            self._budget = budget_left(units, spec.budget, whole_cost, pinned, self._device)
         self._lock = torch.zeros(len(units), dtype=torch.int64, device=self._device)
         self._active = np.zeros(len(units), dtype=bool)
         self._chosen = self._recoverable & (self.warmup_steps > 0)  # what `apply` will have made of it
@@ -319,7 +137,7 @@ class Controller:
         """Watches other parameters of the same units. ValueError for sharded ones, if something of them is read."""
         of_parameters = isinstance(self.norms, UnitNorms)
         if of_parameters or "weight_std" in self.needs:
-            _check_ranks(self.ranks, units, self.needs, self.norms)
+            check_ranks(self.ranks, units, self.needs, self.norms)
         self.units = units
         if of_parameters:
             self.norms = UnitNorms([unit.parameters for unit in units], self.ranks)
@@ -330,7 +148,7 @@ class Controller:
         """What it is and where it is."""
         signal = self.spec.signal_name
         names = self.active
-        now = f"{len(names)} in recovery{f': {_few(names)}' if names else ''}"
+        now = f"{len(names)} in recovery{f': {few(names)}' if names else ''}"
         how = "calibrating" if self._calibration is not None else f"trigger {self.trigger:.4g}"
         told = f"{len(self.units)} units, signal {signal}, {how}, max_o={self.max_o}"
         return f"<{type(self).__name__} of {told}; step {self.t}: {now}>"
@@ -433,7 +251,7 @@ class Controller:
         """
         ranks = self.ranks
         assert ranks is not None, "one process has no parts"
-        _check_ranks(ranks, (), self.needs, self.norms)  # there may have been fewer when it was made
+        check_ranks(ranks, (), self.needs, self.norms)  # there may have been fewer when it was made
         found: dict[str, Tensor] = {}
         if isinstance(self.norms, OutputGradients):
             square, observed = self.norms.parts()

@@ -14,8 +14,7 @@ import torch
 from contexts import context
 from torch import Tensor, nn
 
-from gnmr.controller import Controller, ControlSpec, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
-from gnmr.controller.controller import NO_CAP
+from gnmr.controller import NO_CAP, Controller, ControlSpec, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
 from gnmr.controller.signals import SIGNALS
 
 

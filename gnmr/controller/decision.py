@@ -1,0 +1,108 @@
+"""What a controller chose in a step, and which units it moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Event:
+    """A unit was put on the recovery path or taken off it."""
+
+    step: int
+    """Step whose norms led to it; in force from the next step on. 0: in force from the start."""
+    unit: str
+    event: str
+    """promote or release."""
+    cause: str
+    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
+    of the largest risks of a ranked signal, under its threshold), nonfinite, retry (`Controller.promote`: in force in
+    this very step) or warmup;
+    release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be spent) or warmup
+    (it ended)."""
+    risk: float | None
+    """R of the unit at that step, None where it has none."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller saw in one step and what it chose from it; host arrays over the U units, in unit order."""
+
+    step: int
+    units: list[str]
+    norm: np.ndarray
+    """(U,) float64, gradient norm."""
+    observed: np.ndarray
+    """(U,) bool, the unit had a gradient."""
+    evidence: dict[str, np.ndarray]
+    """(U,) float64 each: the evidence that `Controller(record=...)` asked for."""
+    columns: dict[str, np.ndarray]
+    """(U,) float64 each: the statistics behind the risk."""
+    risk: np.ndarray
+    """(U,) float64."""
+    candidate: np.ndarray
+    """(U,) bool, C_t."""
+    in_force: np.ndarray
+    """(U,) bool, units on the recovery path during this step."""
+    active: np.ndarray
+    """(U,) bool, A_t: units on the recovery path during the next step."""
+    lock: np.ndarray
+    """(U,) int64, locks after this step."""
+    rank: np.ndarray
+    """(U,) int64, place by risk among the candidates, 0 the riskiest."""
+    thresholds: tuple[float | None, ...]
+    """Threshold of each column in this step, `trigger` included."""
+    events: list[Event]
+
+    def __repr__(self) -> str:
+        """Who is in recovery next and who is riskiest; a decision's arrays fill screens."""
+        next_ones = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
+        told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
+        known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
+        place = int(known.argmax())
+        riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
+        return f"<Decision of {told}, {_count(self.candidate)} candidates{riskiest}>"
+
+    def metrics(self) -> dict[str, float]:
+        """The step in a few numbers, for whatever a loop logs to: `wandb.log(decision.metrics())`.
+
+        Units in recovery during this step and in the next one, candidates, promotions and releases, the largest finite
+        risk (NaN without one), the norm of all units' gradients and how many units are over each column's threshold.
+        """
+        known = self.risk[self.observed & np.isfinite(self.risk)]
+        found = {
+            "active": _count(self.in_force),
+            "active_next": _count(self.active),
+            "candidates": _count(self.candidate),
+            "promotions": sum(event.event == "promote" for event in self.events),
+            "releases": sum(event.event == "release" for event in self.events),
+            "risk_max": float(known.max()) if len(known) else math.nan,
+            "grad_norm": float(np.sqrt(np.square(self.norm[self.observed]).sum())),
+            **{f"over_{column}": self.over(column) for column in self.columns},
+        }
+        return {f"gnmr/{name}": float(value) for name, value in found.items()}
+
+    def by_risk(self, chosen: np.ndarray) -> list[str]:
+        """Ids of the `chosen` units ((U,) bool), largest risk first."""
+        places = np.flatnonzero(chosen)
+        return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
+
+    def over(self, column: str) -> int:
+        """How many observed units exceed this column's threshold; NaN counts as over."""
+        threshold = self.thresholds[list(self.columns).index(column)]
+        if threshold is None:
+            return 0
+        return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
+
+
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and dots where there are more."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
