@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.view import recovery_figures
 from gnmr.training.step import TrainStep
 
 VARIANTS = {
@@ -49,9 +50,11 @@ def decisions(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def told(outcome) -> dict[str, str]:
-    """The printed summary."""
-    return dict(line.rsplit(maxsplit=1) for line in outcome.out.splitlines())
+def told(outcome) -> dict[str, dict[str, str]]:
+    """The printed figures by column, replay and run, and by their names."""
+    head, *lines = outcome.out.splitlines()
+    rows = [line.rsplit(maxsplit=len(head.split())) for line in lines if not line.startswith("decisions: ")]
+    return {column: {row[0]: row[1 + i] for row in rows} for i, column in enumerate(head.split())}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,9 +91,14 @@ def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
         assert risks == sorted(risks, reverse=True)
         assert line["active"] == line["candidates"][: len(line["active"])]
 
-    summary = read_json(recorded / "summary.json")
-    for name in ("promotion_frac", "hit_max_o_frac", "gnmr_over_frac", "delta_gnmr_over_frac"):
-        assert float(told(outcome)[name]) == pytest.approx(summary[name], abs=1e-6)
+    summary, figures = read_json(recorded / "summary.json"), told(outcome)
+    assert figures["replay"] == figures["run"] and figures["run"]["steps"] == "12"
+    names = dict.fromkeys(name for name, figure in recovery_figures(summary) if figure is not None)
+    assert [*figures["run"]] == ["steps", "units", *names, "units ever on the recovery path"]
+    assert figures["run"]["units ever on the recovery path"] == str(len(set.union(*in_force[:12])))
+    over = {f"{column}_over_frac" for column in summary["over_frac"]}
+    for name in ("promotion_frac", "spent_gemm_frac", "hit_max_o_frac", *over & summary.keys()):
+        assert f"{summary[name]:.2%}" in figures["replay"].values()
 
 
 def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, gnmr, tmp_path, monkeypatch):
@@ -211,7 +219,17 @@ def test_a_folder_whose_name_reads_like_a_setting(gnmr, tmp_path, monkeypatch):
     (folder / "norms.csv").write_text("step,unit,norm\n1,a,1\n2,a,3\n")
     outcome = gnmr("replay", "alpha=0.1/norms.csv", "alpha=4", "max_o=1")
     assert (outcome.code, outcome.err) == (0, "")
-    assert told(outcome)["gnmr_over_frac"] == "0.000000"
+    assert told(outcome) == {
+        "replay": {
+            "steps": "2",
+            "units": "1",
+            "unit-steps on the recovery path": "0.00%",
+            "steps at max_o": "0.00%",
+            "unit-steps over gnmr's threshold": "0.00%",
+            "unit-steps over delta_gnmr's threshold": "0.00%",
+            "units ever on the recovery path": "0",
+        }
+    }
 
 
 def test_columns_of_evidence_in_a_file_feed_the_signals_that_need_them(gnmr, tmp_path):
@@ -231,7 +249,7 @@ def test_without_out_nothing_is_written(gnmr, tmp_path, monkeypatch):
     Path("norms.csv").write_text("step,unit,norm\n1,a,1\n2,a,9\n")
     outcome = gnmr("replay", "norms.csv", "max_o=1")
     assert (outcome.code, outcome.err) == (0, "")
-    assert told(outcome)["steps"] == "2" and told(outcome)["gnmr_over_frac"] == "0.500000"
+    assert told(outcome)["replay"]["unit-steps over gnmr's threshold"] == "50.00%"
     assert [p.name for p in tmp_path.iterdir()] == ["norms.csv"]
 
 
@@ -246,4 +264,12 @@ def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
     run = train(tmp_path / "run", "paths.recovery=null")
     outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")
     assert outcome.code == 0 and any(line["active"] for line in decisions(tmp_path / "out.jsonl"))
+    both = [column["unit-steps on the recovery path"] for column in told(outcome).values()]
+    assert both[0] > "0.00%" and both[1] == "0.00%"
+    older = json.loads((run / "summary.json").read_text())
+    del older["spent_gemm_frac"]
+    (run / "summary.json").write_text(json.dumps(older))
+    (run / "records.sha256").unlink()
+    figures = told(gnmr("replay", str(run)))
+    assert figures["run"]["GEMMs on the recovery path"] == "–" != figures["replay"]["GEMMs on the recovery path"]
     assert {row["num_active"] for row in read_jsonl(run / "steps.jsonl")} == {0}

@@ -14,17 +14,21 @@ from gnmr import output
 from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.errors import UserError
 from gnmr.records.pack import Unpacked, unpacked
+from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.view import recovery_figures
 from gnmr.replay.calibrate import Calibration, calibrate_each, write_arms
 from gnmr.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
 from gnmr.replay.engine import Totals, replay
 from gnmr.replay.request import Request, request
 from gnmr.replay.trace import read_norms, refuse_gaps
 from gnmr.terminal import for_tables, tracked
-from gnmr.untrusted import exists
+from gnmr.untrusted import exists, reading
 
 _TEXT = """\
 FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan
 and inf allowed; a missing row is a unit that was not observed in that step).
+
+Shown is what would have been on the recovery path, under the names of gnmr train, and beside it what was in the run.
 
 keys:
   alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
@@ -97,7 +101,7 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {found.told(place)}: {note}, so the sets are not the run's", file=sys.stderr)
-    totals = Totals(len(norms.units), settings.cap)
+    totals = Totals(norms, settings)
     with _lines(out) as write:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)
@@ -105,11 +109,37 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
             if any(event.cause == "retry" for event in decision.events):
                 line["in_force"] = decision.by_risk(decision.in_force)
             write({"step": decision.step, **line})
-    for name, value in totals.summary().items():
-        print(f"{name:33}{value}")
+    _show(totals, place)
     if out is not None:
-        print(f"{'decisions':33}{out}")
+        print(f"decisions: {out}")
     return 0
+
+
+def _show(totals: Totals, place: Path) -> None:
+    """The figures under the names that `gnmr train` ends with; of a run folder beside what the run itself came to."""
+    found = [_figures(totals.summary(), totals.num_units, int(totals.ever.sum()))]
+    if own := read_json(place / "summary.json") if place.is_dir() else None:
+        with reading(place / "summary.json"):
+            found.append(_figures(own, totals.num_units, _ever(place, totals.steps)))
+    names = list(dict.fromkeys(name for figures in found for name in figures))
+    width = max(map(len, names)) + 1
+    print(" " * width + "".join(f"{of:>9}" for of in ("replay", "run")[: len(found)]))
+    for name in names:
+        print(f"{name:{width}}" + "".join(f"{figures.get(name, '–'):>9}" for figures in found))
+
+
+def _figures(summary: dict[str, Any], units: int, ever: int | None) -> dict[str, str]:
+    shares = {name: share for name, share in recovery_figures(summary) if share is not None}
+    of_all = {} if ever is None else {"units ever on the recovery path": f"{ever:,}"}
+    return {"steps": f"{summary['steps']:,}", "units": f"{units:,}", **shares, **of_all}
+
+
+def _ever(run: Path, steps: int) -> int | None:
+    """Units that the run itself had on the recovery path in any of its steps; None where that was not kept."""
+    if not exists(run / "events.jsonl"):
+        return None
+    promoted = (row for row in read_jsonl(run / "events.jsonl") if row.get("event") == "promote")
+    return len({row["unit"] for row in promoted if row["step"] < steps or row.get("cause") == "retry"})
 
 
 def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out: Path | None) -> int:

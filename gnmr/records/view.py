@@ -258,8 +258,20 @@ def _sparkline(values: list[float], width: int) -> str:
     return "".join(_SPARKS[round((h - low) * scale)] if np.isfinite(h) else "x" for h in heights)
 
 
+def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """What of a run was on the recovery path: labels and figures; None where there is nothing to count, or where an
+    older version left the figure out."""
+    over = summary.get("over_frac") or {}
+    return [
+        ("unit-steps on the recovery path", _or_none(summary.get("promotion_frac"), "{:.2%}")),
+        ("GEMMs on the recovery path", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
+        ("steps at max_o", _or_none(summary.get("hit_max_o_frac"), "{:.2%}")),
+        *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
+    ]
+
+
 def _summary_table(summary: dict[str, Any]) -> Table:
-    saved, over = summary["saved_bytes_mean"], summary["over_frac"]
+    saved = summary["saved_bytes_mean"]
     figures = [
         ("status", summary["status"]),
         ("reason", summary["reason"]),
@@ -267,10 +279,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("tokens", f"{summary['tokens']:,}"),
         ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
-        ("unit-steps on the recovery path", _or_none(summary["promotion_frac"], "{:.2%}")),
-        ("GEMMs on the recovery path", _or_none(summary["spent_gemm_frac"], "{:.2%}")),
-        ("steps at max_o", _or_none(summary["hit_max_o_frac"], "{:.2%}")),
-        *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
+        *recovery_figures(summary),
         ("kept for backward, mean", None if saved is None else _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),

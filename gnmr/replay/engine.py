@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,11 +73,14 @@ def risks(norms: Norms, settings: ControllerConfig) -> np.ndarray:
 class Totals:
     """What a replay amounts to."""
 
-    def __init__(self, num_units: int, max_o: int) -> None:
-        self.num_units, self.max_o = num_units, max_o
+    def __init__(self, norms: Norms, settings: ControllerConfig) -> None:
+        self.num_units, self.max_o = len(norms.units), settings.cap
         self.steps = self.promoted = self.full = 0
         self.over: Counter[str] = Counter()
-        self.ever = np.zeros(num_units, dtype=bool)
+        self.ever = np.zeros(self.num_units, dtype=bool)
+        known = norms.spend is not None and norms.settings.cost == "gemm"
+        self._spend = np.array(norms.spend) if known else None
+        self._pinned, self._spent = norms.spend_pinned, 0.0
 
     def add(self, decision: Decision) -> None:
         """Counts one step's decision."""
@@ -85,15 +89,16 @@ class Totals:
         self.full += int(decision.in_force.sum()) >= self.max_o
         self.over.update({column: decision.over(column) for column in decision.columns})
         self.ever |= decision.in_force
+        if self._spend is not None:
+            self._spent += self._pinned + float(self._spend[decision.in_force].sum())
 
-    def summary(self) -> dict[str, str]:
-        """Shares as in summary.json, for printing."""
+    def summary(self) -> dict[str, Any]:
+        """Figures by their names in summary.json; of the GEMMs None where their costs were not recorded."""
         unit_steps = self.steps * self.num_units
         return {
-            "steps": f"{self.steps}",
-            "units": f"{self.num_units}",
-            "promotion_frac": f"{self.promoted / unit_steps:.6f}",
-            "hit_max_o_frac": f"{self.full / self.steps:.6f}",
-            **{f"{column}_over_frac": f"{number / unit_steps:.6f}" for column, number in self.over.items()},
-            "units ever on the recovery path": f"{self.ever.sum()}",
+            "steps": self.steps,
+            "promotion_frac": self.promoted / unit_steps,
+            "spent_gemm_frac": None if self._spend is None else self._spent / self.steps,
+            "hit_max_o_frac": self.full / self.steps,
+            "over_frac": {column: number / unit_steps for column, number in self.over.items()},
         }
