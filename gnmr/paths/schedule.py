@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,12 @@ class FaultSchedule:
         for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
             injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
+
+    def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
+        """After each step of several processes: what stale_scale saw in it is what any of them saw. `take_largest`
+        puts the largest over them into a tensor."""
+        if self._history is not None:
+            take_largest(self._history[:, 0])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sizes that stale_scale remembers; empty for every other kind."""

@@ -63,8 +63,14 @@ class Base:
         return self.config.optim.schedule_steps or self.config.training.steps
 
     def check(self, config: Config) -> None:
-        """UserError, naming the first key, where the fork `config` has another model, data, optimizer or batch."""
+        """UserError, naming the first key, where the fork `config` has another model, data, optimizer or batch.
+
+        The base's batch may be cut into other micro-batches: the blocks of a step stay the same, in their order.
+        """
         theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
+        if self.config.training.tokens_per_step == config.training.tokens_per_step:
+            for key in ("training.batch_size", "training.accumulation"):
+                ours[key] = theirs[key]
         if config.optim.schedule_steps is None:
             ours["optim.schedule_steps"] = theirs["optim.schedule_steps"]
         for key in theirs | ours:

@@ -60,7 +60,6 @@ def _refuse_parts(config: Config, size: int) -> None:
     never = {
         "model.name": (model.name, model.name == "moe"),
         "training.compile": (training.compile, training.compile),
-        "stress.kind": (config.stress.kind, config.stress.kind != "none"),
         "scores.tasks": (config.scores.tasks, bool(config.scores.tasks)),
         "paths.backend": (config.paths.backend, config.paths.backend == "te"),
     }

@@ -40,11 +40,15 @@ class Steps:
         for i in range(parts.world.rank, training.accumulation, parts.world.size):  # the others are other processes'
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
-        if not heals(parts, step):
-            return self._routed(micro_batches, lr)
+        result = self._heal(micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
+        if parts.faults is not None and (ranks := parts.controller.ranks) is not None:
+            parts.faults.end_step(ranks.take_largest)
+        return result
+
+    def _heal(self, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
         if self._healing is None:  # not before: it begins a step of the plan
-            self._healing = train_step(parts, _unrouted(parts), stop=self._stop)
-        with parts.plan.high_precision():
+            self._healing = train_step(self._parts, _unrouted(self._parts), stop=self._stop)
+        with self._parts.plan.high_precision():
             return self._healing(micro_batches, lr)
 
 

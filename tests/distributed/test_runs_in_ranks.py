@@ -112,6 +112,59 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
     assert steps[4]["num_active"] == steps[3]["num_active"]
 
 
+FAULTS = {
+    "noise": ["stress.kind=noise", "stress.rate=200", "stress.duration=2", "stress.share=0.5"],
+    "bit_flip": ["stress.kind=bit_flip", "stress.windows=[[2,3]]", "paths.low=sim_e2m1", "paths.recovery=bf16"],
+    "stale_scale": ["stress.kind=stale_scale", "stress.windows=[[4,4]]", "stress.targets=[up_proj]"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "parallel"), [("noise", "fsdp"), ("bit_flip", "ddp"), ("stale_scale", "fsdp")])
+def test_faults_hit_what_they_hit_in_one_process(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    fault: str,
+    parallel: str,
+) -> None:
+    words = [*WORDS, *FAULTS[fault]]
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
+    assert isinstance(told[0], list), told
+    one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
+    sound = left(train(tmp_path / "sound", *WORDS, *(w for w in words if w.startswith("paths."))))
+    for part in ("model", "optimizer", "extras"):  # extras: what stale_scale remembers
+        assert differences(one["state"].get(part), two["state"].get(part)) == []
+    assert [row["loss"] for row in one["steps"]] == [row["loss"] for row in two["steps"]]
+    assert differences(one["state"]["model"], sound["state"]["model"]) != [], "the fault did something"
+    rows = [read_jsonl(tmp_path / name / "faults.jsonl") for name in ("one", "run")]
+    assert rows[0] == rows[1] != []
+
+
+@pytest.mark.slow
+def test_forks_in_several_processes_of_a_base_that_several_began(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
+) -> None:
+    old = tmp_path / "base"
+    static = ["paths.low=bf16", "paths.recovery=null", "optim.schedule_steps=20", "training.steps=4", *WORDS]
+    assert isinstance(pair("train", config=tiny(f"run_dir={old}", *static), parallel="fsdp")[0], list)
+    arm = [f"base={old}", "training.steps=4", "fork.heal=2", "paths.low=sim_e2m1", "paths.recovery=bf16", *WORDS]
+    arm += ["controller.alpha=1.02", "optim.schedule_steps=20"]
+    alone = left(train(tmp_path / "alone", *arm))
+    assert [row["phase"] for row in alone["eval"]] == ["base", "low", "healed"]
+    for parallel in ("ddp", "fsdp"):
+        told = pair("train", config=tiny(f"run_dir={tmp_path / parallel}", *arm), parallel=parallel)
+        assert isinstance(told[0], list), told
+        found = left(tmp_path / parallel)
+        for part in ("model", "optimizer"):
+            assert differences(alone["state"][part], found["state"][part]) == []
+        assert [row["loss"] for row in found["steps"]] == [row["loss"] for row in alone["steps"]]
+        for key in ("val_loss", "val_loss_low"):
+            want = [row[key] for row in alone["eval"]]
+            assert [row[key] for row in found["eval"]] == pytest.approx(want, rel=1e-12)
+
+
 MISTAKES = [
     (["training.accumulation=1"], "ddp", "training.accumulation=1: 2 processes need a micro-batch of a step each"),
     (

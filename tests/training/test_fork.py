@@ -210,6 +210,14 @@ def test_a_base_that_changed_is_told(tmp_path, train, words, old):
         train(tmp_path / "run", *mine)
 
 
+def test_a_bases_batch_may_be_cut_into_other_micro_batches(tiny, words):
+    """Which several processes need: the tokens of a step are the same, and so are its losses but for rounding."""
+    forks = Forks(words[0].removeprefix("base="))
+    cuts = ["training.batch_size=2"], ["training.batch_size=1", "training.accumulation=2"]
+    whole, cut = (forks(tiny(*words, *more)).losses for more in cuts)
+    assert whole[0] == pytest.approx(cut[0], rel=1e-6) and whole == pytest.approx(cut, rel=1e-2)
+
+
 def test_an_earlier_checkpoint_is_a_base_too(tiny, words, old):
     early = Forks(old / "checkpoints/step-00000003")
     assert (early.base.step, Forks(old).base.step) == (3, 6)
@@ -223,6 +231,7 @@ REFUSED = {
     "optim.lr=0.5": r"optim.lr=0.5: the base .* has 0.001",
     "optim.schedule_steps=21": r"optim.schedule_steps=21: the base .* has 20",
     "training.batch_size=3": r"training.batch_size=3: the base .* has 2",
+    "training.accumulation=2": r"training.accumulation=2: the base .* has 1",
     "training.dtype=float32": r"training.dtype=float32: the base .* has bfloat16",
     "data.vocab_size=290": r"data.vocab_size=290: the base .* has 300",
     "training.seed=3": r"training.seed=3: a fork draws by its order: leave it, or use 0",
