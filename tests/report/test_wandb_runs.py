@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from gnmr.commands.pack import main as pack
 from gnmr.commands.report import main as report
 from gnmr.commands.sync import main
 from gnmr.errors import UserError
+from gnmr.records.wandb_sink import PANELS
 
 Write = Callable[..., Path]
 
@@ -75,31 +76,51 @@ def test_a_report_says_how_where_the_package_is_not_there(
     assert "\n" not in str(error.value) and not (tmp_path / "runs" / "report").exists()
 
 
-def test_a_report_for_wandb(
+@pytest.mark.slow
+def test_a_report_as_wandbs_package_sends_it(
     write_run: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[Any] = []
+    """The real package makes it; in the place of W&B's server stands what takes and answers its three requests."""
+    interface = pytest.importorskip(
+        "wandb_workspaces.reports.v2.interface", reason="needs wandb-workspaces, the extra wandb"
+    )
+    sent: list[dict[str, Any]] = []
 
-    class Report(SimpleNamespace):
-        url = "https://wandb.example/report"
+    def answer(_: object, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        if "ProjectInternalId" in query:
+            return {"project": {"internalId": f"of {variables['entityName']}/{variables['projectName']}"}}
+        sent.append(variables)
+        where = {"name": variables["projectName"], "entityName": variables["entityName"]}
+        view = {key: variables[key] for key in ("name", "displayName", "description", "spec")}
+        return {"upsertView": {"view": view | {"id": "Vmlldzox", "project": where}}}
 
-        def save(self) -> None:
-            made.append(self)
-
-    kinds = ("PanelGrid", "Runset", "LinePlot", "MediaBrowser", "MarkdownBlock", "H1", "H2", "P")
-    module = ModuleType("wandb_workspaces.reports.v2")
-    module.__dict__.update({kind: type(kind, (SimpleNamespace,), {}) for kind in kinds}, Report=Report)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", ModuleType("wandb_workspaces"))
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports", ModuleType("wandb_workspaces.reports"))
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", module)
+    server = SimpleNamespace(default_entity="me", projects=lambda _: [SimpleNamespace(name="mine")])
+    monkeypatch.setattr(interface, "_get_api", lambda: server)
+    monkeypatch.setattr(interface, "get_app_url", lambda _: "https://wandb.example")
+    monkeypatch.setattr(interface, "execute_graphql", answer)
     for arm in ("bf16", "int4"):
         write_run(arm=arm)
-    assert report([str(tmp_path / "runs"), "wandb=team/mine", "--no-plots"]) == 0
-    assert "W&B: https://wandb.example/report" in capsys.readouterr().out
-    (one,) = made
-    assert (one.project, one.entity, one.title) == ("mine", "team", "gnmr: stress, scale cpu")
-    told = [block.text for block in one.blocks if type(block).__name__ == "MarkdownBlock"]
-    assert told[0].startswith("**Low precision cost") and any("| int4 |" in text for text in told)
-    (grid,) = (block for block in one.blocks if type(block).__name__ == "PanelGrid")
-    assert grid.runsets[0].project == "mine"
-    assert next(panel.y for panel in grid.panels if type(panel).__name__ == "LinePlot") == ["train/loss"]
+    for project, owner in (("team/mine", "team"), ("mine", "me")):
+        assert report([str(tmp_path / "runs"), f"wandb={project}", "--no-plots"]) == 0
+        assert f"W&B: https://wandb.example/{owner}/mine/reports/gnmr:-stress,-scale-cpu--V" in capsys.readouterr().out
+        made = sent.pop()
+        assert (made["entityName"], made["displayName"]) == (owner, "gnmr: stress, scale cpu")
+        blocks = json.loads(made["spec"])["blocks"]
+        told = [block["content"] for block in blocks if block["type"] == "markdown-block"]
+        assert told[0].startswith("**Low precision cost") and any("| int4 |" in text for text in told)
+        (grid,) = (block["metadata"] for block in blocks if block["type"] == "panel-grid")
+        (runs,) = grid["runSets"]
+        assert runs["project"] == {"name": "mine", "entityName": owner, "id": f"of {owner}/mine"}
+        assert runs["search"] == {"query": "stress"}
+        *lines, media = (panel["config"] for panel in grid["panelBankSectionConfig"]["panels"])
+        assert [line["metrics"] for line in lines] == [[panel] for panel in PANELS] and media["mediaKeys"] == [
+            "risk_map"
+        ]
+        assert {(line["xAxis"], line["groupBy"], line["groupAgg"]) for line in lines} == {("step", "arm.value", "mean")}
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such team\nand more")
+
+    monkeypatch.setattr(interface, "execute_graphql", refuse)
+    with pytest.raises(UserError, match=r"mine: W&B did not take the report \(RuntimeError: no such team\)$"):
+        report([str(tmp_path / "runs"), "wandb=team/mine", "--no-plots"])
