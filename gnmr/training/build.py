@@ -35,9 +35,9 @@ from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.base import Base, open_base
 from gnmr.training.checkpoint import Stateful
+from gnmr.training.draws import Draws
 from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer, learning_rate
-from gnmr.training.parallel import refuse_random
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 
@@ -70,6 +70,8 @@ class Parts:
     """The processes that train it."""
     wrapped: Wrapped | None = None
     """The model as they run it."""
+    draws: Draws | None = None
+    """What gives each micro-batch random numbers of its own; None: they draw in turn."""
 
     def learning_rate(self, step: int) -> float:
         """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
@@ -144,7 +146,8 @@ def build_parts(
         base.load_into(model, optimizer, keep)
     of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
     built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
-    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped)
+    draws = None if config.parallel == "none" else Draws(config.training.seed, plan, device)
+    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped, draws=draws)
 
 
 def _routed(
@@ -170,8 +173,6 @@ def _routed(
         between = plan.compile(blocks_of(model))
         place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
         say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
-    if world.size > 1:
-        refuse_random(model, plan)
     controller = _controller(config, model, plan, Ranks() if world.size > 1 else None)
     faults = build_faults(config, plan)
     if faults is not None:
@@ -446,6 +447,7 @@ def train_step(
         world=parts.world,
         wrapped=parts.wrapped,
         stop=stop,
+        draws=parts.draws,
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from gnmr.config import Config
 from gnmr.distributed.launch import is_torchrun, started
 from gnmr.distributed.wrap import shards_of
 from gnmr.errors import UserError
-from gnmr.paths import Plan
 
 _SIGNALS_OF_WHOLE = ("spike_share", "update_norm", "weight_std", "jacobian")
 """What reads whole weights or moments."""
@@ -72,17 +69,3 @@ def _refuse_parts(config: Config, size: int) -> None:
     needed = {config.controller.signal, *config.records.evidence}
     if kind != "ddp" and (names := sorted(needed & set(_SIGNALS_OF_WHOLE))):
         raise UserError(f"{names[0]}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
-
-
-def refuse_random(model: nn.Module, plan: Plan) -> None:
-    """UserError for a model or paths that draw random numbers: their order is that of one process."""
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise UserError(
-            "dropout draws in the order of the micro-batches, which several processes do not have: use one process, or "
-            "model.adapter.dropout=0 and a checkpoint without dropout"
-        )
-    if plan.shared.generator is not None:
-        raise UserError(
-            "paths: stochastic rounding draws in the order of the micro-batches, which several processes do not have; "
-            "use one process, or a recipe and paths.rounding that round to nearest"
-        )

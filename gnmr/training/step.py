@@ -18,6 +18,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from gnmr.models import Decoder
 from gnmr.names import select
 from gnmr.paths import Plan
 from gnmr.paths.units import module_of
+from gnmr.training.draws import Draws
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms.base import StepContext, Transform
 
@@ -175,14 +177,16 @@ class TrainStep:
         world: World = ALONE,
         wrapped: Wrapped | None = None,
         stop: Sequence[int] = (),
+        draws: Draws | None = None,
     ) -> None:
         """`monitor`: patterns of modules outside of the units whose norms every result shall hold. `levels`: of the
         steps before; given, a step that spikes or is not finite gets a verdict. `world`, `wrapped`: the processes that
         take the step together, each some of its micro-batches, and the model as they run it. `stop`: signals that came
-        to this process; of several processes all learn of them in the same step (`StepResult.stop`)."""
+        to this process; of several processes all learn of them in the same step (`StepResult.stop`). `draws`: what
+        gives each micro-batch random numbers of its own, begun for the step by the caller; None: they draw in turn."""
         self.model, self.controller, self.optimizer = model, controller, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
-        self.levels, self.world, self._stop = levels, world, stop
+        self.levels, self.world, self._stop, self._draws = levels, world, stop, draws
         self._wrapped = Wrapped(model) if wrapped is None else wrapped
         self._since: float | None = None
         self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
@@ -412,17 +416,19 @@ class TrainStep:
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
         own = self._own(micro_batches)
         for i, (block, divisor) in enumerate(own):
-            with self._wrapped.accumulating(last=i == len(own) - 1):
-                loss = loss_of(self.model, block, self._wrapped.call)
-            if self.measure_saved:
-                saved = max(saved or 0, plan.saved_bytes())
-                predicted = max(predicted or 0, plan.predicted_bytes())
-                spent = plan.spent()
-            for name, value in statistics_of(self.model).items():
-                part = value.double() / len(micro_batches)
-                statistics[name] = statistics[name] + part if name in statistics else part
-            with self._wrapped.accumulating(last=i == len(own) - 1):
-                (objective_of(self.model, loss) / (divisor / self.world.size)).backward()
+            last = i == len(own) - 1
+            with self._drawing(self.world.rank + i * self.world.size):
+                with self._wrapped.accumulating(last):
+                    loss = loss_of(self.model, block, self._wrapped.call)
+                if self.measure_saved:
+                    saved = max(saved or 0, plan.saved_bytes())
+                    predicted = max(predicted or 0, plan.predicted_bytes())
+                    spent = plan.spent()
+                for name, value in statistics_of(self.model).items():
+                    part = value.double() / len(micro_batches)
+                    statistics[name] = statistics[name] + part if name in statistics else part
+                with self._wrapped.accumulating(last):
+                    (objective_of(self.model, loss) / (divisor / self.world.size)).backward()
             self.controller.micro_step(1 / divisor if packed else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part
@@ -433,6 +439,10 @@ class TrainStep:
             spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent
 
+    def _drawing(self, number: int) -> AbstractContextManager[None]:
+        """Around the passes of micro-batch `number` of the step."""
+        return nullcontext() if self._draws is None else self._draws.of(number)
+
     def _own(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
         """This process's micro-batches of the step's, each with what its loss is divided by."""
         pairs = list(zip(micro_batches, _divisors(micro_batches), strict=True))
@@ -441,16 +451,20 @@ class TrainStep:
     def _passes(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """The forward and backward passes alone; the mean loss."""
         total = torch.zeros((), device=self.parameters[0].device)
-        for block, divisor in zip(micro_batches, _divisors(micro_batches), strict=True):
-            loss = loss_of(self.model, block)
-            (objective_of(self.model, loss) / divisor).backward()
+        for i, (block, divisor) in enumerate(zip(micro_batches, _divisors(micro_batches), strict=True)):
+            with self._drawing(i):
+                loss = loss_of(self.model, block)
+                (objective_of(self.model, loss) / divisor).backward()
             total = total + loss.detach() / divisor
         return total
 
     def _mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """The forward passes alone."""
-        parts = zip(micro_batches, _divisors(micro_batches), strict=True)
-        return torch.stack([loss_of(self.model, block) / divisor for block, divisor in parts]).sum()
+        parts: list[Tensor] = []
+        for i, (block, divisor) in enumerate(zip(micro_batches, _divisors(micro_batches), strict=True)):
+            with self._drawing(i):
+                parts.append(loss_of(self.model, block) / divisor)
+        return torch.stack(parts).sum()
 
     def _first_nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Name of the place where the first non-finite number appeared in this step."""
@@ -516,7 +530,13 @@ def nonfinite_output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, plan: Plan, blocks: Tensor | Batch, batch_size: int, low: bool = False, world: World = ALONE
+    model: nn.Module,
+    plan: Plan,
+    blocks: Tensor | Batch,
+    batch_size: int,
+    low: bool = False,
+    world: World = ALONE,
+    draws: Draws | None = None,
 ) -> float:
     """Mean cross-entropy over the targets of `blocks` on the 16-bit path, or with every operator on the `low` one,
     nats. Waits for the device. Of several processes each takes some of the batches."""
@@ -527,7 +547,8 @@ def evaluate(
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
             batch = batches[i] if i < len(batches) else batches[0]  # shards are gathered in passes: all take as many
-            loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
+            with nullcontext() if draws is None else draws.of(i, evaluation=True):
+                loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
             total += loss if i < len(batches) else 0.0
         if world.size > 1:
             total = Ranks().sum({"total": total})["total"]

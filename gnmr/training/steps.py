@@ -36,6 +36,8 @@ class Steps:
         parts, training = self._parts, self._parts.config.training
         for stress in parts.stress:
             stress.begin_step(step)
+        if parts.draws is not None:
+            parts.draws.begin_step(step)
         micro_batches = [self._blocks.next(training.batch_size) for _ in range(training.accumulation)]
         for i in range(parts.world.rank, training.accumulation, parts.world.size):  # the others are other processes'
             micro_batches[i] = micro_batches[i].to(parts.device)
@@ -83,12 +85,16 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
     RunFailed for one that is not finite. Waits for the device.
     """
     batch_size = parts.config.training.batch_size
-    loss = evaluate(parts.model, parts.plan, held_out, batch_size, world=parts.world)
+    if parts.draws is not None:
+        parts.draws.begin_step(step)
+    loss = evaluate(parts.model, parts.plan, held_out, batch_size, world=parts.world, draws=parts.draws)
     low = None
     if parts.base is not None:
         low = loss
         if parts.plan.casts_forward:
-            low = evaluate(parts.model, parts.plan, held_out, batch_size, low=True, world=parts.world)
+            low = evaluate(
+                parts.model, parts.plan, held_out, batch_size, low=True, world=parts.world, draws=parts.draws
+            )
     if not all(math.isfinite(found) for found in (loss, low) if found is not None):
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
     ppl = torch.tensor(loss, dtype=torch.float64).exp().item()

@@ -165,6 +165,45 @@ def test_forks_in_several_processes_of_a_base_that_several_began(
             assert [row[key] for row in found["eval"]] == pytest.approx(want, rel=1e-12)
 
 
+RANDOM = {
+    "rounding, forward": ["paths.site=forward", "paths.rounding=stochastic"],
+    "nvfp4": ["paths.low=nvfp4", "paths.recovery=bf16", "paths.backend=simulated"],
+    "dropout": ["paths.low=sim_int8", "paths.recovery=bf16", "controller.observe=adapter"],
+}
+NUMBERED = ["parallel=ddp", "training.processes=1"]
+
+
+@pytest.mark.parametrize(
+    ("what", "parallel"),
+    [
+        ("rounding, forward", "ddp"),
+        *(pytest.param(*case, marks=SLOW) for case in (("nvfp4", "fsdp"), ("dropout", "ddp"))),
+    ],
+)
+def test_random_numbers_are_those_of_a_micro_batch_whoever_has_it(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    what: str,
+    parallel: str,
+) -> None:
+    """One process in parallel=ddp draws as two do; the run of parallel=none draws in turn, and so others."""
+    words = [*WORDS, *RANDOM[what], "training.steps=4"]
+    if what == "dropout":
+        old = train(tmp_path / "old", "training.steps=1", "training.export_hf=true")
+        words += ["model.name=pretrained", f"model.checkpoint={old / 'hf'}", "model.adapter.rank=2"]
+        words += ["model.adapter.dropout=0.3", "optim.lr=0.01"]
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
+    assert isinstance(told[0], list), told
+    two, one = left(tmp_path / "run"), left(train(tmp_path / "one", *words, *NUMBERED))
+    for part in ("model", "optimizer", "plan", "rng"):
+        assert differences(one["state"][part], two["state"][part]) == []
+    assert [row["loss"] for row in one["steps"]] == [row["loss"] for row in two["steps"]]
+    in_turn = left(train(tmp_path / "none", *words))
+    assert differences(in_turn["state"]["model"], two["state"]["model"]) != []
+
+
 MISTAKES = [
     (["training.accumulation=1"], "ddp", "training.accumulation=1: 2 processes need a micro-batch of a step each"),
     (
@@ -178,7 +217,6 @@ MISTAKES = [
     ([*WORDS, "training.compile=true"], "ddp", "training.compile=True: is for one process so far, here are 2"),
     ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
     ([*WORDS, "controller.signal=price"], "ddp", "controller: price: is measured in one process, here are 2"),
-    ([*WORDS, "paths.rounding=stochastic"], "ddp", "paths: stochastic rounding draws in the order of"),
 ]
 
 
