@@ -1,8 +1,8 @@
 """Random numbers of a step that do not depend on how many processes take it: of dropout and of stochastic rounding.
 
 **Choice 73**: a run of parallel=none draws in the order of its micro-batches, from generators that its checkpoints
-keep. Under any other `parallel` a micro-batch draws from (seed, step, its number in the step) alone, whichever process has
-it, and be there one of them.
+keep. Under any other `parallel` a micro-batch draws from (seed, step, its number in the step) alone, whichever process
+has it, and be there one of them.
 """
 
 from __future__ import annotations
