@@ -6,12 +6,12 @@ costs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gnmr.errors import UserError
+from gnmr.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +29,29 @@ class Bench:
     what: str
     usual: bool = True
     """Whether it runs where no benchmark is named."""
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts by the name of several."""
 
 
+_SCENES = {
+    "lasting": ("sim_e2m1", "nvfp4", "int4"),
+    "passing": ("broken",),
+    "table11": ("table11",),
+    "regimes": (
+        "regime_e2m1",
+        "regime_nvfp4",
+        "regime_mxfp4",
+        "regime_sim_int4",
+        "regime_e3m2",
+        "regime_fp8",
+        "regime_int8",
+        "regime_int4",
+        "regime_int2",
+        "regime_int4_saved",
+        "regime_int2_saved",
+    ),
+}
+"""Keys of `scenes.SCENES` by group: that module costs torch."""
 BENCHMARKS = {
     "step": Bench(
         "gnmr.bench.step",
@@ -51,9 +72,10 @@ BENCHMARKS = {
     ),
     "spend": Bench(
         "gnmr.bench.spend",
-        ("lasting", "passing"),
+        tuple(scene for group in _SCENES.values() for scene in group),
         "forks: the share of the gap that pins and controllers close, against what they spend (hours)",
         usual=False,
+        groups=_SCENES,
     ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
@@ -89,6 +111,19 @@ class Part:
 def usual() -> list[str]:
     """Names of the benchmarks that run where none is named."""
     return [name for name, bench in BENCHMARKS.items() if bench.usual]
+
+
+def parts_of(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """`only` with groups of the named benchmarks (the usual ones without names) as their parts. UserError for a word
+    that is neither."""
+    named = [BENCHMARKS[name] for name in names or usual()]
+    groups = {group: parts for bench in named for group, parts in bench.groups.items()}
+    parts = [part for bench in named for part in bench.parts]
+    if unknown := [word for word in only if word not in groups and word not in parts]:
+        told = [part for bench in named for part in (bench.groups or bench.parts)]
+        near = nearest(unknown[0], [*groups, *parts]) if groups else ""
+        raise UserError(f"only={unknown[0]}: must be of {', '.join(told)}{near}")
+    return [part for word in only for part in groups.get(word, (word,))]
 
 
 def measurable(names: Sequence[str], only: Sequence[str], setting: Setting) -> list[Part]:

@@ -1,20 +1,19 @@
 """What recovery buys: the share of the gap from always-low to always-high that an arm closes, against what it spends.
 
-    lasting     4-bit paths, whose error is there in every step: pins of the base, and controllers
-    passing     an FP8 path that costs next to nothing, of which one operator breaks for 20 of 40 steps: another one
-                in every block, 1.8 % of the operator-steps
-
-Every fork of a base trains `training.steps` on the low path with its arm's GEMMs in 16 bits, on the same data as the
-others of its order; its loss is the validation loss on the 16-bit path afterwards. An arm fills the budget, a share of
-the GEMM arithmetic, with the operators that it ranks highest per cost, of which the scene's GEMMs are recovered:
+`only=` names scenes (`gnmr.bench.scenes`) or groups of them: lasting, passing, table11, regimes. Every fork of a base
+trains `training.steps` on the low path with its arm's GEMMs on the recovery path, on the same data as the others of its
+order; its loss is the validation loss on the 16-bit path afterwards. An arm fills the budget, a share of the GEMM
+arithmetic, with the operators that it ranks highest per cost, of which the scene's GEMMs are recovered:
 
     price, gradient norm, update norm, gap, MSE    scores of the base, measured once before the fork: a pin
     random, first, last, first_last                the usual guesses: a pin
     NAME, each step                                signals of a controller, which chooses anew in every step
+    NAME, held                                     the same with a set that holds for 20 steps
     fprop, dgrad, wgrad                            of every operator, beyond these budgets
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
-stopped. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
+stopped. Blocks come one after the other, all arms of each, so that what was stopped early is a whole design of fewer
+blocks. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
 one model, gap closed = arm + block, with one residual (`report.family`); where that model is refused, each arm is told
 by its own differences. Each is tested against the scene's `ours` at the same budget, p adjusted by Holm over all of
 these. Scores that rank as the price does (ModelOpt's, squares by element) are held against the truth alone
@@ -27,7 +26,8 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,82 +35,20 @@ import numpy as np
 from scipy import stats
 
 from gnmr.bench.figures import Figure
-from gnmr.bench.price import Truth, bases, forked, measured, pins_per_cost
+from gnmr.bench.price import bases, forked, measured, pins_per_cost
+from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.disk import replacing
-from gnmr.doctor.choice import GUESSES, arithmetic, guess
+from gnmr.doctor.choice import GUESSES, Item, arithmetic, guess
 from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
 from gnmr.report.family import Contrast, Fit, fit
 from gnmr.report.statistics import LEVEL, holm, smallest_shift
-from gnmr.training.build import Parts
 from gnmr.training.fork import Forks
 from gnmr.training.provenance import commit
 from gnmr.vocabulary import GEMMS
 
-
-@dataclass(frozen=True)
-class Scene:
-    """A low path and the arms that are tried on it."""
-
-    low: str
-    budgets: tuple[float, ...] = (0.025, 0.05, 0.075, 0.10, 0.15, 0.25)
-    recovers: tuple[str, ...] = ("fprop",)
-    """GEMMs of an operator that a budget buys."""
-    pins: tuple[str, ...] = ("price", "gradient norm", "update norm", "gap", "MSE")
-    """Scores of the base."""
-    controllers: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"GNMR": ("signal=gnmr_delta",), "price": ("signal=price",)}
-    )
-    """Words for `controller.` by name."""
-    whole: bool = True
-    """Whether single GEMMs of all operators are tried too."""
-    stress: tuple[str, ...] = ()
-    """Words for `stress.`; hits one operator, another one in every block."""
-    ours: str = "price"
-
-    def arms(self) -> list[tuple[str, float]]:
-        """(name, budget) of each, the bounds first."""
-        each = [*self.pins, *GUESSES, *map(_anew, self.controllers)]
-        fixed = BOUNDS | (WHOLE if self.whole else {})
-        return [*fixed.items(), *((arm, budget) for budget in self.budgets for arm in each)]
-
-
-BOUNDS = {"never": 0.0, "always": 1.0}
-WHOLE = {"fprop": 1 / 3, "dgrad": 1 / 3, "wgrad": 1 / 3, "dgrad, wgrad": 2 / 3}
-"""One or two GEMMs of all operators, and their budget; of recipes alone."""
-
-
-def _anew(name: str) -> str:
-    return f"{name}, each step"
-
-
-LASTING = {
-    "sim_e2m1": Scene("sim_e2m1"),
-    "nvfp4": Scene("nvfp4"),
-    "int4": Scene("int4", recovers=GEMMS, whole=False),
-}
-PASSING = {
-    "broken": Scene(
-        "fp8_hybrid",
-        budgets=(0.025, 0.05, 0.10),
-        recovers=("fprop", "wgrad"),  # those that read the input, which breaks
-        pins=("price",),
-        controllers={
-            "price": ("signal=pin_excess", "+options.every=1"),
-            "gap": ("signal=gap",),
-            "MSE": ("signal=mse",),
-            "gradient norm": ("signal=grad_norm",),
-            "update norm": ("signal=update_norm",),
-            "GNMR": ("signal=gnmr_delta",),
-            "random": ("signal=random",),
-        },
-        whole=False,
-        stress=("kind=scale_down", "magnitude=64", "windows=[[21,20]]"),
-        ours=_anew("price"),
-    )
-}
 ORDERS = 5
 _FILE = Path("bench", "spend.jsonl")
 
@@ -127,46 +65,48 @@ class Fork:
     order: int
 
 
-def cells(base: str, name: str, scene: Scene, orders: int) -> list[Fork]:
-    """Of one base and scene, order by order."""
-    return [Fork(base, name, arm, budget, order) for order in range(orders) for arm, budget in scene.arms()]
+def cells(base: str, name: str, scene: Scene, order: int) -> list[Fork]:
+    """Of one block of a scene."""
+    return [Fork(base, name, arm, budget, order) for arm, budget in scene.arms()]
 
 
-def lasting(setting: Setting) -> list[Figure]:
-    """Gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with what is
-    recorded."""
-    return _spend(setting, LASTING)
-
-
-def passing(setting: Setting) -> list[Figure]:
-    """The same where an operator breaks for a while."""
-    return _spend(setting, PASSING)
-
-
-def _spend(setting: Setting, scenes: Mapping[str, Scene]) -> list[Figure]:
-    file = Path(setting.config.runs_dir) / _FILE
+def spent(setting: Setting, name: str) -> list[Figure]:
+    """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
+    what is recorded."""
+    scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
     known = {Fork(**row["fork"]): row for row in _rows(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as whole:  # without a last line that was cut off
         whole.write("".join(json.dumps(row) + "\n" for row in known.values()).encode())
-    orders, names = setting.repeats or ORDERS, []
-    for base, forks in bases(setting):
-        names.append(base)
-        for name, scene in scenes.items():
-            todo = [cell for cell in cells(base, name, scene, orders) if cell not in known]
-            if todo:
-                parts = forks.parts(forked(forks, scene.low))
-                found = measured(parts, setting, f"spend: {base}, {name}, prices")
-                with file.open("a") as rows:
-                    for cell in setting.over(todo, f"spend: {base}, {name}, forks"):
-                        known[cell] = _run(forks, cell, scene, parts, found)
-                        rows.write(json.dumps(known[cell]) + "\n")
-                        rows.flush()
-    return [
-        figure
-        for name, scene in scenes.items()
-        for figure in _figures(scene, [cell for base in names for cell in cells(base, name, scene, orders)], known)
-    ]
+    opened, found = dict(bases(setting)), dict[str, _Measured]()
+    blocks = [(base, order) for order in range(setting.repeats or ORDERS) for base in opened]
+    for base, order in blocks:
+        todo = [cell for cell in cells(base, name, scene, order) if cell not in known]
+        if todo and base not in found:
+            found[base] = _measured(opened[base], setting, scene, f"spend: {base}, {name}, prices")
+        with file.open("a") as rows:
+            for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
+                known[cell] = _run(opened[base], cell, scene, found[base])
+                rows.write(json.dumps(known[cell]) + "\n")
+                rows.flush()
+    return _figures(scene, [cell for base, order in blocks for cell in cells(base, name, scene, order)], known)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What pins of a base are chosen by."""
+
+    operators: list[str]
+    scores: Mapping[str, np.ndarray]
+    """By name; empty where no arm asks."""
+    costs: Mapping[Item, float]
+
+
+def _measured(forks: Forks, setting: Setting, scene: Scene, what: str) -> _Measured:
+    parts = forks.parts(forked(forks, scene.low, *scene.words))
+    costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
+    scores = measured(parts, setting, what).scores if scene.pins else {}
+    return _Measured([operator.operator_name for operator in parts.plan.operators], scores, costs)
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -182,38 +122,38 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{file}: line {number} is no JSON; move the file away to begin anew") from None
 
 
-def _run(forks: Forks, cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, Any]:
+def _run(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> dict[str, Any]:
     """Makes the fork: its row."""
-    config = _config(forks, cell, scene, parts, found)
+    config = _config(forks, cell, scene, found)
     result = forks(config, phases=("low",))
     row = {"fork": asdict(cell), "share": result.spent, "pins": config.paths.pins, "steps": len(result.losses)}
     losses = {"loss": result.validation["low"].high, "own_loss": result.validation["low"].low}
     return row | losses | {"broken": config.stress.targets if scene.stress else None, "commit": commit()}
 
 
-def _config(forks: Forks, cell: Fork, scene: Scene, parts: Parts, found: Truth) -> Config:
-    words = [f"fork.order={cell.order}", "fork.heal=0"]
+def _config(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> Config:
+    words = [*scene.words, f"fork.order={cell.order}", "fork.heal=0"]
     if scene.stress:
         broken = random.Random(f"{cell.base} {cell.order}").choice(found.operators)
         words += [f"stress.targets=[{broken}]", *(f"stress.{word}" for word in scene.stress)]
-    if (signal := {_anew(name): more for name, more in scene.controllers.items()}.get(cell.arm)) is not None:
-        words += [f"+controller.{word[1:]}" if word.startswith("+") else f"controller.{word}" for word in signal]
-        words += [f"controller.budget={cell.budget}", "controller.routing=ranked", "controller.max_o=null"]
-        words += [f"paths.recovers=[{','.join(scene.recovers)}]"]
+    if (control := scene.control(cell.arm)) is not None:
+        cap = (f"budget={cell.budget}", "max_o=null") if scene.units is None else (f"max_o={scene.units}",)
+        for word in ("routing=ranked", *cap, *control):
+            words.append(f"+controller.{word[1:]}" if word.startswith("+") else f"controller.{word}")
+        words += [f"paths.recovers=[{','.join(scene.recovers)}]"] if scene.recovers != GEMMS else []
         return forked(forks, scene.low, *words)
     config = forked(forks, scene.low, *words)
-    return replace(config, paths=replace(config.paths, pins=_pins(cell, scene, parts, found)))
+    return replace(config, paths=replace(config.paths, pins=_pins(cell, scene, found)))
 
 
-def _pins(cell: Fork, scene: Scene, parts: Parts, found: Truth) -> dict[str, list[str]]:
+def _pins(cell: Fork, scene: Scene, found: _Measured) -> dict[str, list[str]]:
     names, gemms = found.operators, scene.recovers
     if cell.arm in (*BOUNDS, *WHOLE):
         every = {"never": [], "always": list(GEMMS)}.get(cell.arm, cell.arm.split(", "))
         return {name: every for name in names if every}
-    costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
     if cell.arm in GUESSES:
-        return guess(cell.arm, {}, costs, cell.budget, gemms=gemms, seed=cell.order).pins
-    return pins_per_cost(names, found.scores[cell.arm], costs, cell.budget, gemms)
+        return guess(cell.arm, {}, found.costs, cell.budget, gemms=gemms, seed=cell.order).pins
+    return pins_per_cost(names, found.scores[cell.arm], found.costs, cell.budget, gemms)
 
 
 def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:
@@ -303,4 +243,4 @@ def _smallest(model: Fit, scene: Scene) -> float:
     return float(np.median([one.error * smallest_shift(one.freedom) for one in known]))
 
 
-PARTS = {"lasting": lasting, "passing": passing}
+PARTS = {name: partial(spent, name=name) for name in SCENES}

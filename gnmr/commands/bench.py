@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from gnmr.bench import BENCHMARKS, RENAMED, measurable, usual
+from gnmr.bench import BENCHMARKS, RENAMED, measurable, parts_of
 from gnmr.commands.words import Parser, names_of, one_of, path, runs, whole
 from gnmr.errors import UserError, nearest
 
@@ -60,9 +60,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"bench {old[0]}: is now gnmr bench {RENAMED[old[0]]}")
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark {unknown[0]!r}{nearest(unknown[0], BENCHMARKS)}")
-    parts = [part for name in names or usual() for part in BENCHMARKS[name].parts]
-    if unknown := [part for part in given.only if part not in parts]:
-        raise UserError(f"only={unknown[0]}: must be of {', '.join(parts)}")
+    only = parts_of(names, given.only)
     if given.run is not None:
         quoted = given.run.replace("\\", "\\\\").replace("'", "\\'")
         overrides.append(f"run_dir='{quoted}'")
@@ -76,7 +74,7 @@ def main(argv: list[str]) -> int:
 
     write = writer(given.out)
     setting = Setting(compose(overrides), overrides, given.repeats, given.clock)
-    chosen = measurable(names, given.only, setting)
+    chosen = measurable(names, only, setting)
     if setting.config.training.threads is not None:
         torch.set_num_threads(setting.config.training.threads)
     machine = describe_machine()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 
-from gnmr.bench import measurable, price, spend, usual
+from gnmr.bench import BENCHMARKS, measurable, parts_of, price, scenes, spend, usual
 from gnmr.bench.figures import Figure
+from gnmr.bench.scenes import SCENES, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
+from gnmr.errors import UserError
 from gnmr.training.fork import Forks
 from gnmr.vocabulary import GEMMS
 
@@ -73,13 +75,13 @@ def test_it_runs_only_where_it_is_named(setting: Setting) -> None:
 def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scene = spend.Scene("sim_e2m1", budgets=(0.1,), pins=("price",), controllers={"GNMR": ("signal=gnmr_delta",)})
-    monkeypatch.setattr(spend, "LASTING", {"sim_e2m1": scene})
-    monkeypatch.setattr(spend, "WHOLE", {"dgrad, wgrad": 2 / 3})
-    monkeypatch.setattr(spend, "GUESSES", ("random",))
+    gnmr = {"GNMR": ("signal=gnmr_delta",)}
+    scene = Scene("sim_e2m1", budgets=(0.1,), pins=("price",), guesses=("random",), controllers=gnmr)
+    monkeypatch.setattr(spend, "SCENES", {"sim_e2m1": scene})
+    monkeypatch.setattr(scenes, "WHOLE", {"dgrad, wgrad": 2 / 3})
     made = forked_in(monkeypatch, spend)
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)))
-    found = {figure.name: figure for figure in spend.lasting(setting)}
+    found = {figure.name: figure for figure in spend.spent(setting, "sim_e2m1")}
     rows = [json.loads(line) for line in (tmp_path / "bench/spend.jsonl").read_text().splitlines()]
     arms = ["never", "always", "dgrad, wgrad", "price", "random", "GNMR, each step"]
     assert [row["fork"]["arm"] for row in rows] == made == arms
@@ -90,21 +92,20 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     losses = [row["loss"] for row in rows]
     assert found["sim_e2m1: price at 10.0%"].value == pytest.approx((losses[0] - losses[3]) / (losses[0] - losses[1]))
     (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]) + '{"fork": {"ba')
-    again = spend.lasting(setting)
+    again = spend.spent(setting, "sim_e2m1")
     assert made[6:] == ["GNMR, each step"]
     assert [figure.value for figure in again] == [figure.value for figure in found.values()]
     assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
 
 
 def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
-    forks, (scene,) = Forks("shipped"), spend.PASSING.values()
-    parts = forks.parts(price.forked(forks, scene.low))
-    names = [operator.operator_name for operator in parts.plan.operators]
-    found = SimpleNamespace(operators=names, scores={"price": np.arange(len(names))})
+    forks, scene = Forks("shipped"), SCENES["broken"]
+    found = measured_of(forks, scene)
+    names = found.operators
     broken, every = [], []
     for order in range(3):
-        cells = [spend.Fork("a", "broken", arm, budget, order) for arm, budget in scene.arms() if budget in (0, 0.1, 1)]
-        configs = [spend._config(forks, cell, scene, parts, found) for cell in cells[:: 1 if order == 0 else 9]]
+        cells = [cell for cell in spend.cells("a", "broken", scene, order) if cell.budget in (0, 0.1, 1)]
+        configs = [spend._config(forks, cell, scene, found) for cell in cells[:: 1 if order == 0 else 9]]
         assert len({repr(config.stress) for config in configs}) == 1
         (target,) = configs[0].stress.targets
         assert target in names and configs[0].stress.windows == [[21, 20]]
@@ -116,11 +117,39 @@ def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
     assert all(config.paths.recovers == ["fprop", "wgrad"] and config.controller.budget == 0.1 for config in routed)
 
 
-def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_scenes_are_configs() -> None:
+    """Those of table 11 promote four units, all others fill a share of the arithmetic; held arms hold."""
+    forks = Forks("shipped")
+    for name in ("table11", "regime_int2_saved", "regime_nvfp4"):
+        scene = SCENES[name]
+        found = measured_of(forks, scene)
+        for cell in spend.cells("a", name, scene, 0)[:: 4 if name == "table11" else 3]:
+            config = spend._config(forks, cell, scene, found)
+            assert config.paths.low == scene.low and config.controller.hold == (20 if cell.arm.endswith("held") else 1)
+            routed, units = config.controller.routing == "ranked", name == "table11" and "8 %" not in cell.arm
+            assert routed == (scene.control(cell.arm) is not None) != bool(config.paths.pins or cell.arm == "never")
+            if routed:
+                assert (config.controller.max_o, config.controller.budget is None) == (
+                    (4, True) if units else (None, False)
+                )
+            if name != "regime_nvfp4":
+                assert config.paths.site == ("forward" if name == "table11" else "saved")
+                assert config.paths.recovery == ("int8" if name == "table11" else "bf16")
+
+
+def test_scenes_are_chosen_by_name_and_by_group() -> None:
+    assert list(BENCHMARKS["spend"].parts) == list(spend.PARTS) == list(SCENES)
+    assert parts_of(["spend"], ["passing", "nvfp4"]) == ["broken", "nvfp4"]
+    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "int4", "atlas"]
+    with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
+        parts_of(["spend"], ["nvfp5"])
+    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, atlas$"):
+        parts_of(["price"], ["lasting"])
+
+
+def test_arms_of_several_blocks_are_one_model_with_one_residual() -> None:
     """Losses that are an arm's effect, a block's and noise: gaps, means and p as made by hand."""
-    monkeypatch.setattr(spend, "GUESSES", ("random", "last"))
-    scene = spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={})
-    found = drawn(scene, {})
+    found = drawn(Scene("nvfp4", budgets=(0.1,), pins=("price",), guesses=("random", "last"), controllers={}), {})
     assert found["nvfp4, a: gap, nats"].value == pytest.approx(0.1, abs=0.003)
     for arm in ("price", "random", "last"):
         figure = found[f"nvfp4: {arm} at 10.0%"]
@@ -130,23 +159,29 @@ def test_arms_of_several_blocks_are_one_model_with_one_residual(monkeypatch: pyt
     assert 0.01 < found["nvfp4: smallest effect at 80 % power"].value < 0.06
 
 
-def test_arms_of_unequal_spread_are_told_by_their_own_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_unequal_spread_are_told_by_their_own_differences() -> None:
     """One arm of thirty times the spread: its interval is wide, the others' stay narrow."""
-    monkeypatch.setattr(spend, "GUESSES", ("random", "last"))
-    found = drawn(spend.Scene("nvfp4", budgets=(0.1,), pins=("price",), controllers={}), {"random": 0.6})
+    scene = Scene("nvfp4", budgets=(0.1,), pins=("price",), guesses=("random", "last"), controllers={})
+    found = drawn(scene, {"random": 0.6})
     wide, narrow = (found[f"nvfp4: {arm} at 10.0%"] for arm in ("random", "price"))
     assert wide.high - wide.low > 0.3 and narrow.high - narrow.low < 0.08
     assert narrow.spread == "95 % interval, by Fieller, own spread"
     assert found["nvfp4: smallest effect at 80 % power"].note == "each arm's own spread"
 
 
-EFFECT = {"never": 0.0, "always": 1.0, **dict.fromkeys(spend.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
+def measured_of(forks: Forks, scene: Scene) -> spend._Measured:
+    """Of a scene without its scores, which take a minute: the operators in their order, whoever asks."""
+    found = spend._measured(forks, Setting(compose([]), [], 1), replace(scene, pins=()), "a test")
+    return replace(found, scores=dict.fromkeys(scene.pins, np.arange(len(found.operators))))
 
 
-def drawn(scene: spend.Scene, spread: dict[str, float]) -> dict[str, Figure]:
+EFFECT = {"never": 0.0, "always": 1.0, **dict.fromkeys(scenes.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
+
+
+def drawn(scene: Scene, spread: dict[str, float]) -> dict[str, Figure]:
     """Figures of losses that are `EFFECT`, a block's own and noise, two bases by five orders."""
     noise = np.random.default_rng(0)
-    cells = [cell for base in ("a", "b") for cell in spend.cells(base, scene.low, scene, 5)]
+    cells = [cell for order in range(5) for base in "ab" for cell in spend.cells(base, scene.low, scene, order)]
 
     def loss(cell: spend.Fork) -> float:
         closed = EFFECT[cell.arm] + noise.normal(0, spread.get(cell.arm, 0.02))
