@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
 from gnmr.controller import Controller, ControlSpec, Decision, OutputGradients, Unit
 from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE
-from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms, to_device
 from gnmr.controller.observed import adapters, watched
 from gnmr.controller.signals.base import whole
 from gnmr.distributed.reduce import Ranks
@@ -224,6 +224,9 @@ class AttachedController(Controller):
         found = super().parts(plain)
         if self._probe is not None and self.ranks is not None:
             found["probe"] = self._probe.parts(self.ranks.share)
+        if self._prices is not None and self.ranks is not None:
+            rows = torch.tensor(self._prices.rows, dtype=torch.float64)
+            found |= {"prices": self._prices.parts(self.ranks.share), "price_rows": to_device(rows, self._device)}
         return found
 
     def measure(
@@ -246,7 +249,7 @@ class AttachedController(Controller):
             }
             self._probe.reset()
         if self._prices is not None:
-            found |= self._prices.read(grad_scale)
+            found |= self._prices.read(grad_scale, None if sums is None else (sums["prices"], sums["price_rows"]))
             self._prices.reset()
         self._end()
         return found

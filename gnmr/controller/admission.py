@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from gnmr.controller.evidence import PRICE_EVIDENCE, missing
+from gnmr.controller.evidence import missing
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.observed import OutputGradients
 from gnmr.controller.policy import Budget
@@ -18,7 +18,7 @@ from gnmr.controller.signals.base import Signal
 from gnmr.controller.spec import NO_CAP
 from gnmr.controller.units import Unit
 
-_OF_ONE_PROCESS = ("micro_square", "true_gap", *PRICE_EVIDENCE)
+_OF_ONE_PROCESS = ("micro_square", "true_gap")
 """Evidence that is no sum over ranks, or is not made one yet."""
 
 
@@ -38,8 +38,8 @@ def check_ranks(
         return
     if wrong := [name for name in needs if name in _OF_ONE_PROCESS]:
         raise ValueError(
-            f"{', '.join(wrong)}: is measured in one process, here are {ranks.size}; use a signal of gradient norms or "
-            "of the paths' errors (docs/distributed.md)"
+            f"{', '.join(wrong)}: is measured in one process, here are {ranks.size}; use a signal of gradient norms, "
+            "of the paths' errors or of their prices (docs/distributed.md)"
         )
     if not isinstance(norms, (UnitNorms, OutputGradients)):
         raise ValueError(

@@ -112,7 +112,8 @@ class PriceMeter:
         self._sums = torch.zeros(
             len(self._operators), len(PATHS) * len(_OF_PATH) + len(_SHARED), dtype=torch.float64, device=device
         )
-        self._rows = [0] * len(self._operators)
+        self.rows = [0] * len(self._operators)
+        """Of each operator, those that were not measured too."""
 
     @property
     def operators(self) -> list[str]:
@@ -126,19 +127,26 @@ class PriceMeter:
     def reset(self) -> None:
         """Forgets everything measured so far."""
         self._sums.zero_()
-        self._rows = [0] * len(self._operators)
+        self.rows = [0] * len(self._operators)
 
-    def by_operator(self, path: str = "low") -> dict[str, Tensor]:
+    def parts(self, share: float) -> Tensor:
+        """What a rank adds to the sums of all, (num_operators, columns) float64; `share`: what part of the step's loss
+        its own is. A copy. `rows` add up by themselves."""
+        columns = [share if name == "fprop_mean" else share**2 for name in _OF_PATH] * len(PATHS)
+        return torch.stack([self._sums[:, i] * factor for i, factor in enumerate([*columns, *[share**2] * 2])], dim=1)
+
+    def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input`, `fprop_weight` in
         nats, `fprop_mean` (first order, nats), `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
 
-        0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. Does not wait for
-        the device.
+        0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts`
+        and of `rows` over all ranks. Does not wait for the device.
         """
+        totals, rows = (self._sums, None) if summed is None else summed
         first = PATHS.index(path) * len(_OF_PATH)
-        sums = dict(zip(_OF_PATH, self._sums[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
-        squares = dict(zip(_SHARED, self._sums[:, -len(_SHARED) :].unbind(1), strict=True))
-        loss_tokens = self.loss_tokens or max(self._rows)
+        sums = dict(zip(_OF_PATH, totals[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
+        squares = dict(zip(_SHARED, totals[:, -len(_SHARED) :].unbind(1), strict=True))
+        loss_tokens = self.loss_tokens or (max(self.rows) if rows is None else rows.max())
         found = {name: loss_tokens / 2 * sums[name] for name in _OF_PATH[:4]}
         found["fprop_mean"] = sums["fprop_mean"].clone()
         for gemm in ("dgrad", "wgrad"):
@@ -147,10 +155,10 @@ class PriceMeter:
                 found[name] = torch.where(square != 0, sums[name] / square, 0.0)
         return found
 
-    def read(self, grad_scale: float = 1.0) -> dict[str, Tensor]:
+    def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the
-        gradients carry. Does not wait for the device."""
-        found, both = {}, {path: self.by_operator(path) for path in self.paths}
+        gradients carry; `summed`: as `by_operator`. Does not wait for the device."""
+        found, both = {}, {path: self.by_operator(path, summed) for path in self.paths}
         for gemm, path in self._asked:
             value = self._of_units(both[path][gemm], gemm)
             name = f"price_{gemm}{'' if path == 'low' else '_recovery'}"
@@ -158,7 +166,7 @@ class PriceMeter:
         if "price" in self.names and self._saving == "fprop":
             found["price"] = (found["price_fprop"] - found["price_fprop_recovery"]).clamp(min=0)
         elif "price" in self.names:
-            squares = self._sums[:, -1]
+            squares = (self._sums if summed is None else summed[0])[:, -1]
             saved = (both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares
             found["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
         return {name: found[name] for name in self.names}
@@ -228,7 +236,7 @@ class PriceMeter:
         scale = found.count / len(found.chosen)
         place = self._place[operator.index]
         self._sums[place].add_(torch.stack(parts), alpha=scale)
-        self._rows[place] += found.count
+        self.rows[place] += found.count
 
 
 @dataclass(frozen=True)

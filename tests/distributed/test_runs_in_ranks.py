@@ -216,7 +216,7 @@ MISTAKES = [
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
     ([*WORDS, "training.compile=true"], "ddp", "training.compile=True: is for one process so far, here are 2"),
     ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
-    ([*WORDS, "controller.signal=price"], "ddp", "controller: price: is measured in one process, here are 2"),
+    ([*WORDS, "controller.signal=gsnr"], "ddp", "controller: micro_square: is measured in one process, here are 2"),
 ]
 
 
