@@ -77,6 +77,12 @@ BENCHMARKS = {
         usual=False,
         groups=_SCENES,
     ),
+    "parallel": Bench(
+        "gnmr.bench.parallel",
+        ("parallel",),
+        "control as a share of a step of 1, 2 and 4 processes, the one sum over ranks for many units",
+        usual=False,
+    ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
     "theory": Bench(
@@ -89,7 +95,7 @@ RENAMED = {
     "recipe": "paths only=recipes",
 }
 """What earlier versions called benchmarks, and the words that measure the same now."""
-_OF_OUR_MODELS = ("saved", "recipes", "mixture", "theory", "hf")
+_OF_OUR_MODELS = ("saved", "recipes", "mixture", "theory", "hf", "parallel")
 
 
 @dataclass(frozen=True)

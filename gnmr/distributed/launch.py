@@ -29,11 +29,11 @@ def is_first() -> bool:
     return not is_torchrun() or os.environ["RANK"] == "0"
 
 
-def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> None:
-    """Runs `run(*args)`, a function that can be pickled, in as many new processes; returns when all have ended.
+def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> list[Any]:
+    """Runs `run(*args)`, a function that can be pickled, in as many new processes; returns what they did, by rank.
 
-    It returns ("done", None), ("mistake", line), ("failed", line) or ("ended", exit code): raised here as UserError,
-    RunFailed and SystemExit. RunFailed too where a process is killed.
+    It returns ("done", what), ("mistake", line), ("failed", line) or ("ended", exit code): the last three are raised
+    here as UserError, RunFailed and SystemExit. RunFailed too where a process is killed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,16 +53,18 @@ def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> N
     )
     sys.stdout.flush()
     try:
-        found = list(elastic_launch(config, run)(*args).values())
+        by_rank: dict[int, tuple[str, Any]] = elastic_launch(config, run)(*args)
     except SignalException as error:
         raise SystemExit(128 + int(error.sigval)) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         raise RunFailed(f"process {rank} of {processes} ended ({how}); the same command continues the run") from error
+    found = [by_rank[rank] for rank in sorted(by_rank)]
     for kind in ("mistake", "failed", "ended"):
         for told, what in found:
             if told == kind == "ended":
                 raise SystemExit(what)
             if told == kind:
                 raise UserError(what) if kind == "mistake" else RunFailed(what)
+    return [what for _, what in found]
