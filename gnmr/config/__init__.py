@@ -165,6 +165,7 @@ _OUTSIDE_THE_HASH = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.export_hf",
+    "records.check_every",
     "records.live",
     "records.plain_every",
     "records.wandb",

@@ -52,6 +52,8 @@ class RecordsConfig:
     bits is watched and never routed. It costs nothing."""
     verdicts: bool = True
     """A step that spikes or is not finite is run again, to say what is to blame (gnmr/blame.py, docs/blame.md)."""
+    check_every: int = 100
+    """Steps between digests of the weights in steps.jsonl, in which several processes are held against each other."""
     live: str = "auto"
     """auto: a live view on a terminal, else plain lines; plain; off."""
     plain_every: int = 20
@@ -64,6 +66,6 @@ class RecordsConfig:
 
     @told_as("records.")
     def __post_init__(self) -> None:
-        whole(**fields(self, "ratios_every", "plain_every", "wandb_every"))
+        whole(**fields(self, "ratios_every", "check_every", "plain_every", "wandb_every"))
         one_of(("auto", "plain", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

@@ -33,6 +33,14 @@ def local(x: Tensor) -> Tensor:
     return found
 
 
+def place(x: Tensor) -> tuple[int, ...]:
+    """Which part of it this rank has: equal on ranks that have the same."""
+    if not is_sharded(x):
+        return ()
+    at = x.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
+    return tuple(i for i, how in zip(at, x.placements, strict=True) if not how.is_replicate())  # type: ignore[attr-defined]
+
+
 def counts(x: Tensor) -> bool:
     """Whether this rank's part is one that the sum over ranks is to hold: each part once."""
     if not is_sharded(x):

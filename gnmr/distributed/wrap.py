@@ -47,7 +47,11 @@ class _DDP(Wrapped):
         ids = [torch.cuda.current_device()] if device.type == "cuda" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of 2.13; what takes its place came with it
-            self.call = self._outer = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+            # Without the search DDP puts its buckets in another order after the first step of each start, and three or
+            # more ranks then round their sums otherwise: a run that went on would not be the same to the last bit.
+            self.call = self._outer = DistributedDataParallel(
+                model, device_ids=ids, broadcast_buffers=False, find_unused_parameters=True
+            )
 
         def timed(bucket: Any) -> Any:
             self.arrived = time.perf_counter()

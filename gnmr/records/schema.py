@@ -69,6 +69,8 @@ STEP_FIELDS: dict[str, str] = {
     "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
     "step_time_s": "wall time of the step, s",
     "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
+    "weights_digest": "of a run of several processes every records.check_every steps: 64 bits of all weights after the "
+    "step, the same under any number of processes (gnmr/distributed/digests.py); else null",
 }
 
 EVAL_FIELDS: dict[str, str] = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gnmr.blame import Levels
 from gnmr.data.batch import Batch
+from gnmr.distributed import digests
 from gnmr.errors import RunFailed
 from gnmr.recording import event_rows, ratio_rows
 from gnmr.records.reader import read_jsonl
@@ -105,7 +106,7 @@ class Loop:
         if counters.nonfinite_streak == 1:
             self._streak_began, self._streak_unit = step, str(result.nonfinite_unit)
         healing = heals(self.parts, step)
-        row = step_row(result, counters, time.perf_counter() - began, healing)
+        row = step_row(result, counters, time.perf_counter() - began, healing, self._weights_digest())
         self.recorder.step(row, None if healing else ratio_rows(result.decision))
         self.recorder.events(event_rows(result.decision))
         if result.verdict is not None:
@@ -116,6 +117,13 @@ class Loop:
                 f"{self._streak_began} in {self._streak_unit}; weights are those of step {self._streak_began - 1}"
             )
         return result
+
+    def _weights_digest(self) -> str | None:
+        """Of several processes every so often, see `digests.of_run`, and its RunFailed."""
+        world, step = self.parts.world, self.counters.step
+        if world.size == 1 or step % self.parts.config.records.check_every:
+            return None
+        return digests.of_run(dict(self.parts.model.named_parameters()), world, step)
 
     def _validate(self) -> None:
         step = self.counters.step

@@ -47,7 +47,9 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
     )
 
 
-def step_row(result: StepResult, counters: Counters, seconds: float, healing: bool = False) -> dict[str, Any]:
+def step_row(
+    result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
+) -> dict[str, Any]:
     """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
     decision = result.decision
     return {
@@ -72,6 +74,7 @@ def step_row(result: StepResult, counters: Counters, seconds: float, healing: bo
         "nonfinite_unit": result.nonfinite_unit,
         "step_time_s": seconds,
         "slowest_rank": result.slowest_rank,
+        "weights_digest": weights_digest,
     }
 
 

@@ -1,24 +1,24 @@
-"""Two gloo processes on the CPU, started once, that run functions of `in_ranks` together."""
+"""Two or four gloo processes on the CPU, started once, that run functions of `in_ranks` together."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from in_ranks import serve
 
 
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """pair(name, **options): what `in_ranks.name` returned in rank 0 and in rank 1, or the errors they raised."""
-    store = tmp_path_factory.mktemp("pair") / "store"
+@contextmanager
+def started(size: int, folder: Path) -> Iterator[Callable[..., list[Any]]]:
     context = multiprocessing.get_context("spawn")
     pipes, workers = [], []
-    for rank in range(2):
+    for rank in range(size):
         ours, theirs = context.Pipe()
-        workers.append(context.Process(target=serve, args=(rank, str(store), theirs), daemon=True))
+        workers.append(context.Process(target=serve, args=(rank, size, str(folder / "store"), theirs), daemon=True))
         workers[-1].start()
         pipes.append(ours)
 
@@ -37,3 +37,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
     for worker in workers:
         worker.join(10)
         worker.kill()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """pair(name, **options): what `in_ranks.name` returned in rank 0 and in rank 1, or the errors they raised."""
+    with started(2, tmp_path_factory.mktemp("pair")) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """As `pair`, of four."""
+    with started(4, tmp_path_factory.mktemp("four")) as call:
+        yield call

@@ -19,14 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gnmr
 from gnmr.distributed import world
+from gnmr.distributed.shards import local
 
 
-def serve(rank: int, store: str, pipe: Any) -> None:
-    """Of a process of `pair`: runs what it is asked until it is asked nothing."""
+def serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    """Of a process of `pair` or `four`: runs what it is asked until it is asked nothing."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": f"{size}", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (asked := pipe.recv()) is not None:
         name, options = asked
         try:
@@ -210,3 +211,33 @@ def refused(how: str = "ddp", **options: Any) -> None:
     outer = wrapped(model, how)
     outer(torch.ones(2, 16)).sum().backward()
     controller.step()
+
+
+def nudged(config: Any, parallel: str = "ddp") -> Any:
+    """`train`, in which a weight of rank 1 moves by one bit after the third step."""
+    from gnmr.training import loop
+
+    class Steps(loop.Steps):
+        def __call__(self, step: int) -> Any:
+            result = super().__call__(step)
+            if world.rank() == 1 and step == 3:
+                with torch.no_grad():
+                    weight = self._parts.model.get_submodule("lm_head").weight
+                    local(weight).view(torch.int16)[0, 0] ^= 1
+            return result
+
+    before, loop.Steps = loop.Steps, Steps
+    try:
+        return train(config, parallel=parallel)
+    finally:
+        loop.Steps = before
+
+
+def measured(config: Any) -> Any:
+    """What a process of `gnmr bench parallel` measures, once."""
+    from gnmr.bench import parallel
+    from gnmr.distributed.world import World
+
+    found = parallel.of_process(config, World(world.rank(), world.size()), 1)
+    torch.set_num_threads(1)
+    return found

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from gnmr.config import Config
+from gnmr.distributed import digests
+from gnmr.distributed.world import ALONE
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -22,15 +24,22 @@ pytestmark = [
     pytest.mark.xdist_group("pair"),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
 ]
-WORDS = ("training.accumulation=2", "training.batch_size=1")
+WORDS = ("training.accumulation=2", "training.batch_size=1", "records.check_every=4")
 SLOW = pytest.mark.slow
 
 
 def left(folder: Path) -> dict[str, Any]:
     found = everything(folder)
     for row in found["steps"]:
-        del row["slowest_rank"]
+        del row["slowest_rank"], row["weights_digest"]
     return found
+
+
+def digested(folder: Path, alone: dict[str, Any]) -> None:
+    """The digests of the run's weights were taken in time, and the last is that of one process."""
+    found = {row["step"]: row["weights_digest"] for row in read_jsonl(folder / "steps.jsonl") if row["weights_digest"]}
+    assert found.keys() == {4, 8} and found[4] != found[8]
+    assert found[8] == digests.of_run(alone["state"]["model"], ALONE, 8)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +56,7 @@ def test_a_run_of_two_ranks_leaves_what_one_process_leaves(
     assert any("verdicts: none in several processes" in line for line in said)
     assert differences(alone, left(tmp_path / "run")) == []
     assert read_json(tmp_path / "run" / "header.json")["world"] == {"processes": 2, "parallel": "ddp"}
+    digested(tmp_path / "run", alone)
     slowest = [row["slowest_rank"] for row in read_jsonl(tmp_path / "run" / "steps.jsonl")]
     assert slowest[3:6].count(1) >= 2, slowest  # on a machine with much else to do one may be another's
 
@@ -59,6 +69,7 @@ def test_shards_leave_the_same_weights_and_sets(
     found = left(tmp_path / "run")
     assert differences(alone["state"]["model"], found["state"]["model"]) == []
     assert differences(alone["state"]["optimizer"], found["state"]["optimizer"]) == []
+    digested(tmp_path / "run", alone)
     assert [row["num_active"] for row in found["steps"]] == [row["num_active"] for row in alone["steps"]]
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]]
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
@@ -202,6 +213,16 @@ def test_random_numbers_are_those_of_a_micro_batch_whoever_has_it(
     assert [row["loss"] for row in one["steps"]] == [row["loss"] for row in two["steps"]]
     in_turn = left(train(tmp_path / "none", *words))
     assert differences(in_turn["state"]["model"], two["state"]["model"]) != []
+
+
+def test_weights_that_went_apart_end_the_run_on_all_ranks(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    line = "ranks disagree after step 4: lm_head.weight of rank 1 is not that of rank 0; continue from a checkpoint"
+    for told in pair("nudged", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS, "training.checkpoint_every=2")):
+        assert told.startswith(f"RunFailed: {line}")
+    assert (tmp_path / "run" / "FAILED").read_text().startswith(line)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"], "none of step 4"
 
 
 MISTAKES = [

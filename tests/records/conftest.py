@@ -38,6 +38,7 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "nonfinite_unit": None,
             "step_time_s": 0.25,
             "slowest_rank": None,
+            "weights_digest": None,
         }
         assert row.keys() >= changes.keys()
         return row | changes
