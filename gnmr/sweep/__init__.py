@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -40,7 +40,7 @@ from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config
 from gnmr.config.compose import load_composed, mistake
-from gnmr.errors import UserError, writing
+from gnmr.errors import RunFailed, UserError, writing
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
 from gnmr.terminal import say, shared
@@ -76,6 +76,7 @@ class Sweep(Sweeper):
         """Raises the first cell's failure, when all cells have ended, or SystemExit where one is not finished."""
         assert self.hydra_context is not None and self.config is not None and self.launcher is not None
         options = getattr(self.launcher, "joblib", None)  # of the joblib launcher: what `joblib.Parallel` takes
+        _refuse_tasks(getattr(self.launcher, "params", {}))
         jobs, threads = (1, None) if options is None else _jobs_and_threads(options["n_jobs"])
         cells = self._cells(
             combinations_of(arguments, self._params, self._arms, self.hydra_context.config_loader), threads
@@ -149,7 +150,8 @@ class Sweep(Sweeper):
         """Each cell with what it returned or raised: by Hydra's launcher, or side by side as they end."""
         assert self.launcher is not None and self.config is not None
         if workers is None:
-            returns = self.launcher.launch([cell.words for cell in cells], cells[0].number)
+            with _jobs_ended():
+                returns = self.launcher.launch([cell.words for cell in cells], cells[0].number)
             yield from zip(cells, (returned.return_value for returned in returns), strict=True)
             return
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -177,6 +179,30 @@ class Sweep(Sweeper):
             return Cell(words, config, number)
         config = replace(config, training=replace(config.training, threads=threads))
         return Cell([*words, f"training.threads={threads}"], config, number)
+
+
+def _refuse_tasks(params: Mapping[str, Any]) -> None:
+    """UserError where a cell would be several tasks of a submitit launcher (hydra/launcher=submitit_slurm)."""
+    for key in ("nodes", "tasks_per_node"):
+        if (params.get(key) or 1) > 1:
+            raise UserError(
+                f"hydra.launcher.{key}={params[key]}: a cell is one task on one node; training.processes=N starts its "
+                "processes there"
+            )
+
+
+@contextmanager
+def _jobs_ended() -> Iterator[None]:
+    """RunFailed, in one line, for a job of submitit's that ended without an answer: killed, or out of its time."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        line = " ".join(str(error).split("\n")[0].split())
+        raise RunFailed(
+            f"sweep: a job ended ({line}); the same command continues the cells that are not done"
+        ) from error
 
 
 def _job(
