@@ -1,24 +1,36 @@
 """Tables of docs/results that come from benchmarks/results: python benchmarks/tables.py writes them.
 
-tests/bench/test_tables.py fails where a committed table is not what the committed figures give.
+    python benchmarks/tables.py [RESULTS [DOCS]]    from another folder (benchmarks/evidence.py fills one)
+
+A page of which RESULTS has no record is left out. tests/bench/test_tables.py fails where a committed table is not what
+the committed figures give.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from gnmr.report.family import judge
+from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
+from gnmr.report.layout import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "img" / "spend.svg"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
-SPEND = ("spend-sim_e2m1.json", "spend-broken.json")
+SAMPLING, ATLAS = ("price-sampling.json",), ("price-atlas.json",)
+SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
+TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dashed where it has pins of the same name."""
-EACH = ", each step"
+EACH, HELD = ", each step", ", held"
 LASTING = ("price", "gap", "gradient norm", "MSE", "GNMR, each step", "first_last", "random")
 PASSING = (*(f"{name}{EACH}" for name in ("price", "gap", "MSE", "GNMR", "random")), "price", "random")
 ARMS = {"broken": PASSING}
@@ -45,7 +57,7 @@ def price_truth() -> str:
         "score per cost chooses for 10 % of the GEMMs' arithmetic. *Clear* counts operators whose rise is above two",
         "standard errors: where they are few, rank correlations say nothing, and below ten shares are left out.",
     ]
-    records = [_read(name) for name in TRUTH]
+    records = _records(TRUTH)
     figures = {figure["name"]: figure for record in records for figure in record["figures"]}
     cells = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
     heads = ["base", "low path", "all rises, nats", "clear", *(_BY_SCORE.get(name, name) for name in _SCORES)]
@@ -84,7 +96,7 @@ def spend() -> str:
         "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
         "`price, each step`, at the same budget, Holm over the table.",
     ]
-    records = [_read(name) for name in SPEND]
+    records = _records(SPEND)
     for record in records:
         figures = {figure["name"]: figure for figure in record["figures"]}
         scene = next(iter(figures)).partition(",")[0]
@@ -111,9 +123,115 @@ def spend() -> str:
     return "\n".join([*text, "", *_origin(records)])
 
 
+def sampling() -> str:
+    """docs/results/price-sampling.md"""
+    records = _records(SAMPLING)
+    text = [
+        "# Prices of few tokens against those of all",
+        "",
+        "Of one batch each operator's price is measured on one token in k, and on all tokens: the rank correlation",
+        "of both over operators, and the median of |log ratio|, each a mean over batches.",
+        "",
+        *_head(["base", "low path", "one token in", "Spearman", "median factor", "batches"]),
+    ]
+    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    for name, figure in figures.items():
+        where, _, what = name.rpartition(", ")
+        if what.startswith("Spearman"):
+            base, low, stride = where.replace(": one token in ", ", ").split(", ")
+            factor = math.exp(figures[f"{where}, median |log ratio|"]["value"])
+            text.append(_row([base, low, stride, f"{figure['value']:.2f}", f"{factor:.2f}", str(figure["n"])]))
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def atlas() -> str:
+    """docs/results/price-atlas.md"""
+    records = _records(ATLAS)
+    text = [
+        "# What training gains of one GEMM in 16 bits, against scores of the base",
+        "",
+        "Forks of 40 steps with one GEMM of one operator in 16 bits; its gain is what the loss is lower than without.",
+        "Spearman over the operators.",
+        "",
+        *_head(["base, low path, GEMM", "price", "gradient norm", "gap", "MSE", "orders", "gains"]),
+    ]
+    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    for where in dict.fromkeys(name.partition(": ")[0] for name in figures):
+        found = [figures[f"{where}: Spearman, {score}"] for score in ("price", "gradient norm", "gap", "MSE")]
+        ranks = (f"{figure['value']:.2f}" for figure in found)
+        text.append(_row([where, *ranks, str(found[0]["n"]), found[0]["note"]]))
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def table11() -> str:
+    """docs/results/spend-table11.md"""
+    records = _records(TABLE11)
+    text = [
+        "# Table 11 as forks",
+        "",
+        "All signals at one budget, four of 28 units, 4-bit inputs in the forward pass too, 8 bits for recovery: forks",
+        "of 40 steps, a new set in every step or one that holds for 20. A block is an order of the data of a base.",
+        "*Spends* is the share of the GEMMs' arithmetic, which differs since units differ in size; `price, 8 %` has",
+        "less of it than any four units. Against never, and against random of its kind.",
+        "",
+        _family("Table 11 as forks", _forks(records[0])).markdown(),
+    ]
+    return "\n".join([*text, *_origin(records)])
+
+
+def regimes() -> str:
+    """docs/results/spend-regimes.md"""
+    records = _records(sorted(path.name for path in RESULTS.glob(REGIMES)))
+    text = [
+        "# Low paths as forks",
+        "",
+        "A tenth of the GEMMs' arithmetic, spent by pins of the base and by controllers, on many low paths: which of",
+        "them has a gap to close within 40 steps, and who closes it. Against never, and against random of its kind.",
+    ]
+    for record in records:
+        text += ["", _family(record["file"].removeprefix("spend-").removesuffix(".json"), _forks(record)).markdown()]
+    return "\n".join([*text, *_origin(records)])
+
+
+def _forks(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows beside a record."""
+    lines = (RESULTS / record["file"]).with_suffix(".jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _family(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """One model of all arms, each against never and against random of its kind (anew, held or pinned)."""
+    values: dict[str, dict[Any, float]] = {}
+    spends: dict[str, list[float]] = {}
+    for row in rows:
+        fork = row["fork"]
+        values.setdefault(fork["arm"], {})[fork["base"], fork["order"]] = row["loss"]
+        spends.setdefault(fork["arm"], []).append(row["share"])
+    arms = [arm for arm in values if arm not in ("never", "always")]
+    drawn = {arm: "random" + next((end for end in (EACH, HELD) if arm.endswith(end)), "") for arm in arms}
+    pairs = [(arm, "never") for arm in arms]
+    pairs += [(arm, one) for arm, one in drawn.items() if one in values and one != arm]
+    family = judge(values, pairs, low="never", high="always")
+    columns = ["arm", "against", "n", "spends", "difference [95 %]", "p (Holm)", "gap closed [95 %]"]
+    table = Table(title, [*columns, "p, equal to 10 %", "verdict"])
+    for row in family.rows:
+        told = row_numbers(row)
+        closed = f"{told['closed']} {told['closed_interval']}".strip()
+        cells = [
+            f"{sum(spends[row.arm]) / len(spends[row.arm]):.1%}",
+            f"{told['difference']} {told['interval']}".strip(),
+        ]
+        table.rows.append(
+            [row.arm, row.control, told["tested"], *cells, told["p"], closed, told["p_equal"], told["verdict"]]
+        )
+    table.notes = [positive_control(family, "never", "always"), *power(family), *assumptions(family.fit)]
+    table.notes += [f"Commits of the forks: {', '.join(dict.fromkeys(row['commit'] for row in rows))}."]
+    return table
+
+
 def blame() -> str:
     """docs/results/blame.md"""
-    planted, spikes = records = [_read(name) for name in BLAME]
+    planted, spikes = records = _records(BLAME)
     text = [
         "# Verdicts on planted causes and on ordinary spikes",
         "",
@@ -171,7 +289,7 @@ def spend_figure() -> bytes:
 
     from gnmr.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
 
-    records = [_read(name) for name in SPEND]
+    records = _records(SPEND)
     with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):
         figure, panels = new_figure(4.2 * len(records), 4.4, 1, len(records), share=True)
         for axes, record in zip(panels, records, strict=True):
@@ -214,6 +332,14 @@ def _closed(figure: dict[str, Any]) -> str:
     return f"{100 * figure['value']:.0f} ± {100 * half:.0f}{' *' if float(p) < 0.01 else ''}"
 
 
+def _records(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Those that are there. FileNotFoundError where none is."""
+    found = [_read(name) for name in names if (RESULTS / name).exists()]
+    if not found:
+        raise FileNotFoundError(f"{RESULTS}: has none of {', '.join(names) or 'these records'}")
+    return found
+
+
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / name).read_text())
     return found | {"file": name}
@@ -237,10 +363,33 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[], str]] = {"price-truth.md": price_truth, "spend.md": spend, "blame.md": blame}
+TABLES: dict[str, Callable[[], str]] = {
+    "price-truth.md": price_truth,
+    "price-sampling.md": sampling,
+    "price-atlas.md": atlas,
+    "spend.md": spend,
+    "spend-table11.md": table11,
+    "spend-regimes.md": regimes,
+    "blame.md": blame,
+}
+
+
+def made() -> dict[str, str]:
+    """Text by file: the pages of which there are records."""
+    found = {}
+    for name, table in TABLES.items():
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = table()
+    return found
+
 
 if __name__ == "__main__":
-    DOCS.mkdir(exist_ok=True)
-    for name, table in TABLES.items():
-        (DOCS / name).write_text(table())
-    FIGURE.write_bytes(spend_figure())
+    if len(sys.argv) > 1:
+        RESULTS = Path(sys.argv[1])
+        DOCS = Path(sys.argv[2]) if len(sys.argv) > 2 else RESULTS
+        FIGURE = DOCS / FIGURE.name
+    DOCS.mkdir(parents=True, exist_ok=True)
+    for name, text in made().items():
+        (DOCS / name).write_text(text)
+    with contextlib.suppress(FileNotFoundError):
+        FIGURE.write_bytes(spend_figure())

@@ -50,6 +50,7 @@ _SCENES = {
         "regime_int4_saved",
         "regime_int2_saved",
     ),
+    "quick": ("regime_quick",),
 }
 """Keys of `scenes.SCENES` by group: that module costs torch."""
 BENCHMARKS = {

@@ -164,4 +164,12 @@ REGIMES = {
         ("int2_saved", "int2", _SAVED),
     )
 }
-SCENES: dict[str, Scene] = LASTING | PASSING | TABLE11 | REGIMES
+QUICK = {
+    "regime_quick": replace(
+        REGIMES["regime_int2"],
+        pins=("price",),
+        controllers={name: SIGNALS[name] for name in ("GNMR", "price", "random")},
+    )
+}
+"""Of the shipped base, whose gap under 2 bits shows in minutes."""
+SCENES: dict[str, Scene] = LASTING | PASSING | TABLE11 | REGIMES | QUICK

@@ -1,9 +1,9 @@
 """What recovery buys: the share of the gap from always-low to always-high that an arm closes, against what it spends.
 
-`only=` names scenes (`gnmr.bench.scenes`) or groups of them: lasting, passing, table11, regimes. Every fork of a base
-trains `training.steps` on the low path with its arm's GEMMs on the recovery path, on the same data as the others of its
-order; its loss is the validation loss on the 16-bit path afterwards. An arm fills the budget, a share of the GEMM
-arithmetic, with the operators that it ranks highest per cost, of which the scene's GEMMs are recovered:
+`only=` names scenes (`gnmr.bench.scenes`) or groups of them: lasting, passing, table11, regimes, quick. Every fork of a
+base trains `training.steps` on the low path with its arm's GEMMs on the recovery path, on the same data as the others
+of its order; its loss is the validation loss on the 16-bit path afterwards. An arm fills the budget, a share of the
+GEMM arithmetic, with the operators that it ranks highest per cost, of which the scene's GEMMs are recovered:
 
     price, gradient norm, update norm, gap, MSE    scores of the base, measured once before the fork: a pin
     random, first, last, first_last                the usual guesses: a pin

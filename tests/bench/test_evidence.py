@@ -1,0 +1,91 @@
+"""benchmarks/evidence.py: its steps are commands that this version has, and what is done is not done again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gnmr.bench import BENCHMARKS, parts_of
+from gnmr.bench.scenes import SCENES, Scene
+from gnmr.config.compose import compose
+
+ROOT = Path(__file__).parents[2]
+if not (ROOT / "benchmarks" / "results").is_dir():
+    pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks" / "evidence.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "evidence", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_step_is_a_command_of_this_version(evidence: ModuleType, tmp_path: Path) -> None:
+    night, quick = ([one for stage in evidence.stages(form, tmp_path) for one in stage] for form in ("night", "quick"))
+    scenes = [one.name.removeprefix("spend-") for one in night if one.name.startswith("spend-")]
+    assert sorted([*scenes, "regime_quick"]) == sorted(SCENES)
+    for step in (*night, *quick):
+        command, *words = step.words
+        if command == "train":
+            config = compose(words)
+            assert step.done == f"bases/{config.run_dir}/DONE"
+            assert evidence.BASES[config.run_dir] == (config.training.seed, config.training.steps)
+            continue
+        name, given = words[0], dict(word.split("=", 1) for word in words[1:])
+        assert parts_of([name], [given["only"]])[0] in BENCHMARKS[name].parts
+        assert set(given["run"].split(",")) <= {*evidence.BASES, "shipped"}
+        assert given["out"] == str(tmp_path / step.done)
+
+
+def test_dry_tells_the_steps_and_runs_none(
+    evidence: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
+    before = capsys.readouterr().out
+    assert re.search(r"25 steps, about \d+\.\d h with 2 side by side", before) and not out.exists()
+    (out / "spend-nvfp4" / "bench").mkdir(parents=True)
+    arms = len(SCENES["nvfp4"].arms())
+    (out / "spend-nvfp4" / "bench" / "spend.jsonl").write_text("{}\n" * (10 * arms - 1))
+    (out / "spend-broken.json").write_text("{}")
+    assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "24 steps" in told and "spend-broken" not in told and "31 s  spend-nvfp4" in told
+
+
+@pytest.mark.slow
+def test_the_tiniest_form_to_its_page(
+    evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prices of few tokens of the shipped base; a second call finds them done, a step that fails is named."""
+    monkeypatch.setitem(evidence.FORMS, "quick", (lambda out: evidence.quick(out)[1:],))
+    assert evidence.main(["quick", str(tmp_path)]) == 0
+    tree = json.loads((tmp_path / "price-sampling.json").read_text())
+    page = (tmp_path / "docs" / "price-sampling.md").read_text()
+    assert len(re.findall(r"^\| shipped \|", page, re.M)) == len(tree["figures"]) / 2 > 0
+    assert "done    price-sampling" in capsys.readouterr().out
+    (tmp_path / "price-sampling.json").unlink()
+    wrong = evidence.bench(tmp_path, "wrong", "price", "sampling", "nowhere", 1.0)
+    monkeypatch.setitem(evidence.FORMS, "quick", (lambda _out: [wrong],))
+    assert evidence.main(["quick", str(tmp_path)]) == 1
+    assert "failed: wrong" in capsys.readouterr().out and "nowhere" in (tmp_path / "wrong.log").read_text()
+
+
+def test_scenes_of_one_family_have_its_controls() -> None:
+    """What a page tests against is there: never, and a random draw of each kind of arm."""
+    for name, scene in SCENES.items():
+        if name.startswith(("regime", "table11")):
+            arms = [arm for arm, _ in scene.arms()]
+            assert {"never", "always", "random, each step"} <= set(arms), name
+            assert isinstance(scene, Scene) and ("random" in arms) == bool(scene.pins), name
+            assert ("random, held" in arms) == bool(scene.held), name
