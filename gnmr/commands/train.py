@@ -42,6 +42,9 @@ def main(argv: list[str]) -> int:
     # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
     # thousands. Read when torch multiplies for the first time.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+    # DDP's warning, one a process, that its search for unused parameters finds none (gnmr/distributed/wrap.py). Read
+    # when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "--groups" in argv:
         _show_groups()
         return 0

@@ -136,15 +136,22 @@ def train(
     stop: int | None = None,
     slow: int | None = None,
     other_seed: bool = False,
+    other_data: str | None = None,
 ) -> Any:
     """The run of this config by both ranks: what was said, or how it ended.
 
     `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
     `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
+    `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
-    from gnmr.training import loop
+    from gnmr.training import build, loop
     from gnmr.training.run import run
+
+    def opened(config: Any, *rest: Any) -> Any:
+        if other_data is not None and world.rank() == 1:
+            config = replace(config, data=replace(config.data, path=other_data))
+        return open_data(config, *rest)
 
     class Steps(loop.Steps):
         def __call__(self, step: int) -> Any:
@@ -165,13 +172,13 @@ def train(
     if other_seed and world.rank() == 1:
         config = replace(config, training=replace(config.training, seed=7))
     said: list[str] = []
-    before, loop.Steps = loop.Steps, Steps
+    before, loop.Steps, open_data, build.open_data = loop.Steps, Steps, build.open_data, opened
     try:
         run(replace(config, parallel=parallel), said.append, world=World(world.rank(), world.size()))
     except SystemExit as end:
         return end.code
     finally:
-        loop.Steps = before
+        loop.Steps, build.open_data = before, open_data
     return said
 
 
@@ -239,5 +246,16 @@ def measured(config: Any) -> Any:
     from gnmr.distributed.world import World
 
     found = parallel.of_process(config, World(world.rank(), world.size()), 1)
+    torch.set_num_threads(1)
+    return found
+
+
+def gpu_checks(plan: Any) -> Any:
+    """What the checks of benchmarks/gpu_parallel.py find, on the CPU."""
+    from gpu_parallel import Plan, played
+
+    from gnmr.distributed.world import World
+
+    found = played(Plan(**plan), World(world.rank(), world.size()))
     torch.set_num_threads(1)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from gnmr.config import Config
-from gnmr.distributed import digests
+from gnmr.distributed import digests, world
 from gnmr.distributed.world import ALONE
+from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -261,6 +263,25 @@ def test_ranks_with_other_settings_or_data_are_told(
     config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS)
     for told in pair("train", config=config, parallel="ddp", other_seed=True):
         assert told.startswith("UserError: the config's hash is ") and "in rank 1: start all of them alike" in told
+    (other := tmp_path / "other.txt").write_text(Path(str(config.data.path)).read_text() + "\nand more")
+    for told in pair("train", config=config, parallel="ddp", other_data=str(other)):
+        assert told.startswith("UserError: the fingerprint of the data is ") and "in rank 1: start all of" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_address_in_use_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError) as error, world.joined(cuda=False):
+            pass
+    line = str(error.value)
+    assert line.startswith(f"2 processes do not find each other at localhost:{port} (") and "\n" not in line
+    assert line.endswith("): use a free port")
 
 
 def test_several_processes_have_to_be_started(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
