@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -294,6 +295,18 @@ def test_every_page_is_in_the_menu() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     named = set(re.findall(r"[\w/-]+\.md", menu))
     assert named == {page for page in pages if not page.startswith("results/")}, "mkdocs.yml, nav"
+
+
+def test_the_whole_run_of_two_processes_is_told_as_it_was_recorded() -> None:
+    page, record = (ROOT / "docs/distributed.md").read_text(), ROOT / "benchmarks/results/two-processes.json"
+    found = json.loads(record.read_text())
+    equal, two, one = found["equal"], found["two"], found["one"]
+    assert two == one and equal["different_weights"] == equal["different_moments"] == []
+    assert (equal["losses"], equal["validation_losses"], equal["events"]) == (one["steps"], 10, one["events"])
+    told = " ".join(page.split())
+    assert f"the losses of all {one['steps']:,} steps, all 10 validation losses, all {one['events']} promotions" in told
+    assert f"perplexity {one['perplexity']:.2f};" in told and f"of step {found['after_step']} by one process" in told
+    assert f"differ by {equal['largest_relative_difference_of_gradient_norms']:.0e} of themselves" in told
 
 
 def test_every_command_has_its_help_in_the_reference() -> None:

@@ -79,7 +79,8 @@ class Loop:
                 self._save()
             if self._score_is_due():
                 self.score()
-                self.stopped = next(iter(stop), None)  # one process scores; its checkpoint is there
+                told = self.parts.world.gather(next(iter(stop), None))  # the checkpoint is there
+                self.stopped = next((number for number in told if number is not None), None)
             if self.stopped and not last:
                 name = signal.Signals(self.stopped).name
                 return "interrupted", f"stopped after step {step} by {name}, checkpoint saved"
@@ -88,7 +89,10 @@ class Loop:
     def score(self) -> None:
         """Scores after the step, unless the records have them already: the run was ended after them."""
         parts, step = self.parts, self.counters.step
-        if self.scorer is not None and step not in {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")}:
+        if self.scorer is None:
+            return
+        there = parts.world.from_first(lambda: {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")})
+        if step not in there:  # every process scores: shards are gathered in passes
             self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
 
     def _step(self, take_step: Steps) -> StepResult:

@@ -47,17 +47,15 @@ def _refuse_batches(config: Config, size: int) -> None:
 
 def _refuse_parts(config: Config, size: int) -> None:
     training, kind, model = config.training, config.parallel, config.model
-    whole = {
+    whole: dict[str, tuple[object, bool]] = {
         "optim.name": (config.optim.name, config.optim.name != "adamw"),
         "optim.transform.name": (config.optim.transform.name, config.optim.transform.name is not None),
         "model.name": (model.name, model.checkpoint is not None),
         "model.outlier_channels.window": (model.outlier_channels.window, bool(model.outlier_channels.window)),
         "training.export_hf": (training.export_hf, training.export_hf),
     }
-    never = {
+    never: dict[str, tuple[object, bool]] = {
         "model.name": (model.name, model.name == "moe"),
-        "training.compile": (training.compile, training.compile),
-        "scores.tasks": (config.scores.tasks, bool(config.scores.tasks)),
         "paths.backend": (config.paths.backend, config.paths.backend == "te"),
     }
     for key, (value, wrong) in never.items():

@@ -75,10 +75,11 @@ def run(
         if not _out_of_memory(error):
             raise
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
-    if config.scores.tasks and not (folder / "DONE").exists():
+    if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
         if scorer is None:
             raise ValueError("scores.tasks: run() needs a scorer; gnmr.evaluation has RunScorer")
-        scorer.check(parts)
+        with world.agreed():
+            scorer.check(parts)
     with ExitStack() as stack:
         world.from_first(lambda: stack.enter_context(locked(folder)))
         if world.from_first(finished):  # again: another process may have ended this run meanwhile

@@ -8,6 +8,7 @@ import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -137,14 +138,17 @@ def train(
     slow: int | None = None,
     other_seed: bool = False,
     other_data: str | None = None,
+    backend: str | None = None,
 ) -> Any:
     """The run of this config by both ranks: what was said, or how it ended.
 
     `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
-    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
+    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one. `backend`: of torch.compile.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
+    from gnmr.evaluation.in_training import RunScorer
+    from gnmr.paths import Plan
     from gnmr.training import build, loop
     from gnmr.training.run import run
 
@@ -173,13 +177,24 @@ def train(
         config = replace(config, training=replace(config.training, seed=7))
     said: list[str] = []
     before, loop.Steps, open_data, build.open_data = loop.Steps, Steps, build.open_data, opened
+    compiled, Plan.compile = Plan.compile, compiling(backend)  # type: ignore[method-assign]
+    together = World(world.rank(), world.size())
     try:
-        run(replace(config, parallel=parallel), said.append, world=World(world.rank(), world.size()))
+        run(replace(config, parallel=parallel), said.append, world=together, scorer=RunScorer())
     except SystemExit as end:
         return end.code
     finally:
         loop.Steps, build.open_data = before, open_data
+        Plan.compile = compiled  # type: ignore[method-assign]
     return said
+
+
+def compiling(backend: str | None) -> Any:
+    """`Plan.compile` with a backend that takes no minutes."""
+    from gnmr.paths import Plan
+
+    options = {} if backend is None else {"backend": backend}
+    return partialmethod(Plan.compile, **options)
 
 
 def apart() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from in_ranks import compiling
 
 from gnmr.config import Config
 from gnmr.distributed import digests, world
 from gnmr.distributed.world import ALONE
 from gnmr.errors import UserError
+from gnmr.paths import Plan
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -227,6 +229,57 @@ def test_weights_that_went_apart_end_the_run_on_all_ranks(
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"], "none of step 4"
 
 
+COMPILED = {
+    "between": ["training.compile=true"],
+    "graphs": ["training.compile=true", "paths.low=sim_e2m1", "paths.recovery=bf16", "paths.unit=block"],
+    "checkpointed": ["training.activation_checkpointing=true", "model.num_layers=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "parallel"),
+    [("between", "ddp"), ("graphs", "fsdp"), ("checkpointed", "fsdp"), ("checkpointed", "ddp")],
+)
+def test_compiled_and_checkpointed_blocks_leave_the_same(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    parallel: str,
+) -> None:
+    words = [*WORDS, *COMPILED[what], "controller.max_o=1", "training.steps=4"]
+    config = tiny(f"run_dir={tmp_path / 'run'}", *words)
+    told = pair("train", config=config, parallel=parallel, backend="aot_eager")
+    assert isinstance(told[0], list), told
+    assert any("training.compile" in line for line in told[0]) == ("training.compile=true" in words)
+    monkeypatch.setattr(Plan, "compile", compiling("aot_eager"))
+    one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
+    for part in ("model", "optimizer", "plan"):
+        assert differences(one["state"][part], two["state"][part]) == []
+    assert one["events"], "a run without promotions shows little"
+    assert [row["unit"] for row in one["events"]] == [row["unit"] for row in two["events"]]
+
+
+@pytest.mark.slow
+def test_every_rank_scores_and_the_first_records(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "tasks" / "wikitext2").mkdir(parents=True)
+    articles = [f" \n = Town {i} = \n \n The town of {i} is a town . \n = = History = = \n" * 6 for i in range(3)]
+    (tmp_path / "tasks" / "wikitext2" / "test.txt").write_text("".join(articles))
+    words = [*WORDS, "scores.tasks=[wikitext2]", f"scores.data={tmp_path / 'tasks'}", "scores.every=4"]
+    words += ["training.seq_len=64", "training.steps=5"]
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="fsdp")
+    assert isinstance(told[0], list), told
+    scores = [read_jsonl(folder / "scores.jsonl") for folder in (train(tmp_path / "one", *words), tmp_path / "run")]
+    assert [row["step"] for row in scores[1]] == [4, 5]
+    one, two = ([row["tasks"]["wikitext2"]["metrics"] for row in rows] for rows in scores)
+    assert one == two and one[0] != one[1]
+
+
 MISTAKES = [
     (["training.accumulation=1"], "ddp", "training.accumulation=1: 2 processes need a micro-batch of a step each"),
     (
@@ -237,7 +290,7 @@ MISTAKES = [
     ([*WORDS], "hsdp", "parallel=hsdp: needs an even number of processes, 4 or more, here are 2; use fsdp"),
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
-    ([*WORDS, "training.compile=true"], "ddp", "training.compile=True: is for one process so far, here are 2"),
+    ([*WORDS, "paths.backend=te"], "ddp", "paths.backend=te: is for one process so far, here are 2"),
     ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
     ([*WORDS, "controller.signal=gsnr"], "ddp", "controller: micro_square: is measured in one process, here are 2"),
 ]
