@@ -149,11 +149,16 @@ class AttachedController(Controller):
         self._modules = dict.fromkeys([*plan.operators, *around])
         self._read: list[nn.Module] = around if observe == "adapter" else [*plan.operators]
         self._links = _links(model, self._modules, self._read)
-        names = [name for name in self.needs if name in PATH_EVIDENCE]
+        needs = self._path_needs()
+        names = [name for name in needs if name in PATH_EVIDENCE]
         self._probe = plan.probe(names, probe_tokens) if names else None
-        prices = [name for name in self.needs if name in PRICE_EVIDENCE]
+        prices = [name for name in needs if name in PRICE_EVIDENCE]
         self._prices = plan.price(prices, price_tokens) if prices else None
         self._begin()
+
+    def _path_needs(self) -> tuple[str, ...]:
+        """Evidence that may be the paths' to measure."""
+        return self.needs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of pickle and deepcopy: a copy of the model alone has no probe."""

@@ -26,7 +26,8 @@ from gnmr.paths.faults import KINDS
 
 CONF = Path(__file__).parent.parent / "conf"
 FILES = {"model": CONF / "model" / "llama.yaml"} | dict.fromkeys(
-    ("paths", "controller", "data", "optim", "stress", "training", "records", "scores", "fork"), CONF / "config.yaml"
+    ("paths", "controller", "data", "optim", "stress", "training", "records", "scores", "fork", "compression"),
+    CONF / "config.yaml",
 )
 """Each section of the config, and the file that explains its keys."""
 

@@ -84,6 +84,12 @@ BENCHMARKS = {
         "control as a share of a step of 1, 2 and 4 processes, the one sum over ranks for many units",
         usual=False,
     ),
+    "compressed": Bench(
+        "gnmr.bench.compressed",
+        ("compressed",),
+        "forks: the share of the gap to dense gradients that arms of compressed ones close (an hour)",
+        usual=False,
+    ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
     "theory": Bench(

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,12 @@ from scipy import stats
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases, forked, measured, pins_per_cost
+from gnmr.bench.rows import read_rows
 from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.disk import replacing
 from gnmr.doctor.choice import GUESSES, Item, arithmetic, guess
-from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
 from gnmr.report.family import Contrast, Fit, fit
 from gnmr.report.statistics import LEVEL, holm, smallest_shift
@@ -74,7 +74,7 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
     what is recorded."""
     scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
-    known = {Fork(**row["fork"]): row for row in _rows(file)}
+    known = {Fork(**row["fork"]): row for row in read_rows(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as whole:  # without a last line that was cut off
         whole.write("".join(json.dumps(row) + "\n" for row in known.values()).encode())
@@ -107,19 +107,6 @@ def _measured(forks: Forks, setting: Setting, scene: Scene, what: str) -> _Measu
     costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
     scores = measured(parts, setting, what).scores if scene.pins else {}
     return _Measured([operator.operator_name for operator in parts.plan.operators], scores, costs)
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """What is recorded already; a last line that was cut off is not."""
-    if not file.exists():
-        return
-    lines = file.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if number < len(lines):
-                raise UserError(f"{file}: line {number} is no JSON; move the file away to begin anew") from None
 
 
 def _run(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> dict[str, Any]:

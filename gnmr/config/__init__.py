@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.checks import fields, one_of, require
 from gnmr.config import meant
+from gnmr.config.compression import CompressionConfig
 from gnmr.config.controller import ControllerConfig
 from gnmr.config.data import DataConfig
 from gnmr.config.fork import ForkConfig
@@ -69,6 +70,7 @@ class Config:
     """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says paths.low, recovery, recipes, targets and pins."""
     parallel: str = "none"
     """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     memory_plan: bool = False
     """Print what memory the run will need, and train nothing."""
 
@@ -98,7 +100,25 @@ class Config:
         require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
         warmup = self.controller.warmup_frac
         right = "a high-fidelity warm-up needs paths.recovery; 0 in a static run"
-        require(warmup == 0 or paths.recovery is not None, "controller.warmup_frac", warmup, right)
+        routed = paths.recovery is not None or self.compression.routes
+        require(warmup == 0 or routed, "controller.warmup_frac", warmup, right)
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        compression, steps = self.compression, self.total_steps
+        if compression.name == "none":
+            return
+        dense = compression.dense_steps
+        require(dense < steps, "compression.dense_steps", dense, f"the run has {steps} steps: nothing is compressed")
+        if compression.routes:
+            right = f"compression.name={compression.name}: the controller routes gradients; use paths.recovery=null"
+            require(self.paths.recovery is None, "paths.recovery", self.paths.recovery, right)
+            observe = self.controller.observe
+            require(observe == "parameters", "controller.observe", observe, "gradients that are sent are parameters'")
+        name = self.model.name
+        require(name != "moe", "model.name", name, "an expert without tokens has no gradient to send compressed")
+        right = "the steps of a fork's healing send gradients whole; use fork.heal=0 with compression"
+        require(self.fork.heal == 0, "fork.heal", self.fork.heal, right)
 
     def _check_fork(self) -> None:
         fork, seed = self.fork, self.training.seed
@@ -142,7 +162,8 @@ class Config:
         if self.arm is not None:
             return self.arm
         parts = [str(self.paths.name)]
-        parts += [str(self.controller.name)] if self.paths.recovery is not None else []
+        parts += [self.compression.arm] if self.compression.name != "none" else []
+        parts += [str(self.controller.name)] if self.paths.recovery is not None or self.compression.routes else []
         parts += [self.optim.name] if self.optim.name != "adamw" else []
         parts += [self.optim.transform.name] if self.optim.transform.name else []
         return "-".join(parts)
@@ -334,6 +355,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flat keys that decide a run's numbers, the seed aside."""
     flat = flatten(to_dict(config))
+    if config.compression.name == "none":  # the section came later
+        flat = {key: value for key, value in flat.items() if not key.startswith("compression.")}
     later = [key for key, before in _CAME_LATER.items() if flat[key] == before]
     return {key: value for key, value in flat.items() if key not in (*_OUTSIDE_THE_HASH, *later)}
 

@@ -103,6 +103,10 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     if re.match("Error parsing override|LexerNoViableAltException", line):
         missing = meant.no_equals_sign(words, {group: choices_of(group) for group in meant.GROUPS})
         return missing or line
+    if under := re.match(r"Error merging override (\w+)\.(\w+)=(.*?): Cannot convert 'dict' to string", line):
+        word, section, value = under.groups()
+        right = f"{section}.name={value}" if section in schema() else f"{word}=VALUE"
+        return f"{word}.{section}={value}: {word} has no keys of its own: did you mean {right}?"
     if dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line):
         if off := meant.switched_off(dotted[1], dotted[2]):
             return f"{dotted[1]}={dotted[2]}: {off}"

@@ -7,13 +7,17 @@ from difflib import get_close_matches
 
 GROUPS = ("experiment", "scale", "preset", "sweep", "debug", "model")
 """What is chosen as a whole, most used first: folders of conf/."""
-_SECTIONS = ("training", "optim", "records", "controller", "paths", "data", "model", "scores", "stress", "fork")
+_SECTIONS = (
+    *("training", "optim", "records", "controller", "paths", "data", "model", "scores", "stress", "fork"),
+    "compression",
+)
 """Most used first: a key that stands in several is most likely that of the first."""
 _OFF = ("off", "none", "null", "false", "no", "0")
 _SWITCHED_OFF = {
     "controller": "never to recover is controller.signal=always_low, to have no recovery path paths.recovery=null",
     "records": "no live view is records.live=off, no W&B records.wandb=off",
     "fork": "to train from new weights leave base=... out",
+    "compression": "to send gradients whole is compression.name=none",
 }
 
 

@@ -201,8 +201,30 @@ class GreedyLore:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._recovered: set[str] = set()
         self._changed = False
+        self.measuring = False
+        """Whether steps measure what `gap` gives."""
+        self._squares: dict[str, Tensor] = {}
         self.t = 0
         self.sent = self.sent_total = 0
+        self.dense = sum(one.numel() for one in self._names if one.requires_grad)
+        """Numbers of all gradients."""
+
+    def __str__(self) -> str:
+        rank, all_of = self.spec.rank, self._matrices.values()
+        saved = sum(one.size - rank * one.columns - self.spec.overhead(one.rows) for one in all_of)
+        return (
+            f"compressed gradients: rank {rank} of {len(all_of)} matrices, {self.workers.size} workers; each sends "
+            f"{self.dense - saved:,} numbers a step on the low path, of {self.dense:,}"
+        )
+
+    def matrices(self) -> dict[str, Tensor]:
+        """What is compressed, by parameter name: zeros without memory, in shape and dtype what a worker holds back."""
+        return {
+            name: torch.zeros(
+                (), dtype=torch.promote_types(one.weight.dtype, torch.float32), device=one.weight.device
+            ).expand(one.rows, one.columns)
+            for name, one in self._matrices.items()
+        }
 
     def units(self) -> list[Unit]:
         """A unit a matrix, named as its module; its cost is how many numbers a step recovery sends more."""
@@ -241,10 +263,10 @@ class GreedyLore:
             raise ValueError("virtual workers have no DistributedDataParallel: hand their gradients to reduce()")
         if {id(one) for one in ddp.parameters()} != {id(one) for one in self._names}:
             raise ValueError("DistributedDataParallel wraps another model than the one whose gradients are compressed")
-        ddp.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
+        ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
 
-    def _hook(self, bucket: Any) -> Any:
-        """The means of a bucket's gradients, in their place, as a future that is done."""
+    def hook(self, bucket: Any) -> Any:
+        """What DDP's own hook may call: the means of a bucket's gradients, in their place, as a future that is done."""
         views = {self._names[one]: view for one, view in zip(bucket.parameters(), bucket.gradients(), strict=True)}
         for name, mean in self._reduce({name: view[None] for name, view in views.items()}).items():
             views[name].copy_(mean)
@@ -293,15 +315,19 @@ class GreedyLore:
             if name in low:
                 matrix, basis = self._matrices[name], bases[name]
                 rows = sent.to(basis.dtype).unflatten(1, (self.spec.rank, matrix.columns))
-                self._hold(name, sums[name] - basis @ rows)
+                rest = sums[name] - basis @ rows
+                self._hold(name, rest)
+                if self.measuring:
+                    self._squares[name] = rest.double().square().sum()
                 found[name] = matrix.wide(basis @ one.to(basis.dtype).view(self.spec.rank, matrix.columns))
             else:
                 found[name] = one.view(gradient.shape[1:])
+                self._squares.pop(name, None)
                 if name in sums:
                     self._hold(name, torch.zeros_like(sums[name]))
                 elif name in self._matrices and phase == REFRESH:
                     self._refresh(name, found[name])
-            found[name] = found[name].to(gradient.dtype)
+            found[name] = found[name].to(gradient.dtype).contiguous()  # fused optimizers read no strides of a gradient
         return found
 
     def _mean(self, x_KN: Tensor) -> Tensor:
@@ -374,6 +400,16 @@ class GreedyLore:
                 f"ranks disagree before step {self.t + 1}: {unit} is on the recovery path of some of them alone; start "
                 "all of them from the same words, seed and checkpoint"
             )
+
+    @torch.no_grad()
+    def gap(self) -> Tensor:
+        """The workers' part here of mean_i ||H_i - P R_i||^2 of each unit in the last step, (U,) float64: of one on the
+        low path what its gradient lacks, with feedback ||E_i||^2; 0 on recovery. Sums over processes are the means.
+
+        Of steps with `measuring`. No collective.
+        """
+        nothing = torch.zeros((), dtype=torch.float64, device=next(iter(self._matrices.values())).weight.device)
+        return torch.stack([self._squares.get(name, nothing) for name in self._matrices]) / self.workers.size
 
     @torch.no_grad()
     def held_back(self) -> Tensor:

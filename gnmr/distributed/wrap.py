@@ -1,7 +1,7 @@
 """A model as several processes run it: DistributedDataParallel, FSDP2, or both (HSDP); or as it is.
 
 Whatever wraps it takes the mean over ranks of their gradients, so each starts backward from its part of the step's loss
-times their number.
+times their number. What is compressed (`gnmr.distributed.compressed`) is so on the way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gnmr.distributed.compressed import GreedyLore
+from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.world import World
 
 KINDS = ("none", "ddp", "fsdp", "hsdp")
@@ -30,20 +32,63 @@ class Wrapped:
         """What a training pass calls."""
         self.arrived = 0.0
         """When this rank came to the last point of a step up to which it waited for no other; 0: not yet."""
+        self.workers = 1
+        """Over how many workers gradients are a mean."""
+        self.compressed: GreedyLore | PowerSgd | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether passes of the bare model in this process alone give the step's gradients."""
+        return self.workers == 1
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch: gradients are reduced in the `last` alone."""
         return nullcontext()
 
+    def after(self, last: bool) -> None:
+        """Behind the backward pass of each micro-batch of this process."""
+
+
+class _Virtual(Wrapped):
+    """One process that plays all workers: micro-batch i is worker i modulo their number's."""
+
+    def __init__(self, model: nn.Module, compressed: GreedyLore) -> None:
+        super().__init__(model)
+        self.compressed, self._lore, self.workers = compressed, compressed, compressed.workers.size
+        self._of_worker: list[list[Tensor | None]] = []
+        self._number = 0
+
+    def after(self, last: bool) -> None:
+        """Takes the gradients of the micro-batch; behind the last one of a step leaves the compressed means."""
+        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        if self._number < self.workers:
+            self._of_worker.append([one.grad for _, one in named])
+        else:
+            for mine, (_, one) in zip(self._of_worker[self._number % self.workers], named, strict=True):
+                if mine is not None and one.grad is not None:
+                    mine += one.grad
+        self._number += 1
+        for _, one in named:
+            one.grad = None
+        if last:
+            grads, self._of_worker, self._number = self._of_worker, [], 0
+            found = {name: list[Tensor | None](rows) for (name, _), *rows in zip(named, *grads, strict=True)}
+            sent = {name: torch.stack(rows) for name, rows in found.items() if None not in rows}  # type: ignore[arg-type]
+            for name, mean in self._lore.reduce(sent).items():
+                self.model.get_parameter(name).grad = mean
+
 
 class _DDP(Wrapped):
     """The inner model keeps its names; `arrived`: its own gradients were there."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, size: int, compressed: GreedyLore | PowerSgd | None
+    ) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         from torch.nn.parallel import DistributedDataParallel
 
         super().__init__(model)
+        self.workers, self.compressed = size, compressed
         ids = [torch.cuda.current_device()] if device.type == "cuda" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of 2.13; what takes its place came with it
@@ -55,7 +100,7 @@ class _DDP(Wrapped):
 
         def timed(bucket: Any) -> Any:
             self.arrived = time.perf_counter()
-            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+            return allreduce_hook(None, bucket) if compressed is None else compressed.hook(bucket)  # type: ignore[arg-type]
 
         self._outer.register_comm_hook(None, lambda _, bucket: timed(bucket))
 
@@ -73,6 +118,7 @@ class _FSDP(Wrapped):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         super().__init__(model)
+        self.workers = mesh.size()
         self.call = self._timed
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,12 +130,22 @@ class _FSDP(Wrapped):
         return nullcontext()
 
 
-def wrap(model: nn.Module, blocks: Iterable[nn.Module], kind: str, world: World, device: torch.device) -> Wrapped:
-    """The model as `world` runs it, by a word of `KINDS`; parameters may be others afterwards (FSDP2)."""
+def wrap(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    kind: str,
+    world: World,
+    device: torch.device,
+    compressed: GreedyLore | PowerSgd | None = None,
+) -> Wrapped:
+    """The model as `world` runs it, by a word of `KINDS`; parameters may be others afterwards (FSDP2).
+
+    `compressed`: in one process with virtual workers, else of DDP's.
+    """
     if world.size == 1 or kind == "none":
-        return Wrapped(model)
+        return _Virtual(model, compressed) if isinstance(compressed, GreedyLore) else Wrapped(model)
     if kind == "ddp":
-        return _DDP(model, device)
+        return _DDP(model, device, world.size, compressed)
     from torch.distributed.device_mesh import init_device_mesh
 
     if kind == "fsdp":

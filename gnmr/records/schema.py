@@ -71,6 +71,8 @@ STEP_FIELDS: dict[str, str] = {
     "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
     "weights_digest": "of a run of several processes every records.check_every steps: 64 bits of all weights after the "
     "step, the same under any number of processes (gnmr/distributed/digests.py); else null",
+    "numbers_sent": "numbers that each worker sent of its gradients in this step; null where they are not compressed",
+    "numbers_sent_frac": "of that the share of what it would send dense",
 }
 
 EVAL_FIELDS: dict[str, str] = {
@@ -150,6 +152,8 @@ SUMMARY_FIELDS: dict[str, str] = {
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "spent_gemm_frac": "mean of the steps' spent_gemm_frac: what the arm spent",
     "spent_extra_bytes": "mean of the steps' spent_extra_bytes",
+    "numbers_sent_total": "numbers_sent, summed over the run; null where gradients are not compressed",
+    "numbers_sent_frac": "mean of the steps' numbers_sent_frac; null where they are not compressed",
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
     "that is not done",
     "saturation_total": "saturation, summed over the run",

@@ -61,6 +61,8 @@ class Steps:
         )
         if (spent := row.get("spent_gemm_frac")) is not None:  # of older versions there is none
             self.totals.update(spends=1, spent=spent, extra_bytes=row["spent_extra_bytes"])
+        if (sent := row.get("numbers_sent")) is not None:
+            self.totals.update(sendings=1, sent=sent, sent_frac=row["numbers_sent_frac"])
         for operand, counts in row["saturation"].items():
             before = self.saturation.get(operand, (0, 0))
             self.saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
@@ -111,6 +113,8 @@ def summarize(
         "saved_bytes_mean": _share(totals["saved_bytes"], totals["measured"]),
         "spent_gemm_frac": _share(totals["spent"], totals["spends"]),
         "spent_extra_bytes": _share(totals["extra_bytes"], totals["spends"]),
+        "numbers_sent_total": totals["sent"] if totals["sendings"] else None,
+        "numbers_sent_frac": _share(totals["sent_frac"], totals["sendings"]),
         "peak_memory_bytes": peak_memory_bytes,
         "saturation_total": steps.saturation,
         "monitored": {name: {"mean": one.mean, "largest_gnmr": one.largest} for name, one in steps.monitored.items()},
@@ -134,6 +138,8 @@ def _sound(row: dict[str, Any]) -> bool:
         return False
     pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in casts.values())
     if row.get("spent_gemm_frac") is not None and not _numbers(row, "spent_gemm_frac", "spent_extra_bytes"):
+        return False
+    if row.get("numbers_sent") is not None and not _numbers(row, "numbers_sent", "numbers_sent_frac"):
         return False
     saved = row.get("saved_bytes", ()) is None or _numbers(row, "saved_bytes")
     return saved and pairs and all(map(_number, chain(over.values(), norms.values(), *casts.values())))

@@ -24,6 +24,8 @@ from gnmr.data.cache import Documents, TokenCorpus
 from gnmr.data.packing import PackedBlocks, packed_validation, prepare_packed
 from gnmr.data.token_file import TokenFile
 from gnmr.data.tokens import prepare
+from gnmr.distributed.compressed import GreedyLore
+from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
 from gnmr.distributed.wrap import Wrapped, wrap
@@ -35,9 +37,11 @@ from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.kernels.te import UNREADABLE
 from gnmr.training.base import Base, open_base
 from gnmr.training.checkpoint import Stateful
+from gnmr.training.compression import CompressedController, build_compression
 from gnmr.training.draws import Draws
 from gnmr.training.memory_bound import refuse_run
 from gnmr.training.optim import build_optimizer, learning_rate
+from gnmr.training.parallel import refuse_compression
 from gnmr.training.step import TrainStep, monitored
 from gnmr.training.transforms import Transform, build_transform
 
@@ -72,6 +76,8 @@ class Parts:
     """The model as they run it."""
     draws: Draws | None = None
     """What gives each micro-batch random numbers of its own; None: they draw in turn."""
+    compressed: GreedyLore | PowerSgd | None = None
+    """What sends their gradients, where these are compressed."""
 
     def learning_rate(self, step: int) -> float:
         """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
@@ -138,23 +144,34 @@ def build_parts(
 ) -> Parts:
     """`assemble` without its checks, of data that is open; `keep`: the base's state stays in memory for the next."""
     with world.agreed():
-        device, model, plan, controller, stress, faults = _routed(config, corpus, say, base, world)
-    wrapped = wrap(model, blocks_of(model), config.parallel, world, device)
+        device, model, plan, controller, stress, faults, compressed = _routed(config, corpus, say, base, world)
+    wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed)
     controller.follow()  # FSDP2 has exchanged the parameters
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)
     of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
     built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
-    draws = None if config.parallel == "none" else Draws(config.training.seed, plan, device)
-    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped, draws=draws)
+    draws = None
+    if config.parallel != "none" or compressed is not None:
+        draws = Draws(config.training.seed, plan, device)
+    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped, draws=draws, compressed=compressed)
 
 
 def _routed(
     config: Config, corpus: TokenCorpus, say: Callable[[str], None], base: Base | None, world: World
-) -> tuple[torch.device, nn.Module, Plan, AttachedController, list[Stress], FaultSchedule | None]:
-    """The model with its paths, controller and stress."""
+) -> tuple[
+    torch.device,
+    nn.Module,
+    Plan,
+    AttachedController,
+    list[Stress],
+    FaultSchedule | None,
+    GreedyLore | PowerSgd | None,
+]:
+    """The model with its paths, controller, stress and what sends its gradients."""
     training = config.training
+    refuse_compression(config, world.size)
     torch.set_num_threads(_THREADS if training.threads is None else training.threads)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
     device = device_of(training.device)
@@ -173,11 +190,12 @@ def _routed(
         between = plan.compile(blocks_of(model))
         place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
         say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
-    controller = _controller(config, model, plan, Ranks() if world.size > 1 else None)
+    compressed, ranks = build_compression(config, model, world), Ranks() if world.size > 1 else None
+    controller = _controller(config, model, plan, ranks, compressed)
     faults = build_faults(config, plan)
     if faults is not None:
         stress.append(faults)
-    return device, model, plan, controller, stress, faults
+    return device, model, plan, controller, stress, faults, compressed
 
 
 def empty_model(config: Config) -> tuple[nn.Module, int]:
@@ -224,15 +242,24 @@ def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
     build_faults(config, plan)
     cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
     try:
-        _controller(replace(config, controller=cold), model, plan)
+        compressed = build_compression(config, model, ALONE) if config.compression.routes else None
+        _controller(replace(config, controller=cold), model, plan, None, compressed)
     except UserError:
         raise
     except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
         return
 
 
-def _controller(config: Config, model: nn.Module, plan: Plan, ranks: Ranks | None = None) -> AttachedController:
+def _controller(
+    config: Config,
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks | None = None,
+    compressed: GreedyLore | PowerSgd | None = None,
+) -> AttachedController:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
+    if isinstance(compressed, GreedyLore):
+        return CompressedController.of(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
         raise UserError(

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -74,6 +74,15 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state`; may raise ValueError for that of something else."""
+        ...
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """Has state whose shape depends on the run that saved it."""
+
+    def expect(self, host: Mapping[str, Any]) -> None:
+        """The host's numbers of the checkpoint that is read next; UserError where it cannot be gone on from."""
         ...
 
 
@@ -225,6 +234,9 @@ class Checkpointer:
         owner, units, host = meta["owner"], meta["units"], meta["host"]
         if owner != self.owner or units != self._controller.names:
             raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_REMEDY}")
+        for extra in self._extras.values():
+            if isinstance(extra, Expecting):
+                extra.expect(host)
         state = self._state()
         with _fitting(path, "run"):
             _read(path, meta, state)

@@ -53,6 +53,8 @@ class ForkResult:
     """Active unit-steps over all unit-steps of the arm's steps."""
     spent: float
     """Share of the GEMMs' arithmetic on the recovery path (`Plan.spent`), mean over the arm's steps."""
+    sent: float = 1.0
+    """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
 
 
 @dataclass
@@ -118,7 +120,8 @@ class Forks:
             if (name := phase(parts, step)) is not None and name in phases:
                 found[name] = _validation(parts, held_out, step)
         arm = config.training.steps
-        return ForkResult(losses, found, active / (arm * len(parts.controller.units)), spent / arm)
+        sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
+        return ForkResult(losses, found, active / (arm * len(parts.controller.units)), spent / arm, sent)
 
     def _corpus(self, config: Config) -> TokenCorpus:
         return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))

@@ -25,6 +25,7 @@ def refuse_processes(config: Config) -> None:
             f"parallel={kind}: needs several processes: torchrun --nproc-per-node N -m gnmr train ..., or "
             "training.processes=N"
         )
+    refuse_compression(config, size)
     if size > 1:
         _refuse_batches(config, size)
         _refuse_parts(config, size)
@@ -67,3 +68,27 @@ def _refuse_parts(config: Config, size: int) -> None:
     needed = {config.controller.signal, *config.records.evidence}
     if kind != "ddp" and (names := sorted(needed & set(_SIGNALS_OF_WHOLE))):
         raise UserError(f"{names[0]}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
+
+
+def refuse_compression(config: Config, size: int) -> None:
+    """UserError for compressed gradients that `size` processes of this run cannot have."""
+    asked, kind, accumulation = config.compression, config.parallel, config.training.accumulation
+    key = f"compression.name={asked.name}"
+    if asked.name == "none":
+        return
+    if kind in ("fsdp", "hsdp"):
+        raise UserError(f"{key}: gradients are compressed whole, which parallel={kind} shards; use parallel=ddp")
+    if size == 1 and asked.name == "powersgd":
+        raise UserError(f"{key}: is a hook of several processes: use parallel=ddp training.processes=2")
+    if size == 1 and asked.workers is None:
+        raise UserError(
+            f"{key}: needs data parallelism: parallel=ddp training.processes=2, or in one process virtual workers, "
+            "compression.workers=2"
+        )
+    if size > 1 and asked.workers not in (None, size):
+        raise UserError(f"compression.workers={asked.workers}: here are {size} processes, each a worker; leave it out")
+    if size == 1 and asked.workers is not None and accumulation < asked.workers:
+        raise UserError(
+            f"training.accumulation={accumulation}: {asked.workers} workers need a micro-batch of a step each; use "
+            f"training.accumulation={asked.workers} with a smaller training.batch_size, or fewer workers"
+        )

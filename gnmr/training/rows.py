@@ -75,6 +75,8 @@ def step_row(
         "step_time_s": seconds,
         "slowest_rank": result.slowest_rank,
         "weights_digest": weights_digest,
+        "numbers_sent": None if result.sent is None else result.sent[0],
+        "numbers_sent_frac": None if result.sent is None else result.sent[1],
     }
 
 
@@ -119,7 +121,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "cost": [unit.extra_bytes for unit in parts.controller.units],
         "spend": [unit.cost for unit in parts.controller.units],
         "spend_pinned": parts.controller.pinned,
-        "recoverable": parts.plan.recovery is not None,
+        "recoverable": parts.plan.recovery is not None or config.compression.routes,
         "pinned": [unit.name for unit in parts.plan.units if not unit.routable and parts.plan.recovery is not None],
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
         "checkpoint": parts.checkpoint,

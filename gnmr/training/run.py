@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from gnmr.blame import Levels
 from gnmr.config import Config, config_hash
 from gnmr.data.packing import PackedBlocks
+from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import lost
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
@@ -31,6 +32,7 @@ from gnmr.records.recorder import Recorder, Silent
 from gnmr.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.training.checkpoint import Checkpointer, Stateful
+from gnmr.training.compression import state_of
 from gnmr.training.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.training.loop import Loop, Scorer
 from gnmr.training.parallel import refuse_processes
@@ -134,8 +136,9 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         say(f"continuing after step {newest} of {folder}")
-    if world.size > 1 and config.records.verdicts:
-        say("verdicts: none in several processes, a step that spikes is not run again")
+    if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
+        what = "in several processes" if world.size > 1 else "with compressed gradients"
+        say(f"verdicts: none {what}, a step that spikes is not run again")
     started_before = world.from_first(lambda: stored(folder / "steps.jsonl") is not None)
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
@@ -151,6 +154,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         try:
             if newest is None:
                 recorder.say(str(parts.plan))
+                if isinstance(parts.compressed, GreedyLore):
+                    recorder.say(str(parts.compressed))
             tree = told_config(config)
             with world.agreed():
                 recorder.start(
@@ -236,7 +241,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 def _extras(parts: Parts) -> dict[str, Stateful]:
     """What the next step depends on besides model, optimizer, controller and plan."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
-    return extras if parts.transform is None else extras | {"transform": parts.transform}
+    if parts.transform is not None:
+        extras["transform"] = parts.transform
+    if parts.compressed is not None:
+        extras["compression"] = state_of(parts.compressed)
+    return extras
 
 
 def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:

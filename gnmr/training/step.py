@@ -82,6 +82,8 @@ class StepResult:
     """The signal that came to one of several processes, see `TrainStep`."""
     slowest_rank: int | None = None
     """Which of several processes the others waited for."""
+    sent: tuple[int, float] | None = None
+    """Numbers that each worker sent of its gradients, and their share of all, where they are compressed."""
     verdict: Verdict | None = None
     """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
 
@@ -215,14 +217,14 @@ class TrainStep:
         that spikes or is not finite.
         """
         controller, levels = self.controller, (NO_LEVEL, NO_LEVEL)
-        if self.levels is not None and self.world.size == 1:
+        if self.levels is not None and self._wrapped.repeatable:
             levels = self.levels.now()
         start, mark = Start.of(controller.plan, self.parameters[0].device), controller.mark()
         self._since = time.perf_counter() if self._since is None else self._since
         self._wrapped.arrived = 0.0
         taken, verdict = self._take(micro_batches, lr, levels), None
         self._since = time.perf_counter()
-        if self.world.size > 1:
+        if not self._wrapped.repeatable:
             self._kept(taken, mark)
         elif self._looks_again(taken, levels):
             taken, verdict = self._blame(taken, micro_batches, lr, levels, start, mark)
@@ -230,7 +232,7 @@ class TrainStep:
         loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
         if self.levels is not None:
             self.levels.add(loss, grad_norm)
-        where = None
+        where, sends = None, self._wrapped.compressed
         if taken.nonfinite:
             where = self._first_nonfinite(loss, host["norms"], micro_batches)
         return StepResult(
@@ -250,6 +252,7 @@ class TrainStep:
             saturation={name: host[f"saturation/{name}"].tolist() for name in taken.saturation},
             stop=next((s for s, n in zip(_SIGNALS, host["stop"], strict=True) if n), None) if "stop" in host else None,
             slowest_rank=int(host["times"].argmax()) if "times" in host else None,
+            sent=None if sends is None else (sends.sent, sends.sent / sends.dense),
             verdict=verdict,
         )
 
@@ -321,7 +324,7 @@ class TrainStep:
         return self.controller.ranks.sum(parts)
 
     def _kept(self, taken: _Taken, mark: Mark) -> None:
-        """Several processes look for no blame: a loss that is not finite leaves the set as it is."""
+        """Several workers look for no blame: a loss that is not finite leaves the set as it is."""
         if not math.isfinite(taken.host["loss"]) and self.controller.spec.nonfinite == "find":
             self.controller.undo(mark)
             taken.host = self._observed(taken.evidence, taken.alone, keep=True)
@@ -428,7 +431,8 @@ class TrainStep:
                     part = value.double() / len(micro_batches)
                     statistics[name] = statistics[name] + part if name in statistics else part
                 with self._wrapped.accumulating(last):
-                    (objective_of(self.model, loss) / (divisor / self.world.size)).backward()
+                    (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
+            self._wrapped.after(last)
             self.controller.micro_step(1 / divisor if packed else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part

@@ -39,6 +39,8 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "step_time_s": 0.25,
             "slowest_rank": None,
             "weights_digest": None,
+            "numbers_sent": None,
+            "numbers_sent_frac": None,
         }
         assert row.keys() >= changes.keys()
         return row | changes

@@ -45,6 +45,8 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "hit_max_o_frac": 2 / 4,
         "gnmr_over_frac": 7 / 20,
         "delta_gnmr_over_frac": 2 / 20,
+        "numbers_sent_total": None,
+        "numbers_sent_frac": None,
         "peak_memory_bytes": None,
         "over_frac": {"gnmr": 7 / 20, "delta_gnmr": 2 / 20},
         "saved_bytes_mean": 275.0,
@@ -68,6 +70,8 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
         "final_val_loss",
         "saved_bytes_mean",
         "spent_extra_bytes",
+        "numbers_sent_total",
+        "numbers_sent_frac",
         "step_time_median_s",
         "tokens_per_s",
     }

@@ -1,0 +1,182 @@
+"""`gnmr train` with compressed gradients: virtual workers against real ranks, resumption, records, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnmr.config import Config, config_hash
+from gnmr.config.compose import compose
+from gnmr.errors import UserError
+from gnmr.records.reader import read_json, read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from everything import differences, everything
+
+WORDS = (
+    "paths.low=bf16",
+    "paths.recovery=null",
+    "compression.name=greedylore",
+    "compression.rank=4",
+    "compression.refresh_every=4",
+    "compression.dense_steps=1",
+    "training.accumulation=3",
+    "training.batch_size=1",
+    "training.steps=12",
+)
+TWO = (*WORDS, "compression.workers=2")
+
+
+def left(folder: Path) -> dict[str, Any]:
+    found = everything(folder)
+    for row in found["steps"]:
+        del row["slowest_rank"]
+    return found
+
+
+def test_numbers_sent_are_recorded_and_the_controller_chooses_among_matrices(
+    train: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Steps 2 and 3 of the run refresh and compress; recovery sends whole gradients."""
+    folder = train(tmp_path / "run", *TWO, "controller.signal=gap", "controller.routing=ranked", "training.steps=5")
+    rows, header = read_jsonl(folder / "steps.jsonl"), read_json(folder / "header.json")
+    sent = [row["numbers_sent"] for row in rows]
+    dense = header["trained_parameters"]
+    assert sent[:2] == [dense, dense] and max(sent[2:]) < dense, "a dense step, one that refreshes, low ones"
+    assert [row["numbers_sent_frac"] for row in rows] == [one / dense for one in sent]
+    assert [row["num_active"] for row in rows] == [0, 2, 2, 2, 2], (
+        "of the first step all gaps are 0: ranked all the same"
+    )
+    summary = read_json(folder / "summary.json")
+    assert summary["numbers_sent_total"] == sum(sent)
+    assert summary["numbers_sent_frac"] == pytest.approx(sum(sent) / dense / 5)
+    assert header["recoverable"] and sum(header["spend"]) == pytest.approx(1)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("pair")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+class TestRanks:
+    def test_two_ranks_leave_what_virtual_workers_leave_and_either_goes_on(
+        self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+    ) -> None:
+        """Against virtual workers in float64, where the order of sums shows in the last digits alone."""
+        from gnmr.training.run import run
+
+        def config(name: str, dtype: str = "float32") -> Config:
+            found = tiny(f"run_dir={tmp_path / name}", *TWO, "controller.signal=gap", "controller.routing=ranked")
+            object.__setattr__(found.training, "dtype", dtype)
+            return found
+
+        def ranks(name: str, dtype: str = "float32", **more: Any) -> dict[str, Any]:
+            told = pair("train", config=config(name, dtype), parallel="ddp", **more)
+            assert isinstance(told[0], list) or more, told
+            return left(tmp_path / name)
+
+        run(config("one", "float64"), lambda _: None)
+        one, two = left(tmp_path / "one"), ranks("two", "float64")
+        assert len({row["unit"] for row in one["events"]}) > 2
+        assert [row["unit"] for row in one["events"]] == [row["unit"] for row in two["events"]]
+        for ours, theirs in zip(one["steps"], two["steps"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-7), "it is taken in float32"
+            assert ours["numbers_sent"] == theirs["numbers_sent"]
+        for key, weight in one["state"]["model"].items():
+            torch.testing.assert_close(two["state"]["model"][key], weight, rtol=0, atol=1e-9)
+
+        whole = ranks("undisturbed")
+        assert ranks("killed", stop=7)["steps"][-1]["step"] == 7
+        shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+        assert differences(whole, ranks("killed")) == [], "killed and resumed: to the last bit"
+        run(config("alone"), lambda _: None)
+        alone = left(tmp_path / "alone")
+        assert [row["numbers_sent"] for row in alone["steps"]] == [row["numbers_sent"] for row in whole["steps"]]
+        assert alone["steps"][7]["loss"] == pytest.approx(whole["steps"][7]["loss"], rel=1e-6)
+
+    def test_powersgd_runs_and_is_not_continued(
+        self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+    ) -> None:
+        words = [*WORDS, "compression.name=powersgd", "compression.dense_steps=3"]
+        config = tiny(f"run_dir={tmp_path / 'run'}", *words)
+        assert pair("train", config=config, parallel="ddp", stop=7) == [128 + signal.SIGTERM] * 2
+        fracs = [row["numbers_sent_frac"] for row in read_jsonl(tmp_path / "run" / "steps.jsonl")]
+        assert fracs[:3] == [1, 1, 1] and max(fracs[3:]) < 0.9
+        for told in pair("train", config=config, parallel="ddp"):
+            assert told.startswith("UserError: compression.name=powersgd: a run cannot be continued")
+
+    def test_other_numbers_of_workers(
+        self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+    ) -> None:
+        config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS, "compression.workers=3")
+        for told in pair("train", config=config, parallel="ddp"):
+            assert told == "UserError: compression.workers=3: here are 2 processes, each a worker; leave it out"
+        config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS)
+        for told in pair("train", config=config, parallel="fsdp"):
+            assert told.startswith("UserError: compression.name=greedylore: gradients are compressed whole, which")
+
+
+def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(
+    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gnmr.training import compression, run
+
+    monkeypatch.setattr(run, "config_hash", lambda _: "same")  # as under parallel=ddp, where workers are processes
+    monkeypatch.setattr("gnmr.training.folder.config_hash", lambda _: "same", raising=False)
+    folder = train(tmp_path / "run", *TWO, "training.steps=6")
+    for name in ("DONE", "checkpoints/step-00000006"):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    monkeypatch.setattr(compression, "VirtualWorkers", lambda _, made=compression.VirtualWorkers: made(3))
+    with pytest.warns(UserWarning, match="is of 2 workers, here are 3: the bases of compressed gradients are kept"):
+        train(folder, *TWO, "training.steps=6")
+    assert (folder / "DONE").exists()
+
+
+MISTAKES = {
+    "compression.workers=null": "compression.name=greedylore: needs data parallelism: parallel=ddp",
+    "compression.name=powersgd": "compression.name=powersgd: is a hook of several processes: use parallel=ddp",
+    "compression.rank=31": "compression.rank=31: layers.0.self_attn.q_proj is 32 wide, above",
+    "compression.targets=[embed_tokens]": "compression.targets: embed_tokens is an embedding or the head",
+    "compression.dense_steps=12": "compression.dense_steps=12: the run has 12 steps: nothing is compressed",
+    "compression.workers=4": "training.accumulation=3: 4 workers need a micro-batch of a step each",
+    "paths.recovery=int8": "paths.recovery=int8: compression.name=greedylore: the controller routes gradients",
+    "controller.signal=price": "controller.signal=price: price is measured of operators",
+    "controller.observe=input_grad": "controller.observe=input_grad: gradients that are sent are parameters'",
+    "compression.basis=best": "compression.basis=best: must be one of greedy, random",
+}
+
+
+@pytest.mark.parametrize("word", MISTAKES)
+def test_what_cannot_be_compressed_is_one_line(tiny: Callable[..., Config], tmp_path: Path, word: str) -> None:
+    from gnmr.training.run import run
+
+    with pytest.raises(UserError) as told:
+        run(tiny(f"run_dir={tmp_path / 'run'}", *TWO, word), lambda _: None)
+    assert str(told.value).startswith(MISTAKES[word]) and "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_word_of_the_other_section_is_told(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
+    told = gnmr("train", *tiny_words, "parallel.compression=greedylore").mistake
+    assert told == (
+        "parallel.compression=greedylore: parallel has no keys of its own: did you mean compression.name=greedylore?"
+    )
+
+
+def test_without_compression_a_run_is_called_as_before(tiny: Callable[..., Config]) -> None:
+    assert config_hash(tiny()) == config_hash(tiny("compression.rank=3"))
+    assert config_hash(tiny(*TWO)) != config_hash(tiny(*TWO, "compression.rank=3"))
+    assert tiny(*TWO, "compression.basis=random").arm_name == "bf16-greedylore-r4-random-gnmr"
+
+
+def test_the_setting_of_the_paper_composes() -> None:
+    config = compose(["experiment=compressed_gradients", "scale=130m"])
+    asked = config.compression
+    assert (asked.rank, asked.refresh_every, asked.dense_steps, asked.workers) == (32, 200, 1000, 2)
+    assert config.training.accumulation % 2 == 0 and config.model.hidden_size == 768
