@@ -67,18 +67,17 @@ def test_dry_tells_the_steps_and_runs_none(
 def test_the_tiniest_form_to_its_page(
     evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prices of few tokens of the shipped base; a second call finds them done, a step that fails is named."""
-    monkeypatch.setitem(evidence.FORMS, "quick", (lambda out: evidence.quick(out)[1:],))
-    assert evidence.main(["quick", str(tmp_path)]) == 0
+    """Prices of few tokens of the shipped base; a step that fails is named and stops nothing beside it."""
+    wrong = evidence.Step("wrong", ("bench", "unheard-of"), "wrong.json", 1.0)
+    monkeypatch.setitem(evidence.FORMS, "quick", (lambda out: [wrong, *evidence.quick(out)[1:]],))
+    assert evidence.main(["quick", str(tmp_path)]) == 1
     tree = json.loads((tmp_path / "price-sampling.json").read_text())
     page = (tmp_path / "docs" / "price-sampling.md").read_text()
     assert len(re.findall(r"^\| shipped \|", page, re.M)) == len(tree["figures"]) / 2 > 0
-    assert "done    price-sampling" in capsys.readouterr().out
-    (tmp_path / "price-sampling.json").unlink()
-    wrong = evidence.bench(tmp_path, "wrong", "price", "sampling", "nowhere", 1.0)
-    monkeypatch.setitem(evidence.FORMS, "quick", (lambda _out: [wrong],))
-    assert evidence.main(["quick", str(tmp_path)]) == 1
-    assert "failed: wrong" in capsys.readouterr().out and "nowhere" in (tmp_path / "wrong.log").read_text()
+    told = capsys.readouterr().out
+    assert "done    price-sampling" in told and "failed: wrong" in told
+    assert "unknown benchmark 'unheard-of'" in (tmp_path / "wrong.log").read_text()
+    assert evidence.main(["quick", str(tmp_path), "--dry"]) == 0 and "1 steps" in capsys.readouterr().out
 
 
 def test_scenes_of_one_family_have_its_controls() -> None:
