@@ -1,14 +1,14 @@
-"""The evidence on prices and forks from nothing: bases, prices against the truth, forks, tables.
+"""The evidence on prices, forks and divergence from nothing: bases, prices against the truth, forks, survivors, tables.
 
     python benchmarks/evidence.py night [OUT]    everything that docs/results has of it: hours (make evidence)
     python benchmarks/evidence.py quick [OUT]    the same way on the shipped base: minutes (make evidence-quick)
     python benchmarks/evidence.py night --dry    the steps and how long they take; runs nothing
 
-Each step is a `gnmr` command, told before it runs, with its output in OUT/NAME.log and its figures in OUT/NAME.json
-(OUT: runs/evidence/night or quick). Steps run side by side, --jobs of them, one thread each. A second call leaves out
-what is done and goes on within what is not: forks are kept one by one, bases from their last checkpoint. At the end
-tables.py writes OUT/docs; copied to benchmarks/results and docs/results they are the committed ones. A step that fails
-stops none of those beside it, but what needs it; the exit code is then 1.
+Each step is a command, told before it runs, with its output in OUT/NAME.log and its figures in OUT/NAME.json (OUT:
+runs/evidence/night or quick); OUT/NAME.done says that it is done. Steps run side by side, --jobs of them, one thread
+each. A second call leaves out what is done and goes on within what is not: forks are kept one by one, bases from their
+last checkpoint. At the end tables.py writes OUT/docs; copied to benchmarks/results and docs/results they are the
+committed ones. A step that fails stops none of those beside it, but what needs it; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -32,32 +32,38 @@ PAIR = ("seed0_600", "seed1_600")
 STEP, FORK, SMALL_FORK, TRUTH, SAMPLED = 0.2, 14.0, 7.0, 60.0, 20.0
 """CPU seconds here (AMD EPYC, one thread): a step of a base, a fork of 40 steps of a base and of the shipped one, a
 low path's truth, a base's sampling."""
+DIVERGENCE = {"search": 120.0, "survival": 900.0}
+"""CPU seconds of parts of divergence.py."""
+_GNMR = ("-m", "gnmr")
 SLOWER = {"nvfp4": 2.2, "regime_nvfp4": 2.2, "regime_mxfp4": 1.6}
 """Of scenes: how much longer a fork takes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and what is there when it is done."""
+    """A command."""
 
     name: str
     words: tuple[str, ...]
-    """Of `gnmr`, run in OUT/bases."""
-    done: str
-    """File under OUT."""
+    """Behind `python`; run in OUT/bases."""
     seconds: float
     """Of CPU, for what is left of it."""
 
 
 def bases(_out: Path) -> list[Step]:
     """What forks begin from."""
-    plain = ("train", "experiment=fork_base", "model.outlier_channels.number=2", "model.outlier_channels.gain=20")
+    plain = (
+        *_GNMR,
+        "train",
+        "experiment=fork_base",
+        "model.outlier_channels.number=2",
+        "model.outlier_channels.gain=20",
+    )
     plain = (*plain, "training.threads=1", "records.wandb=off")
     return [
         Step(
             f"base-{name}",
             (*plain, f"training.seed={seed}", f"training.steps={steps}", f"run_dir={name}"),
-            f"bases/{name}/DONE",
             STEP * steps,
         )
         for name, (seed, steps) in BASES.items()
@@ -73,6 +79,7 @@ def night(out: Path) -> list[Step]:
         bench(out, "price-sampling", "price", "sampling", pair, SAMPLED * 2),
         bench(out, "price-atlas", "price", "atlas", "seed0_600", FORK * 3 * (28 * 3 + 1), 3),
         *(spend(out, scene, pair, 5) for scene in _scenes()),
+        *(divergence(out, part, seconds) for part, seconds in DIVERGENCE.items()),
     ]
     return sorted(steps, key=lambda step: -step.seconds)
 
@@ -87,9 +94,9 @@ def quick(out: Path) -> list[Step]:
 
 def bench(out: Path, name: str, what: str, part: str, run: str, seconds: float, repeats: int | None = None) -> Step:
     """A part of a benchmark."""
-    words = ("bench", what, f"only={part}", f"run={run}", "training.threads=1", f"runs_dir={out / name}")
+    words = (*_GNMR, "bench", what, f"only={part}", f"run={run}", "training.threads=1", f"runs_dir={out / name}")
     more = (f"out={out / name}.json",)
-    return Step(name, (*words, *((f"repeats={repeats}",) if repeats else ()), *more), f"{name}.json", seconds)
+    return Step(name, (*words, *((f"repeats={repeats}",) if repeats else ()), *more), seconds)
 
 
 def spend(out: Path, scene: str, run: str, orders: int) -> Step:
@@ -101,6 +108,12 @@ def spend(out: Path, scene: str, run: str, orders: int) -> Step:
     left = max(len(SCENES[scene].arms()) * orders * len(run.split(",")) - there, 0)
     each = (SMALL_FORK if run == "shipped" else FORK) * SLOWER.get(scene, 1.0)
     return bench(out, f"spend-{scene}", "spend", scene, run, left * each, orders)
+
+
+def divergence(out: Path, part: str, seconds: float) -> Step:
+    """A part of divergence.py, which goes on within its own file."""
+    name = f"divergence-{part}"
+    return Step(name, (str(ROOT / "benchmarks" / "divergence.py"), str(out / f"{name}.json"), part), seconds)
 
 
 def _scenes() -> list[str]:
@@ -116,7 +129,7 @@ FORMS = {"night": (bases, night), "quick": (quick,)}
 def stages(form: str, out: Path) -> Iterator[list[Step]]:
     """Steps that are left, stage by stage."""
     for stage in FORMS[form]:
-        yield [step for step in stage(out) if not (out / step.done).exists()]
+        yield [step for step in stage(out) if not (out / f"{step.name}.done").exists()]
 
 
 class Playing:
@@ -133,15 +146,17 @@ class Playing:
             list(pool.map(self._step, steps))
 
     def _step(self, step: Step) -> None:
-        self._say(f"begins  {step.name}: gnmr {' '.join(step.words)}".replace(f"{self.out}/", ""))
+        self._say(f"begins  {step.name}: python {' '.join(step.words)}".replace(f"{self.out}/", ""))
         began = time.monotonic()
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
         with (self.out / f"{step.name}.log").open("a") as log:
-            command = [sys.executable, "-m", "gnmr", *step.words]
+            command = [sys.executable, *step.words]
             ran = subprocess.run(command, cwd=self.out / "bases", env=env, stdout=log, stderr=log, check=False)
         rows = self.out / step.name / "bench" / "spend.jsonl"
-        if ran.returncode == 0 and rows.exists():
-            shutil.copyfile(rows, self.out / f"{step.name}.jsonl")
+        if ran.returncode == 0:
+            if rows.exists():
+                shutil.copyfile(rows, self.out / f"{step.name}.jsonl")
+            (self.out / f"{step.name}.done").touch()
         took = time.monotonic() - began
         with self._lock:
             self.left -= step.seconds
