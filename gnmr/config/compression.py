@@ -51,5 +51,5 @@ class CompressionConfig:
     @property
     def arm(self) -> str:
         """Part of an arm's name: what it is and what differs from the usual."""
-        more = [self.basis] * (self.basis != "greedy") + ["no-feedback"] * (not self.feedback)
+        more = [f"{self.basis}-basis"] * (self.basis != "greedy") + ["no-feedback"] * (not self.feedback)
         return "-".join([f"{self.name}-r{self.rank}", *more])

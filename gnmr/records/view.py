@@ -265,6 +265,7 @@ def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
     return [
         ("unit-steps on the recovery path", _or_none(summary.get("promotion_frac"), "{:.2%}")),
         ("GEMMs on the recovery path", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
+        ("numbers sent, of dense", _or_none(summary.get("numbers_sent_frac"), "{:.2%}")),
         ("steps at max_o", _or_none(summary.get("hit_max_o_frac"), "{:.2%}")),
         *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
     ]

@@ -138,12 +138,34 @@ class Arm:
         decide where there are any, since in a run that diverged at once that step weighs more.
         """
         if not self.routed or self.signal == "always_low":
-            return None if self.pinned else self.settings.get("paths.low")
+            return None if self.pinned else self.low_path
         in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
         promoted = self.mean("promotion_frac") or self.promoted or 0
         if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:
-            return self.settings.get("paths.recovery")
+            return self.recovery_path
         return None
+
+    @property
+    def compression(self) -> str | None:
+        """What is sent in the place of whole gradients, in words; None: they are sent whole."""
+        get = self.settings.get
+        if (name := get("compression.name")) in (None, "none"):
+            return None
+        more = [f"{get('compression.basis')} basis"] if get("compression.basis") == "random" else []
+        more += ["no feedback"] if get("compression.feedback") is False else []
+        return ", ".join([f"rank {get('compression.rank')} by {name}", *more])
+
+    @property
+    def low_path(self) -> str | None:
+        """Its low-cost path: of compressed gradients what is sent, else a format or recipe."""
+        return self.compression or self.settings.get("paths.low")
+
+    @property
+    def recovery_path(self) -> str | None:
+        """Its recovery path: of compressed gradients that of whole ones in the same format; None: nothing is routed."""
+        if self.settings.get("compression.name") == "greedylore":
+            return self.settings.get("paths.low")
+        return self.settings.get("paths.recovery")
 
     @property
     def low_bits(self) -> int | None:
@@ -153,7 +175,7 @@ class Arm:
     @property
     def recovery_bits(self) -> int | None:
         """Of the recovery path, by the function `bits`."""
-        return self.bits(self.settings.get("paths.recovery"))
+        return self.bits(self.recovery_path)
 
     def bits(self, path: Any) -> int | None:
         """As the function `bits`, of the arm's own recipes too: those of the forward input."""
@@ -165,12 +187,12 @@ class Arm:
     @property
     def routed(self) -> bool:
         """Whether the controller can switch units; a static arm is only monitored."""
-        return self.settings.get("paths.recovery") is not None
+        return self.recovery_path is not None
 
     @property
     def sixteen_bit(self) -> bool:
         """Whether its low path is 16 bits: a reference."""
-        return self.low_bits == 16
+        return self.low_bits == 16 and self.compression is None
 
     def stat(self, field: str) -> Stat | None:
         """Over the done seeds, of a field of the summary."""

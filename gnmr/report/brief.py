@@ -43,7 +43,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _arms(title: str, arms: Sequence[Arm]) -> Table:
-    table = Table(title, ["arm", "runs", "perplexity", "promoted", "spent"])
+    table = Table(title, ["arm", "runs", "perplexity", "promoted", "spent", "sent"])
     for arm in arms:
         done, number = len(arm.done), len(arm.runs)
         table.rows.append(
@@ -53,6 +53,7 @@ def _arms(title: str, arms: Sequence[Arm]) -> Table:
                 measure(arm.stat("final_val_ppl"), 2),
                 percent(arm.promoted) if arm.routed else NOTHING,
                 percent(arm.mean("spent_gemm_frac")),
+                percent(arm.mean("numbers_sent_frac")),
             ]
         )
-    return table.without_empty(("promoted", "spent"))
+    return table.without_empty(("promoted", "spent", "sent"))

@@ -11,7 +11,7 @@ from gnmr.errors import UserError
 from gnmr.report.arms import QUANTIZER, Arm, plain_adamw, same, tell, telling, varying
 from gnmr.report.runs import Run
 
-_WHAT_AN_ARM_IS = ("paths.", "controller.", "records.", "arm")
+_WHAT_AN_ARM_IS = ("paths.", "controller.", "compression.", "records.", "arm")
 _MODEL = ("model.", "training.dtype", "training.eval_blocks")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 SAME_BUDGET = 0.1
@@ -127,7 +127,7 @@ class Comparison:
         is low and the widest one below 16 bits, or the widest, is recovery.
         """
         if arm.routed:
-            return arm.settings.get("paths.low"), arm.settings.get("paths.recovery")
+            return arm.low_path, arm.recovery_path
         beside = [other for other in self.arms if same(arm, other, _MODEL)]
         pairs = [self.formats(other) for other in beside if other.routed]
         own = [pair for pair in pairs if pair[0] == arm.always]
@@ -163,7 +163,7 @@ class Comparison:
         def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, bool, int]:
             faults = other.settings.get("stress.kind") not in (None, "none")
             same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
-            same_low = other.settings.get("paths.low") == arm.settings.get("paths.low")
+            same_low = other.low_path == arm.low_path
             common = len(arm.outcomes.keys() & other.outcomes.keys())
             return plain_adamw(other), same_rate, not faults, other.routed == faults, other is arm, same_low, common
 

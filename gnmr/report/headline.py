@@ -126,27 +126,29 @@ def _cost(
     if low is None or reference is None:
         why = "no arm on the low path alone and in 16 bits to compare" if len(comparison.arms) > 1 else "one arm alone"
         return Figure(COST, NOTHING, f"not known: {why}"), ""
+    what = "low precision" if low.compression is None else "compression"
+    label = f"cost of {what}"
     change, arms = paired(low.outcomes, reference.outcomes), f"{names[low.label]} against {names[reference.label]}"
     if any(change.diverged):
         told = f"{change.diverged[0]} of {change.n} runs diverged"
-        return Figure(COST, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
+        return Figure(label, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
     if change.mean is None:
-        return Figure(COST, NOTHING, f"{arms}: no {_blocks(comparison, 1)} in common"), ""
+        return Figure(label, NOTHING, f"{arms}: no {_blocks(comparison, 1)} in common"), ""
     value, n = relative_text(change.mean), f"n = {change.n}"
     interval = ""
     if change.interval and change.n >= FEWEST:
         interval = f", 95 % interval {' to '.join(relative_text(end) for end in change.interval)}"
-    figure = Figure(COST, value, f"perplexity, {arms}, {n}{interval}")
+    figure = Figure(label, value, f"perplexity, {arms}, {n}{interval}")
     shown = change.p is not None and change.p < LEVEL
     if between is not None and between.family is not None and reference is between.high:
         shown = between.family.gate
     if change.n < FEWEST:
-        return figure, f"Low precision cost {value} of perplexity ({arms}, {n}: too few for a test)."
+        return figure, f"{what.capitalize()} cost {value} of perplexity ({arms}, {n}: too few for a test)."
     if shown and change.mean > 0:
-        return figure, f"Low precision cost {value} of perplexity ({arms}, {n})."
+        return figure, f"{what.capitalize()} cost {value} of perplexity ({arms}, {n})."
     if shown:
-        return figure, f"Low precision was no worse: {value} of perplexity ({arms}, {n})."
-    return figure, f"That low precision cost anything is not shown: {value} of perplexity ({arms}, {n})."
+        return figure, f"{what.capitalize()} was no worse: {value} of perplexity ({arms}, {n})."
+    return figure, f"That {what} cost anything is not shown: {value} of perplexity ({arms}, {n})."
 
 
 def _back(comparison: Comparison, names: Names, between: _Between | None) -> tuple[Figure, str]:
@@ -208,7 +210,10 @@ def _spend(comparison: Comparison, names: Names, between: _Between | None) -> Fi
     arm = next((one for one in routed if one.promoted is not None), None)
     if arm is None:
         return Figure(SPEND, NOTHING, "no arm routes")
-    gemms, more = arm.mean("spent_gemm_frac"), arm.mean("spent_extra_bytes")
+    gemms, more, sent = (arm.mean(what) for what in ("spent_gemm_frac", "spent_extra_bytes", "numbers_sent_frac"))
+    if sent is not None:
+        told = f"of unit-steps on the recovery path, {names[arm.label]}; sends {percent(sent)} of the numbers"
+        return Figure(SPEND, percent(arm.promoted), told)
     parts = [f"{size(more)} more saved for backward"] if more else []
     if not arm.promoted and gemms:
         return Figure(SPEND, percent(gemms), "; ".join([f"of the GEMMs' arithmetic, {names[arm.label]}", *parts]))

@@ -160,6 +160,7 @@ class Run:
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "spent_gemm_frac": _mean(steps["spent_gemm_frac"]),
             "spent_extra_bytes": _mean(steps["spent_extra_bytes"]),
+            "numbers_sent_frac": _mean(steps["numbers_sent_frac"]),
             "nonfinite_total": _last(steps["nonfinite_total"]),
             "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
         }

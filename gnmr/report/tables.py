@@ -23,6 +23,7 @@ from gnmr.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired
 from gnmr.report.tradeoff import tradeoff
 
 _D_Z = "d_z\n[95 % interval]"
+_SENT = "numbers\nsent"
 Further = Callable[[list[Comparison]], list[Table]]
 """Tables over all comparisons that others make of them, such as the paper's."""
 TESTED = ["n", "difference\n[95 % interval]", _D_Z, "p\n(Holm)", "verdict"]
@@ -157,7 +158,7 @@ def lost(comparison: Comparison) -> Table:
 
 def control(comparison: Comparison) -> Table:
     """What the controller did and what the arm cost; means over the done seeds, of promotion over the diverged too."""
-    columns = ["arm", "promoted", "GEMMs\nspent", "extra\nbytes", "hit\nmax_o", "over threshold", "saved"]
+    columns = ["arm", "promoted", "GEMMs\nspent", "extra\nbytes", _SENT, "hit\nmax_o", "over threshold", "saved"]
     columns += ["of\n16-bit", "wall\ntime"]
     table = Table(f"{comparison.name}: control and cost", columns)
     for arm in comparison.arms:
@@ -165,16 +166,19 @@ def control(comparison: Comparison) -> Table:
         full = reference.mean("saved_bytes_mean") if reference else None
         over = "\n".join(f"{column} {percent(share)}" for column, share in arm.over_fracs().items())
         spent = [percent(arm.mean("spent_gemm_frac")), size(arm.mean("spent_extra_bytes"))]
+        spent.append(percent(arm.mean("numbers_sent_frac")))
         routed = [percent(arm.promoted), *spent, percent(arm.mean("hit_max_o_frac"))]
         routed = routed if arm.routed else [NOTHING, *spent, NOTHING]
         of_full = percent(saved / full if saved is not None and full else None)
         time = duration(arm.mean("wall_time_s"))
         table.rows.append([arm.label, *routed, over or NOTHING, size(saved), of_full, time])
+    table = table.without_empty([_SENT])
+    sent = "; numbers sent: of its gradients by each worker, share of dense" if _SENT in table.columns else ""
     table.notes = [
         "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
         "signal's columns: shares of unit-steps; GEMMs spent: share of the GEMMs' arithmetic on the recovery path, "
         "pins included; extra bytes: kept above the low path (Eq. 5); hit max_o: share of steps; saved: bytes kept for "
-        "backward by the converted linears, mean over steps."
+        f"backward by the converted linears, mean over steps{sent}."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
     table.notes += [told for arm in comparison.arms if (told := _verdicts(arm))]

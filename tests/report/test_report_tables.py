@@ -17,6 +17,8 @@ from scipy import stats
 from gnmr import paths
 from gnmr.records.find import find_runs
 from gnmr.report.arms import bits, paired_difference
+from gnmr.report.comparisons import compare
+from gnmr.report.headline import headline
 from gnmr.report.layout import count, duration, measure, percent, size
 from gnmr.report.one_model import one_model
 from gnmr.report.regimes import regime_cells
@@ -413,6 +415,34 @@ def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
     assert (routed["GEMMs spent"], routed["extra bytes"]) == ("14.3 %", "2.00 KiB")
     assert (full["GEMMs spent"], full["extra bytes"]) == ("-", "-")  # of a version that did not record it
+
+
+def test_compressed_gradients_lie_between_never_recovering_and_dense(write_run: Write, comparisons: Callable) -> None:
+    """In one format throughout: what is sent makes the low path."""
+    compressed = {"compression.name": "greedylore", "compression.rank": 4, "compression.dense_steps": 0}
+    gap = compressed | {"controller.signal": "gap", "compression.workers": 2}
+    for seed in (0, 1, 2):
+        write_run(arm="bf16", seed=seed, val_ppl=40.0 + seed)
+        write_run(
+            arm="bf16",
+            seed=seed,
+            val_ppl=50.0 + seed,
+            settings=compressed | {"controller.signal": "always_low", "compression.workers": 2},
+            summary={"numbers_sent_frac": 0.2, "promotion_frac": 0.0},
+        )
+        sent = {"numbers_sent_frac": 0.3, "promotion_frac": 0.1}
+        write_run(arm="bf16", seed=seed, val_ppl=45.0 + seed, settings=gap, summary=sent)
+    comparison = comparisons()[0]
+    table = control(comparison)
+    assert (
+        row(table, "bf16-greedylore-r4-gap")["numbers sent"] == "30.0 %" and row(table, "bf16")["numbers sent"] == "-"
+    )
+    arms = {arm.name: arm for arm in comparison.arms}
+    routed, never, dense = (arms[f"bf16{name}"] for name in ("-greedylore-r4-gap", "-greedylore-r4-always_low", ""))
+    assert (comparison.low(routed), comparison.recovery(routed), comparison.reference(never)) == (never, dense, dense)
+    assert never.always == "rank 4 by greedylore" and routed.always is None
+    assert headline(comparison).sentence.startswith("Compression cost +")
+    assert "numbers\nsent" in table.columns and "numbers\nsent" not in control(compare(dense.runs)[0]).columns
 
 
 def test_shares_over_threshold_of_other_signals_and_of_old_records(write_run: Write, comparisons: Callable) -> None:
