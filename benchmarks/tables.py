@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gnmr.bench.scenes import EACH, HELD, SCENES
 from gnmr.report.family import judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
 from gnmr.report.layout import Table
@@ -30,7 +31,6 @@ TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dashed where it has pins of the same name."""
-EACH, HELD = ", each step", ", held"
 LASTING = ("price", "gap", "gradient norm", "MSE", "GNMR, each step", "first_last", "random")
 PASSING = (*(f"{name}{EACH}" for name in ("price", "gap", "MSE", "GNMR", "random")), "price", "random")
 ARMS = {"broken": PASSING}
@@ -169,7 +169,7 @@ def table11() -> str:
     text = [
         "# Table 11 as forks",
         "",
-        "All signals at one budget, four of 28 units, 4-bit inputs in the forward pass too, 8 bits for recovery: forks",
+        "Signals at one budget, four of 28 units, 4-bit inputs in the forward pass too, 8 bits for recovery: forks",
         "of 40 steps, a new set in every step or one that holds for 20. A block is an order of the data of a base.",
         "*Spends* is the share of the GEMMs' arithmetic, which differs since units differ in size; `price, 8 %` has",
         "less of it than any four units. Against never, and against random of its kind.",
@@ -226,6 +226,8 @@ def _family(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         )
     table.notes = [positive_control(family, "never", "always"), *power(family), *assumptions(family.fit)]
     table.notes += [f"Commits of the forks: {', '.join(dict.fromkeys(row['commit'] for row in rows))}."]
+    if left := [arm for arm, _ in SCENES[rows[0]["fork"]["low"]].arms() if arm not in values]:
+        table.notes.append(f"Arms of the scene that are not made yet: {'; '.join(left)}.")
     return table
 
 
