@@ -152,7 +152,7 @@ def _gap(family: Family) -> list[Figure]:
     gap, smallest = family.gap, family.smallest(len(CONTRASTS))
     if gap is None:
         return []
-    told = f"one-sided p {family.p_gate:.2g}" if family.p_gate is not None else "not tested"
+    told = f"p {family.p_gate:.2g}" if family.p_gate is not None else "not tested"
     found = [Figure("gap, never - dense, nats", gap.estimate, "", *gap.interval, "95 % interval", family.n, note=told)]
     if smallest is not None:
         note = "of the family's largest, at Holm's first step"
