@@ -25,10 +25,22 @@ def tables() -> ModuleType:
 
 def test_committed_tables_are_what_the_committed_figures_give(tables: ModuleType) -> None:
     made = tables.made()
-    assert {"price-truth.md", "spend.md", "blame.md"} <= set(made)
+    assert {"price-truth.md", "spend.md", "blame.md", "compressed.md"} <= set(made)
     for name, table in made.items():
         assert (tables.DOCS / name).read_text() == table, f"{name}: run python benchmarks/tables.py"
     assert tables.FIGURE.read_bytes() == tables.spend_figure(), "run python benchmarks/tables.py"
+
+
+def test_what_docs_say_of_compressed_gradients_is_recorded(tables: ModuleType) -> None:
+    figures = {one["name"]: one for one in tables._read("compressed.json")["figures"]}
+    said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
+    gap, least = figures["gap, never - dense, nats"], figures["smallest effect at 80 % power"]
+    closed = figures["gap against random units: gap closed"]["value"]
+    assert f"costs {gap['value']:.4f} nats" in said and f"{100 * least['value']:.0f} % of the gap" in said
+    assert f"Recovering by `gap` closes {100 * closed:.0f} % of that" in said
+    assert f"GNMR's {100 * figures['GNMR against random units: gap closed']['value']:.0f} %" in said
+    for name in ("gap against random units", "gap against more rows"):
+        assert f"(p = {figures[f'{name}: gap closed']['note'].rpartition(' ')[2]}" in said
 
 
 def test_another_figure_is_another_table(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
