@@ -29,6 +29,10 @@ SAMPLING, ATLAS = ("price-sampling.json",), ("price-atlas.json",)
 SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
+DIVERGENCE = ("divergence-search.json", "divergence-language.json", "divergence-survival.json")
+RIVALS = {"GNMR, 4 of 8 operators": "random, 4 of 8 operators", "GNMR, fprop of 6": "random, fprop of 6"}
+RIVALS |= {name.replace("GNMR", "price"): other for name, other in RIVALS.items()}
+"""Arms of the survival table that are tested against random at the same spend too."""
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dashed where it has pins of the same name."""
 LASTING = ("price", "gap", "gradient norm", "MSE", "GNMR, each step", "first_last", "random")
@@ -309,6 +313,89 @@ def _of(told: dict[str, list[int]], most: float) -> Iterator[str]:
         yield f"{number} of {of}"
 
 
+def divergence() -> str:
+    """docs/results/divergence.md"""
+    search, language, survival = records = [_read(name) for name in DIVERGENCE]
+    text = [
+        "# Where low precision diverges",
+        "",
+        "The student and teacher of 2506.20752 made small (residual blocks, layer norm's parameters cast too), on",
+        "fresh Gaussian inputs; benchmarks/divergence.py has the setting. *Diverged*: ten steps in a row that are not",
+        "finite, or the mean error of the run's last tenth above three times the lowest mean of any tenth. Formats",
+        "cast every operand of every GEMM; mxint3 and mxint2: 3 and 2 bits under MX's scales of 32 elements.",
+        "",
+        "## Always low, by optimizer, rate and format",
+        "",
+        "One seed. The error of the last tenth, in brackets over the lowest; or the first step that was not finite.",
+        "",
+        *_by_rate(search, {"adam": "Adam", "sgd": "SGD, momentum 0.9"}),
+        "",
+        "A small LLaMA of `gnmr train` under AdamW, perplexity:",
+        "",
+        *_by_rate(language, {"adam": "AdamW"}),
+        "",
+        "## Who survives",
+        "",
+        *_survivors(survival["rows"]),
+    ]
+    return "\n".join([*text, "", *_origin(records)])
+
+
+def _by_rate(record: dict[str, Any], optimizers: dict[str, str]) -> Iterator[str]:
+    """A row an optimizer and rate, a column a format."""
+    cells = {(row["run"]["optimizer"], row["run"]["rate"], row["run"]["low"]): row for row in record["rows"]}
+    lows = list(dict.fromkeys(low for _, _, low in cells))
+    yield from _head(["optimizer", "rate", *lows])
+    for optimizer, rate in dict.fromkeys((optimizer, rate) for optimizer, rate, _ in cells):
+        told = [_course(cells[optimizer, rate, low]) for low in lows]
+        yield _row([optimizers[optimizer], f"{rate:g}", *told])
+
+
+def _course(row: dict[str, Any]) -> str:
+    errors = row["errors"]
+    if row["not_finite"] is not None and row["diverged"]:
+        return f"**diverged**, step {row['not_finite']}"
+    told = f"{errors[-1]:.3g} ({errors[-1] / min(errors):.1f})"
+    return f"**diverged**, {told}" if row["diverged"] else told
+
+
+def _survivors(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A row an arm: its spend, how many seeds survive, and p; the bounds first, without which nothing is told."""
+    import numpy as np
+    from scipy.stats import fisher_exact
+
+    from gnmr.report.statistics import LEVEL, holm
+
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        arms.setdefault(row["run"]["arm"], []).append(row)
+    setting, n = rows[0]["run"], len(arms["never"])
+
+    def p(name: str, other: str) -> float:
+        lost = [sum(row["diverged"] for row in arms[one]) for one in (name, other)]
+        table = [[count, len(arms[one]) - count] for count, one in zip(lost, (name, other), strict=True)]
+        return float(fisher_exact(table).pvalue)
+
+    yield f"{setting['low']}, SGD with momentum at {setting['rate']:g}, {setting['steps']} steps, {n} seeds."
+    yield "*In 16 bits*: the share of the GEMMs' arithmetic, mean over the steps. *Ends at*: median error of the"
+    yield "survivors' last tenth. p: Fisher's exact test against never, Holm over all arms; in brackets against random"
+    yield "at the same spend, by itself."
+    yield ""
+    if p("always", "never") >= LEVEL:
+        yield "That low precision diverges here and 16 bits do not is not shown; nothing else is told."
+        return
+    tested = [name for name in arms if name != "never"]
+    told = dict(zip(tested, holm([p(name, "never") for name in tested]), strict=True))
+    yield from _head(["arm", "in 16 bits", "survive", "ends at", "p"])
+    for name, runs in arms.items():
+        ends = [row["errors"][-1] for row in runs if not row["diverged"]]
+        against = f" ({p(name, RIVALS[name]):.1g})" if name in RIVALS else ""
+        spent = np.mean([row["spent"] for row in runs])
+        end = f"{np.median(ends):.2f}" if ends else ""
+        tested_p = f"{told[name]:.1g}{against}" if name in told else ""
+        yield _row([name, f"{spent:.0%}", f"{len(ends)} of {len(runs)}", end, tested_p])
+
+
 def spend_figure() -> bytes:
     """docs/img/spend.svg: gap closed against spend, a panel a scene."""
     import io
@@ -375,6 +462,41 @@ def _read(name: str) -> dict[str, Any]:
     return found | {"file": name}
 
 
+def parallel() -> str:
+    """docs/results/parallel.md"""
+    record = _read("parallel-cpu.json")
+    figures = {figure["name"].strip(): figure for figure in record["figures"]}
+    text = [
+        "# What control costs several processes",
+        "",
+        "`gnmr bench parallel` with gloo: steps with control and without it take turns in every process, each of them",
+        "with a micro-batch of its own. *Control* is norms, packing, signal, policy and switching, without the one sum",
+        "over ranks; *its sum* that sum in the rank that came last, no waiting; *waiting* the mean of all ranks.",
+        "Shares of a step without control, medians; the ratio is of whole steps, with its 95 % interval, and holds",
+        "clipping and the count of saved bytes too.",
+        "",
+        *_head(["processes", "control", "its sum", "the sum and waiting", "step over step without"]),
+    ]
+    for of in ("1 process", "2 processes", "4 processes"):
+        names = (f"control, {of}", f"its sum over ranks, {of}", f"the same with waiting, {of}")
+        shares = [f"{figures[name]['value']:.2%}" if name in figures else "-" for name in names]
+        ratio = figures[f"step with control over step without, {of}"]
+        text.append(_row([of[0], *shares, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"]))
+    text += ["", "The sum of a controller alone, of units with one number each, ms:", ""]
+    text += _head(["units", "bytes", "2 processes", "4 processes"])
+    for units in ("28", "1,000", "10,000"):
+        found = [figures[f"sum of {units} units, {size} processes"] for size in (2, 4)]
+        sent = found[0]["note"].split(" bytes")[0]
+        text.append(_row([units, sent, *(f"{figure['value']:.2f}" for figure in found)]))
+    load = record["machine"]["load_average"][0]
+    text += [
+        "",
+        f"On {record['machine']['cores']} cores with a load of {load:.0f} beside it: what waits says as much of the",
+    ]
+    text += ["machine as of the code.", ""]
+    return "\n".join([*text, *_origin([record])])
+
+
 def _origin(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "## Where it comes from"
     yield ""
@@ -402,6 +524,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "spend-regimes.md": regimes,
     "compressed.md": compressed,
     "blame.md": blame,
+    "divergence.md": divergence,
+    "parallel.md": parallel,
 }
 
 

@@ -5,10 +5,14 @@ Needs no torch before it starts some.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gnmr.errors import RunFailed, UserError
@@ -39,7 +43,8 @@ def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> l
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told below
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what happened is told below
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -52,14 +57,17 @@ def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> l
         monitor_interval=0.1,
     )
     sys.stdout.flush()
-    try:
-        by_rank: dict[int, tuple[str, Any]] = elastic_launch(config, run)(*args)
-    except SignalException as error:
-        raise SystemExit(128 + int(error.sigval)) from None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        raise RunFailed(f"process {rank} of {processes} ended ({how}); the same command continues the run") from error
+    with tempfile.TemporaryDirectory(prefix="gnmr-ranks-") as folder:
+        try:
+            by_rank: dict[int, tuple[str, Any]] = elastic_launch(config, _rank)(folder, run, *args)
+        except SignalException as error:
+            raise SystemExit(128 + int(error.sigval)) from None
+        except ChildFailedError as error:
+            if not (by_rank := _told(Path(folder))):
+                rank, failure = error.get_first_failure()
+                how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+                line = f"process {rank} of {processes} ended ({how}); the same command continues the run"
+                raise RunFailed(line) from error
     found = [by_rank[rank] for rank in sorted(by_rank)]
     for kind in ("mistake", "failed", "ended"):
         for told, what in found:
@@ -68,3 +76,26 @@ def launch(processes: int, run: Callable[..., tuple[str, Any]], *args: Any) -> l
             if told == kind:
                 raise UserError(what) if kind == "mistake" else RunFailed(what)
     return [what for _, what in found]
+
+
+def _rank(folder: str, run: Callable[..., tuple[str, Any]], *args: Any) -> tuple[str, Any]:
+    """One of the processes. Where it fails it leaves why and ends at once: elastic would keep it, with its connections
+    open, until all have returned, and another one may wait for it in a collective. One that only lost another returns:
+    that one's end is what is told."""
+    kind, what = run(*args)
+    if kind in ("mistake", "failed") and not what.startswith("another process"):
+        with suppress(OSError):
+            Path(folder, os.environ["RANK"]).write_text(json.dumps([kind, what]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return kind, what
+
+
+def _told(folder: Path) -> dict[int, tuple[str, Any]]:
+    """Why ranks failed, by rank; nothing where one was killed."""
+    found = {}
+    for file in folder.iterdir():
+        with suppress(ValueError):  # it was ended while it wrote
+            found[int(file.name)] = tuple(json.loads(file.read_text()))
+    return found

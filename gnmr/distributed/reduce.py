@@ -107,7 +107,7 @@ class Ranks:
     def check(self, agreement: np.ndarray, step: int) -> None:
         """RunFailed where the summed `agreement` says that ranks differ."""
         digest, digests, plain, squares = agreement.tolist()
-        if digest**2 != self.size * digests:
+        if int(digest) ** 2 != self.size * int(digests):  # whole numbers up to 2^53: exact for 8,192 ranks
             raise RunFailed(
                 f"ranks disagree in step {step}: they have other units, settings or recovered sets; start all "
                 "of them from the same words, seed and checkpoint"

@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-divergence = load("divergence")
+divergence, tables = load("divergence"), load("tables")
 
 
 def course(errors: list[float]) -> Any:
@@ -108,3 +108,26 @@ def test_the_language_model_is_composed(low: str) -> None:
     assert (config.paths.low, config.optim.lr, config.training.steps, config.training.seed) == (low, 0.1, 7, 3)
     assert config.paths.recovery is None
     assert low not in divergence.OWN or config.paths.recipes[low] == divergence.OWN[low]
+
+
+def row(arm: str, seed: int, diverged: bool) -> dict[str, Any]:
+    run = {"low": "mxint2", "rate": 0.05, "optimizer": "sgd", "steps": 120, "arm": arm, "seed": seed}
+    return {
+        "run": run,
+        "diverged": diverged,
+        "errors": [2.0, 1.0],
+        "spent": 0.5,
+        "not_finite": 50 if diverged else None,
+    }
+
+
+def test_survivors_are_told_with_exact_tests_where_the_positive_control_holds() -> None:
+    lost = {"never": 10, "always": 0, "half of them": 5}
+    rows = [row(arm, seed, seed < number) for arm, number in lost.items() for seed in range(10)]
+    told = "\n".join(tables._survivors(rows))
+    assert "| always | 50% | 10 of 10 | 1.00 | 2e-05 |" in told  # 2 * 1.08e-5: of two arms the smaller p
+    assert "| half of them | 50% | 5 of 10 | 1.00 | 0.03 |" in told
+    assert "| never | 50% | 0 of 10 |  |  |" in told
+    weak = [one | {"diverged": False} for one in rows]
+    assert "nothing else is told" in "\n".join(tables._survivors(weak))
+    assert "half of them" not in "\n".join(tables._survivors(weak))

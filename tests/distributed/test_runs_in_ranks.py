@@ -229,6 +229,32 @@ def test_weights_that_went_apart_end_the_run_on_all_ranks(
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"], "none of step 4"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4])
+def test_experts_without_tokens_on_a_rank_or_on_all(
+    pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path, number: int
+) -> None:
+    """Of 20 experts some have tokens on one rank alone, some on none; with 4 micro-batches in one before the last."""
+    words = ["model.name=moe", "model.experts.number=20", "training.batch_size=1", f"training.accumulation={number}"]
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="ddp")
+    assert isinstance(told[0], list), told
+    one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
+    observed = [
+        {(row["step"], row["unit"]) for row in found["ratios"] if row["norm"] is not None} for found in (one, two)
+    ]
+    units = read_json(tmp_path / "one" / "header.json")["units"]
+    assert len(units) < len(observed[0]) < len(units) * 8
+    if number == 2:  # saved bytes are of a rank's own micro-batches, in which other experts have tokens
+        for part in ("state", "ratios", "events", "eval"):
+            assert differences(one[part], two[part]) == []
+        for key in ("loss", "grad_norm_pre_clip", "num_active", "statistics"):
+            assert [row[key] for row in one["steps"]] == [row[key] for row in two["steps"]]
+    else:
+        first = [{unit for step, unit in seen if step == 1} for seen in observed]
+        assert first[0] == first[1]
+        assert [row["loss"] for row in one["steps"]] == pytest.approx([row["loss"] for row in two["steps"]], rel=1e-2)
+
+
 COMPILED = {
     "between": ["training.compile=true"],
     "graphs": ["training.compile=true", "paths.low=sim_e2m1", "paths.recovery=bf16", "paths.unit=block"],
@@ -291,6 +317,7 @@ MISTAKES = [
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
     ([*WORDS, "paths.backend=te"], "ddp", "paths.backend=te: is for one process so far, here are 2"),
+    ([*WORDS, "model.name=moe", "model.experts.number=4"], "fsdp", "model.name=moe: of an expert without tokens"),
     ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
     ([*WORDS, "controller.signal=gsnr"], "ddp", "controller: micro_square: is measured in one process, here are 2"),
 ]
