@@ -90,6 +90,12 @@ BENCHMARKS = {
         "forks: the share of the gap to dense gradients that arms of compressed ones close (an hour)",
         usual=False,
     ),
+    "fair": Bench(
+        "gnmr.bench.fair",
+        ("forks", "scratch", "more", "lengths"),
+        "2-bit saved activations: what of their cost is the optimizer's, the rounding's or the length's (an hour)",
+        usual=False,
+    ),
     "startup": Bench("gnmr.bench.startup", ("startup",), "gnmr --help, and gnmr train to its first step"),
     "memory": Bench("gnmr.bench.memory", ("memory",), "peak memory of gnmr train"),
     "theory": Bench(

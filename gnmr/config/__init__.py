@@ -202,6 +202,7 @@ _CAME_LATER = {
     "controller.nonfinite": "find",  # before: keep; differs where a loss is not finite alone
     "controller.budget": None,
     "controller.cost": "gemm",
+    "paths.group": None,
     "base": None,
     "fork.heal": 0,
     "optim.schedule_steps": None,

@@ -124,6 +124,7 @@ def saved_activations(kind: Kind, arm: Arm, rate: float | None = None, unit: str
             "paths.low": tuple(FORMATS),
             "paths.site": "saved",
             "paths.rounding": (None, "nearest"),
+            "paths.group": None,
             "paths.unit": (None, unit),
             "paths.targets": (None, ["*_proj"]),
             "optim.lr": rate or published.RATES.get(kind.scale),

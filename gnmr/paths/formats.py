@@ -6,6 +6,8 @@ that the largest magnitude of a row equals `max`, and returns codes; decoding re
     int2 int3 int4 int8   code = integer + 2^(bits-1), symmetric: -max .. max with max = 2^(bits-1) - 1
     e2m1 e2m3 e3m2        sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
     e4m3 e5m2             the two FP8 formats (OCP FP8; e4m3 is PyTorch's float8_e4m3fn)
+    int2/256 ...          code = integer, 0 .. 2^bits - 1: from the smallest to the largest of so many elements of a row
+                          (`RangeFormat`; for what is saved alone, and no recipe's)
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
 goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
@@ -87,6 +89,36 @@ class IntFormat(Format):
 
     def step(self, scaled: Tensor) -> Tensor:
         return torch.ones_like(scaled)
+
+
+@dataclass(frozen=True)
+class RangeFormat(Format):
+    """Integers from 0 to 2^bits - 1 between the smallest and the largest value of a group (`scaling.py`)."""
+
+    group: int
+    """Elements of a row that share a range; a row's last group may be shorter."""
+
+    @staticmethod
+    def of(name: str, group: int) -> RangeFormat:
+        """Of the integer format of that name. ValueError for any other."""
+        fmt = get_format(name)
+        if not isinstance(fmt, IntFormat):
+            raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
+        return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, group)
+
+    @property
+    def significant_bits(self) -> int:
+        return self.bits
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None:
+            scaled.round_()
+        else:
+            scaled.add_(noise).floor_()
+        return scaled.clamp_(0, self.max).to(torch.int16).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gnmr.paths.formats import FORMATS, Format
+from gnmr.paths.formats import FORMATS, Format, RangeFormat
 from gnmr.paths.recipes import RECIPES, SCALES, ExecutionPath, Recipe
 from gnmr.paths.spec import PathSpec
 from gnmr.vocabulary import GEMMS, OPERANDS
@@ -53,12 +53,16 @@ def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
     """The paths that the spec names, whole; bf16 for a recovery of null."""
     names = spec.low, spec.recovery or "bf16"
     if all(name in FORMATS for name in names):
-        low, recovery = (FORMATS[name] for name in names)
+        low, recovery = (_format(name, spec.group) for name in names)
         return low, recovery
     own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
     # What runs a recipe is for `backend` to say.
     ours, theirs = (replace((RECIPES | own)[name], backend="simulated") for name in names)
     return ours, theirs
+
+
+def _format(name: str, group: int | None) -> Format:
+    return FORMATS[name] if group is None or name == "bf16" else RangeFormat.of(name, group)
 
 
 def _warn(text: str) -> None:

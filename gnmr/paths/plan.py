@@ -24,7 +24,7 @@ from gnmr.paths.memory import Place
 from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import HADAMARD, RECIPES, ExecutionPath, Recipe
-from gnmr.paths.scaling import row_bytes, scale_dtype
+from gnmr.paths.scaling import row_bytes, scale_dtype, scales_of
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
 from gnmr.vocabulary import GEMMS, OPERANDS
@@ -598,7 +598,7 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
     if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
         rows += -rows % HADAMARD
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
-        return rows * (row_bytes(width, path.bits) + scale_dtype(dtype).itemsize)
+        return rows * (row_bytes(width, path.bits) + scales_of(width, path) * scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
         cast = path.wgrad.input
         assert cast is not None

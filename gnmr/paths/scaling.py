@@ -5,6 +5,14 @@
 
 What is kept of a row of D elements is ceil(D * bits / 8) bytes (each plane below rounded up) and its scale.
 
+Under a `RangeFormat` each group of elements of a row has two numbers in place of a scale:
+
+    step, low = (max(group) - min(group)) / format.max, min(group)        all steps of a row, then all lows
+    codes     = format.encode((group - low) / step)
+
+With stochastic rounding that is ActNN's quantizer (2104.14129: 2 bits, groups of 256), whose groups go on over the
+tokens of a sequence; here they end with the token, so that a token's copy is its own.
+
 Special rows:
 - all zero: comes back as zeros. The scale has a floor at the smallest normal float32, so nothing is divided by zero;
   a row whose largest magnitude lies below format.max times that floor loses digits and finally becomes zero.
@@ -21,7 +29,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gnmr.paths.formats import Format
+from gnmr.paths.formats import Format, RangeFormat
 
 TINY = torch.finfo(torch.float32).tiny
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,16 +42,40 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """(packed (N, row_bytes) uint8, scale (N, 1)) of `rows` (N, D), any floating dtype.
+    """(packed (N, row_bytes) uint8, scale (N, `scales_of`)) of `rows` (N, D), any floating dtype.
 
     Rounds to nearest without a `generator`, stochastically with one. Does not wait for the device.
     """
     # One float32 copy, worked on in place. (An explicit copy first: mixed-dtype arithmetic is slow on CPUs.)
     scaled = rows.to(torch.float32, copy=True)
-    scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
+    if isinstance(fmt, RangeFormat):
+        scale = _ranges(scaled, fmt, scale_dtype(rows.dtype))
+        step, low = _of_each(scale.float(), fmt, scaled.shape[1])
+        scaled.sub_(low).div_(step)
+    else:
+        scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
+        scaled.div_(scale.float())
     noise = None if generator is None else torch.rand(scaled.shape, generator=generator, device=scaled.device)
-    codes = fmt.encode(scaled.div_(scale.float()), noise)
-    return pack(codes, fmt.bits), scale
+    return pack(fmt.encode(scaled, noise), fmt.bits), scale
+
+
+def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:
+    """(N, 2 G) in `dtype`: the steps of the G groups of each of the float32 `rows` (N, D), then their smallest values.
+
+    NaN for a row with a NaN or an Inf.
+    """
+    short = -rows.shape[1] % fmt.group
+    whole = torch.cat([rows, rows[:, -1:].expand(-1, short)], dim=1) if short else rows
+    low, high = torch.aminmax(whole.view(len(rows), -1, fmt.group), dim=2)
+    step = high.div_(fmt.max).sub_(low / fmt.max).clamp_(min=TINY)  # a difference first could overflow
+    step += nan_unless_finite(largest_magnitude(rows, (1,)))
+    return torch.cat([step, low], dim=1).to(dtype)
+
+
+def _of_each(scale: Tensor, fmt: RangeFormat, width: int) -> tuple[Tensor, Tensor]:
+    """Of `_ranges` the step and the smallest value of each element, (N, width) both."""
+    step, low = (part.repeat_interleave(fmt.group, dim=1)[:, :width] for part in scale.chunk(2, dim=1))
+    return step, low
 
 
 def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -98,6 +130,9 @@ def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
 
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
     """The rows (N, width) in `dtype` that `compress` made `packed` and `scale` of."""
+    if isinstance(fmt, RangeFormat):
+        step, low = _of_each(scale.float(), fmt, width)
+        return fmt.decode(unpack(packed, fmt.bits, width), torch.float32).mul_(step).add_(low).to(dtype)
     # In bfloat16 directly: same range as float32. The scale of a float16 row need not be a float16 number.
     wide = dtype if dtype == torch.bfloat16 else torch.float32
     return fmt.decode(unpack(packed, fmt.bits, width), wide).mul_(scale).to(dtype)
@@ -107,6 +142,11 @@ def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: to
 def row_bytes(width: int, bits: int) -> int:
     """Bytes of a packed row of `width` codes, its scale not counted."""
     return sum(-(-width * plane // 8) for plane in _planes(bits))
+
+
+def scales_of(width: int, fmt: Format) -> int:
+    """Numbers beside a packed row of `width` codes: its scale, or a step and a smallest value a group."""
+    return 2 * -(-width // fmt.group) if isinstance(fmt, RangeFormat) else 1
 
 
 def _planes(bits: int) -> tuple[int, ...]:

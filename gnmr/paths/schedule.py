@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnmr.names import select
 from gnmr.paths.faults import Fault, Injector
-from gnmr.paths.formats import KeepFormat
+from gnmr.paths.formats import KeepFormat, RangeFormat
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import Recipe
 from gnmr.paths.units import module_of
@@ -65,6 +65,8 @@ class FaultSchedule:
         low = plan.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
             raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
+        if isinstance(low, RangeFormat):
+            raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
         if plan.shared.engine is not None:
             raise ValueError(
                 "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"

@@ -38,6 +38,9 @@ class PathSpec:
     say themselves what each GEMM reads."""
     rounding: str = "nearest"
     """nearest (ties to even) or, of formats, stochastic; recipes say it of each cast."""
+    group: int | None = None
+    """Of integer formats: the codes span the smallest to the largest value of each so many elements of a token, as
+    ActNN's (256); null: symmetric about 0, one scale a token."""
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
     pins: dict[str, list[str]] = field(default_factory=dict)
@@ -101,6 +104,11 @@ class PathSpec:
             one_of(choices, **{name: value})
             right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
             require(formats or value == choices[0], name, value, right)
+        if self.group is not None:
+            whole(group=self.group)
+            other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
+            right = f"belongs to integer formats (int2 ... int8, bf16 beside them); {(other or [self.low])[0]} is none"
+            require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
 
     def _check_pins(self) -> None:
         """GEMMs are put in their order, each once."""
@@ -133,3 +141,7 @@ class PathSpec:
                 words = {gemm: casts for gemm, casts in one.words().items() if casts}
                 if words != RECIPES.get(name):
                     raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
+
+
+def _integer(path: str) -> bool:
+    return path in FORMATS and path.startswith("int")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torchao_casts
 
-from gnmr.paths.formats import FORMATS, _format
-from gnmr.paths.scaling import compress, decompress, largest_magnitude, pack, row_bytes, unpack
+from gnmr.paths.formats import FORMATS, RangeFormat, _format
+from gnmr.paths.scaling import compress, decompress, largest_magnitude, pack, row_bytes, scales_of, unpack
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 
@@ -142,3 +142,50 @@ def test_a_new_name_in_the_vocabulary_is_a_format(name: str) -> None:
     back = decompress(packed, scale, fmt, 37, torch.float32)
     assert packed.shape == (5, row_bytes(37, fmt.bits)) and fmt.bits == {"int5": 5}.get(name, 7)
     assert ((back - rows).abs() <= fmt.step((rows / scale).clamp(-fmt.max, fmt.max)) * scale * 0.51).all()
+
+
+def test_a_group_spans_its_smallest_to_its_largest_value_by_hand() -> None:
+    """Groups of four; the third one is two elements."""
+    fmt = RangeFormat.of("int2", 4)
+    row = torch.tensor([[-1.0, 2.0, 0.4, 0.6, 5.0, 5.0, 5.0, 5.0, 0.0, -30.0]])
+    packed, scale = compress(row, fmt)
+    assert scale.tolist() == [[1.0, torch.finfo(torch.float32).tiny, 10.0, -1.0, 5.0, -30.0]]
+    assert unpack(packed, 2, 10).tolist() == [[0, 3, 1, 2, 0, 0, 0, 0, 3, 0]]
+    assert decompress(packed, scale, fmt, 10, torch.float32).tolist() == [[-1, 2, 0, 1, 5, 5, 5, 5, 0, -30]]
+    assert scale.shape[1] == scales_of(10, fmt) == 6 and scales_of(10, FORMATS["int2"]) == 1
+    assert fmt.values().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranges_of_every_width_and_dtype(bits: int, dtype: torch.dtype) -> None:
+    fmt = RangeFormat.of(f"int{bits}", 32)
+    rows = (torch.randn(16, 75, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
+    rows[3, 40] = math.nan
+    rows[5] = 0
+    back = decompress(*compress(rows, fmt), fmt, 75, dtype)
+    assert back.dtype == dtype and back[3].isnan().all() and torch.equal(back[5], rows[5])
+    for start in (0, 32, 64):
+        group, got = (x[:, start : start + 32].float() for x in (rows, back))
+        step = (group.amax(1) - group.amin(1)) / fmt.max
+        ends = 0.51 * step + 2**-7 * group.abs().amax(1)  # of a scale and a result in 16 bits
+        assert ((group - got).abs().amax(1) <= ends)[~group.isnan().any(1) & ~got.isnan().any(1)].all()
+
+
+@pytest.mark.parametrize("name", ["int2", "int2/32"])
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
+    """The mean of many draws within five standard errors of every element, which nearest rounding is far from."""
+    fmt = RangeFormat.of("int2", 32) if "/" in name else FORMATS[name]
+    row = torch.randn(1, 96, generator=torch.Generator().manual_seed(1))
+    draws, generator = 4000, torch.Generator().manual_seed(2)
+    back = decompress(*compress(row.expand(draws, -1), fmt, generator), fmt, 96, torch.float32)
+    error = back.std(dim=0) / draws**0.5
+    assert ((back.mean(dim=0) - row[0]).abs() <= 5 * error + 1e-5).all()
+    nearest = decompress(*compress(row, fmt), fmt, 96, torch.float32)[0]
+    assert ((nearest - row[0]).abs() > 5 * error + 1e-5).float().mean() > 0.5
+    assert len(back[:, 0].unique()) == 2, "one of its two neighbours each time"
+
+
+def test_ranges_belong_to_integers() -> None:
+    with pytest.raises(ValueError, match="e2m1 has no ranges: use one of int2, int3, int4, int8"):
+        RangeFormat.of("e2m1", 256)
