@@ -261,6 +261,119 @@ def compressed() -> str:
         told = verdict.replace(f" against {control}", "")
         text.append(_row([arm, control, f"{100 * figure['value']:.0f} %", between, sends, told]))
     return "\n".join([*text, "", *_origin(records)])
+def fair() -> str:
+    """docs/results/fair.md"""
+    rows = _lines("fair.jsonl")
+    recorded = _read("fair-lengths.json")
+    figures = {figure["name"]: figure for figure in recorded["figures"]}
+    apart = figures["recorded: gap after 500 steps less that after 250"]
+    low, high = apart["low"], apart["high"]
+    own, pins, each = _ranks()
+    moved = [r["second_moments_fell"] for r in rows if r["cell"]["optimizer"] == "beta2 0.95"]
+    stuck = [r["second_moments_fell"] for r in rows if r["cell"]["optimizer"] == "beta2 0.999"]
+    text = [
+        "# Fair baselines, fair stress",
+        "",
+        "What in the evidence is the optimizer's, the rounding's, the length's or the evaluation's. Losses are",
+        "validation losses on the 16-bit path, nats. 2-bit saved activations, 8 bits on the recovery path.",
+        "",
+        "## Optimizer, switching and rounding",
+        "",
+        f"In the last steps of {len(stuck)} forks and runs with beta2 0.999 at most {max(stuck):.0%} of Adam's second",
+        f"moments fell, of {len(moved)} with 0.95 {min(moved):.0%} to {max(moved):.0%}: they are bfloat16,",
+        "which rounds a thousandth away. From scratch, one seed: nothing is tested; seeds spread by 0.03 nats.",
+        "",
+        *_head(["optimizer", "arm", "after 100 steps", "after 200", "gap closed after 200"]),
+    ]
+    whole = {(r["cell"]["optimizer"], r["cell"]["arm"]): r["after"] for r in rows if r["cell"]["base"] == "scratch"}
+    for (optimizer, arm), after in sorted(whole.items()):
+        never, always = (whole[optimizer, bound]["200"] for bound in ("never", "always"))
+        text.append(
+            _row(
+                [
+                    optimizer,
+                    arm,
+                    *(f"{after[n]:.3f}" for n in ("100", "200")),
+                    f"{(never - after['200']) / (never - always):.0%}",
+                ]
+            )
+        )
+    text += [
+        "",
+        "## A trained base",
+        "",
+        "Forks of seed0_600, beta2 0.999, never minus always by order of the data.",
+        "",
+    ]
+    text += _head(["steps", *(f"order {n}" for n in range(3))])
+    forks = {(r["cell"]["arm"], r["cell"]["order"]): r["after"] for r in rows if r["cell"]["base"] == "seed0_600"}
+    for step in ("20", "40"):
+        gaps = (forks["never", n][step] - forks["always", n][step] for n in range(3))
+        text.append(_row([step, *(f"{gap:+.4f}" for gap in gaps)]))
+    text += [
+        "",
+        "## Length and annealing, from the packed records",
+        "",
+        "Rate 1.5e-3, five seeds of schedules of 500 steps, three of 1,000. The gap grows by",
+        f"{apart['value']:.3f} nats ({low:.3f} to {high:.3f}, {apart['note']}) from step 250 to 500.",
+        "",
+        *_head(["run", *(f"{n} steps" for n in (200, 250, 300, 500, 1000))]),
+    ]
+    for arm in ("never", "always", "1,000 steps, 8 bits", "1,000 steps, 16 bits"):
+        found = (figures.get(f"schedules: {arm} after {n} steps") for n in (200, 250, 300, 500, 1000))
+        name = f"500 steps, {arm}" if arm in ("never", "always") else arm
+        text.append(_row([name, *("-" if one is None else f"{one['value']:.3f}" for one in found)]))
+    text += [
+        "",
+        "## Evaluation on the low path",
+        "",
+        "E2M1 operands, forks of docs/results/spend.md at 10 % of the GEMMs: share of the gap that is closed, mean",
+        "over all blocks. On the low path what is pinned stays in 16 bits; what a controller chose in every step does",
+        "not.",
+        f"Spearman of the two columns over all budgets: {pins:.2f} for pins, {each:.2f} for controllers.",
+        "",
+        *_head(["arm", "in 16 bits", "on the low path"]),
+        *(_row([arm, f"{loss:.0%}", f"{low:.0%}"]) for arm, (loss, low) in own.items()),
+    ]
+    commits = ",".join(dict.fromkeys(r["commit"] for r in rows))
+    origin = [*_origin([recorded])]
+    origin[-1:] = [
+        f"- benchmarks/results/fair.jsonl: rows of commits {commits}, the same machine and PyTorch:",
+        "  `gnmr bench fair only=forks,scratch run=seed0_600 training.threads=1`",
+        "- benchmarks/results/spend-sim_e2m1.jsonl: as docs/results/spend.md.",
+        "",
+    ]
+    return "\n".join([*text, "", *origin])
+
+
+def _ranks() -> tuple[dict[str, tuple[float, float]], float, float]:
+    """Of forks on E2M1 the shares closed in 16 bits and on the low path at 10 %, by arm; Spearman of the two over all
+    budgets, of pins and of controllers."""
+    from scipy.stats import spearmanr
+
+    losses: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for row in _lines("spend-sim_e2m1.jsonl"):
+        of = losses.setdefault((row["fork"]["arm"], row["fork"]["budget"]), {"loss": [], "own_loss": []})
+        for key, found in of.items():
+            found.append(row[key])
+    mean = {arm: {key: sum(found) / len(found) for key, found in of.items()} for arm, of in losses.items()}
+    never, always = mean["never", 0.0], mean["always", 1.0]
+    shares = {
+        arm: tuple((never[key] - of[key]) / (never[key] - always[key]) for key in ("loss", "own_loss"))
+        for arm, of in mean.items()
+        if arm[1] in (0.025, 0.05, 0.075, 0.1, 0.15, 0.25)
+    }
+    told = [
+        float(
+            spearmanr(*zip(*(share for arm, share in shares.items() if arm[0].endswith(EACH) == each), strict=True))[0]
+        )
+        for each in (False, True)
+    ]
+    return {arm[0]: (share[0], share[1]) for arm, share in shares.items() if arm[1] == 0.1}, told[0], told[1]
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
 def blame() -> str:
@@ -526,6 +639,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "blame.md": blame,
     "divergence.md": divergence,
     "parallel.md": parallel,
+    "fair.md": fair,
 }
 
 
