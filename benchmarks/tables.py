@@ -261,6 +261,8 @@ def compressed() -> str:
         told = verdict.replace(f" against {control}", "")
         text.append(_row([arm, control, f"{100 * figure['value']:.0f} %", between, sends, told]))
     return "\n".join([*text, "", *_origin(records)])
+
+
 def fair() -> str:
     """docs/results/fair.md"""
     rows = _lines("fair.jsonl")
