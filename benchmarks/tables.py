@@ -1,9 +1,11 @@
-"""Tables of docs/results that come from benchmarks/results: python benchmarks/tables.py writes them.
+"""Tables of docs/results and numbers of other texts that come from benchmarks/results: python benchmarks/tables.py
+writes them.
 
     python benchmarks/tables.py [RESULTS [DOCS]]    from another folder (benchmarks/evidence.py fills one)
 
-A page of which RESULTS has no record is left out. tests/bench/test_tables.py fails where a committed table is not what
-the committed figures give.
+A number in a text is <!--:NAME-->, and behind it ?<!--/-->; `numbers` has the names. A page of which RESULTS has no
+record is left out. tests/bench/test_tables.py fails where a committed table or number is not what the committed figures
+give.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +48,9 @@ TITLES = {
     "int4": "the error lasts: 4-bit inputs",
     "broken": "one FP8 operator breaks for 20 of 40 steps",
 }
+TEXTS = tuple(ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md"))
+"""In which marked numbers stand."""
+_MARK = re.compile(r"(<!--:([^>\n]+?)-->)(.*?)(<!--/-->)")
 _SCORES = ("price", "price, by elements", "ModelOpt's score", "gap", "gradient norm", "MSE", "underflow", "update norm")
 _CHOSEN = ("price", "gap", "gradient norm", "MSE", "the truth itself")
 _BY_SCORE = {"price, by elements": "by elements", "ModelOpt's score": "ModelOpt", "the truth itself": "the truth"}
@@ -421,6 +427,77 @@ def blame() -> str:
     return "\n".join([*text, "", *_origin(records)])
 
 
+def numbers() -> dict[str, str]:
+    """Every number that a text may name, as it stands there."""
+    found: dict[str, str] = {}
+    spent = _figures("spend-sim_e2m1.json")
+    for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
+        found[f"pins/{name}"] = _percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
+    for recipe, shares in plans_close("nvfp4", "sim_e2m1").items():
+        closed = [round(100 * share) for share in shares]
+        found[f"plan/{recipe}"] = f"{min(closed)} to {max(closed)} %"
+        found[f"plan/{recipe}/orders"] = ", ".join(map(str, closed)) + " %"
+    faults = _read("detection-cpu.json")["signals"]
+    for key, signal in (("GNMR", "gnmr"), ("dGNMR", "gnmr_delta"), ("path", "grad_to_noise")):
+        found[f"faults/{key}"] = str(sum(kind["detected"] for kind in _finite(faults[signal])))
+    found["faults"] = str(sum(kind["windows"] for kind in _finite(faults["gnmr"])))
+    for name, record in (("outliers", "detection-outliers-cpu"), ("outliers/bf16", "detection-outliers-bf16-cpu")):
+        windows = _read(f"{record}.json")["signals"]["gnmr"]["all"]
+        found[f"{name}/GNMR"] = f"{windows['detected']}"
+        found["outliers"] = f"{windows['windows']}"
+    planted, spikes = (_read(name)["arms"].values() for name in BLAME)
+    verdicts = [row for arm in planted for row in arm["planted"] if row["verdict"]]
+    right = sum(row["verdict"] == row["cause"] for row in verdicts)
+    found["planted"] = f"{right} of {len(verdicts)}"
+    causes = [arm["figures"]["causes"] for arm in spikes]
+    found["spikes"] = str(sum(sum(one.values()) for one in causes))
+    found["spikes/precision"] = str(sum(one.get("precision", 0) for one in causes))
+    for name, record in (("two", "controller-cpu"), ("one", "controller-one-thread-cpu")):
+        figures = _figures(f"{record}.json")
+        whole = figures["step with over step without"]
+        found[f"step/{name}"] = f"{100 * (whole['value'] - 1):.1f} %"
+        found[f"step/{name}/interval"] = f"({100 * (whole['low'] - 1):+.1f} to {100 * (whole['high'] - 1):+.1f})"
+        found[f"step/{name}/parts"] = f"{100 * figures['controller and records, share of a step']['value']:.2f} %"
+    found["step/int4"] = f"{_figures('all-cpu.json')['step with int4 over bf16']['value']:.2f}x"
+    return found
+
+
+def plans_close(*recipes: str) -> dict[str, list[float]]:
+    """By recipe the shares of the gap to 16 bits that the plan of `gnmr diagnose` closed, by order of the data."""
+    from gnmr.records.find import find_runs
+    from gnmr.records.pack import unpacked
+    from gnmr.report.comparisons import compare
+    from gnmr.report.forks import losses_after
+    from gnmr.report.runs import load
+
+    with unpacked([ROOT / "runs" / "reference" / "diagnosed_plans.parquet"]) as found:
+        arms = [arm for comparison in compare(map(load, find_runs(found.paths))) for arm in comparison.arms]
+        losses = {arm.name: losses_after(arm, "low", "val_loss") for arm in arms}
+    closed = {}
+    for recipe in recipes:
+        low, plan, high = (losses[f"{recipe}_bf16{arm}"] for arm in ("-always_low", "_pins-always_low", "-always_high"))
+        closed[recipe] = [(low[order] - plan[order]) / (low[order] - high[order]) for order in sorted(low)]
+    return closed
+
+
+def _finite(kinds: dict[str, dict[str, int]]) -> Iterator[dict[str, int]]:
+    """Of the faults whose numbers are finite."""
+    return (found for kind, found in kinds.items() if kind not in ("all", "nan", "inf"))
+
+
+def _figures(name: str) -> dict[str, dict[str, Any]]:
+    return {figure["name"]: figure for figure in _read(name)["figures"]}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def filled(text: str, known: dict[str, str]) -> str:
+    """The text with its marked `numbers`. KeyError for a name that there is not."""
+    return _MARK.sub(lambda found: f"{found[1]}{known[found[2]]}{found[4]}", text)
+
+
 def _of(told: dict[str, list[int]], most: float) -> Iterator[str]:
     for key, (number, of) in told.items():
         if key == "lost":
@@ -512,7 +589,7 @@ def _survivors(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def spend_figure() -> bytes:
-    """docs/img/spend.svg: gap closed against spend, a panel a scene."""
+    """docs/img/spend.svg: gap closed against spend, a panel a scene of several budgets."""
     import io
 
     import matplotlib as mpl
@@ -521,7 +598,7 @@ def spend_figure() -> bytes:
 
     from gnmr.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
 
-    records = _records(SPEND)
+    records = [one for one in _records(SPEND) if _num_budgets(one) > 1]
     with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):
         figure, panels = new_figure(4.2 * len(records), 4.4, 1, len(records), share=True)
         for axes, record in zip(panels, records, strict=True):
@@ -552,6 +629,11 @@ def spend_figure() -> bytes:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def _num_budgets(record: dict[str, Any]) -> int:
+    """How many budgets pins by price were given."""
+    return sum(": price at " in found["name"] for found in record["figures"])
 
 
 def _clear(figures: dict[str, Any], cell: str) -> int:
@@ -618,7 +700,8 @@ def _origin(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     for one in records:
         machine = one["machine"]
         yield f"- benchmarks/results/{one['file']}: commit {one['commit']}, {machine['cpu']}, PyTorch {one['torch']}:"
-        yield f"  `{one['command']}`"
+        note = f": {one['note']}" if "note" in one else ""
+        yield f"  `{one['command']}`{note}"
     yield ""
 
 
@@ -664,3 +747,7 @@ if __name__ == "__main__":
         (DOCS / name).write_text(text)
     with contextlib.suppress(FileNotFoundError):
         FIGURE.write_bytes(spend_figure())
+    if len(sys.argv) == 1:
+        found = numbers()
+        for page in TEXTS:
+            page.write_text(filled(page.read_text(), found))

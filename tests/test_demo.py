@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gnmr.commands import demo
 from gnmr.errors import RunFailed
+from gnmr.records.find import find_runs
+from gnmr.records.pack import unpacked
 from gnmr.sweep.progress import Cell
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
@@ -32,6 +40,25 @@ def test_a_workers_failure_is_the_commands():
     with pytest.raises(RunFailed, match="disk full"):
         demo._raise(RunFailed("disk full"))
     demo._raise(None)
+
+
+def test_what_the_docs_show_is_what_its_records_say():
+    """Of the packed records of a demo; ... in the text stands for what is left out."""
+    if not (pack := ROOT / "runs" / "reference" / "demo.parquet").exists():
+        pytest.skip("no checkout: records and docs are not in the wheel")
+    with unpacked([pack]) as packed:
+        found = demo.found_in(find_runs(packed.paths))
+        out = io.StringIO()
+        demo.show(found, "20 steps from a trained model of 0.3 M parameters; cpu", Console(file=out, width=200))
+    said = " ".join(out.getvalue().split())
+    for page in ("README.md", "docs/quickstart.md"):
+        (block,) = re.findall(r"^```text\n(2-bit inputs.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+        at = 0
+        for piece in block.split("..."):
+            words = " ".join(piece.split()).removesuffix(";").strip(") ")
+            at = said.find(words, at)
+            assert at >= 0, f"{page}: {words}"
+            at += len(words)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,8 @@ from gnmr.errors import RunFailed, UserError, printable
 from gnmr.terminal import for_tables, print_plain
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gnmr.config import Config
     from gnmr.report.recovered import Recovered
     from gnmr.sweep.progress import Cell
@@ -160,15 +162,13 @@ def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
     """Five lines, a verdict, a picture and a page, from the records."""
     from gnmr.paper.tables import paper_tables
     from gnmr.report import report
-    from gnmr.report.comparisons import compare
-    from gnmr.report.recovered import by_name, draw, recovered, shown
+    from gnmr.report.recovered import draw
     from gnmr.report.runs import load
     from gnmr.terminal import Terminal
 
     folders = [cell.folder for cell in cells if cell.folder is not None]
-    comparisons = compare(map(load, folders))
-    arms = by_name(comparisons[0].arms, _ARMS)
-    found = recovered(arms, control=_ARMS["random"]) if len(comparisons) == 1 and len(arms) == len(_ARMS) else None
+    run = load(folders[0])
+    found = found_in(folders)
     if found is None:
         raise UserError(
             f"{folder}: no gap between never and always, so there is nothing to get back: gnmr report {folder}"
@@ -176,16 +176,38 @@ def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
     page, picture = folder / "report" / "demo.html", folder / "report" / "demo.svg"
     quiet = Terminal(file=io.StringIO())
     report(folders, folder / "report", quiet, plots=False, html=page, further=paper_tables)
-    run = comparisons[0].runs[0]
-    steps, machine = run.planned_steps, run.machine
-    title = f"2-bit inputs cost {found.cost}"
-    draw(found, picture, title, f"{orders} orders of the data, {steps} steps · commit {run.commit}")
+    steps = run.planned_steps
+    draw(found, picture, _title(found), f"{orders} orders of the data, {steps} steps · commit {run.commit}")
     console = for_tables()
-    print_plain(console, f"\n{title} ({steps} steps from a trained model of 0.3 M parameters; {machine}).")
-    console.print(shown(found))
-    print_plain(console, f"\n{_words(found)}")
+    show(found, f"{steps} steps from a trained model of 0.3 M parameters; {run.machine}", console)
     for what, place in (("picture", picture), ("page", page), ("tables", f"gnmr report {folder}")):
         print_plain(console, printable(f"{what + ':':9}{place}"))
+
+
+def found_in(folders: Iterable[Path]) -> Recovered | None:
+    """What the arms got back; None where an arm is missing, or where there is no gap."""
+    from gnmr.report.comparisons import compare
+    from gnmr.report.recovered import by_name, recovered
+    from gnmr.report.runs import load
+
+    comparisons = compare(map(load, folders))
+    arms = by_name(comparisons[0].arms, _ARMS)
+    if len(comparisons) > 1 or len(arms) < len(_ARMS):
+        return None
+    return recovered(arms, control=_ARMS["random"])
+
+
+def show(found: Recovered, of: str, console: Console) -> None:
+    """What it cost, a line an arm, what these few runs can show. of: which runs."""
+    from gnmr.report.recovered import shown
+
+    print_plain(console, f"\n{_title(found)} ({of}).")
+    console.print(shown(found))
+    print_plain(console, f"\n{_words(found)}")
+
+
+def _title(found: Recovered) -> str:
+    return f"2-bit inputs cost {found.cost}"
 
 
 def _words(found: Recovered) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,17 @@ def test_what_docs_say_of_compressed_gradients_is_recorded(tables: ModuleType) -
     assert f"GNMR's {100 * figures['GNMR against random units: gap closed']['value']:.0f} %" in said
     for name in ("gap against random units", "gap against more rows"):
         assert f"(p = {figures[f'{name}: gap closed']['note'].rpartition(' ')[2]}" in said
+
+
+def test_numbers_in_texts_are_what_the_committed_figures_give(tables: ModuleType) -> None:
+    texts, known = {page: page.read_text() for page in tables.TEXTS}, tables.numbers()
+    for page, text in texts.items():
+        assert text == tables.filled(text, known), f"{page.name}: run python benchmarks/tables.py"
+    named = set(re.findall(r"<!--:(.+?)-->", "".join(texts.values())))
+    assert named | {"plan/sim_e2m1"} == set(known), "every number has its place"
+    readme = texts[tables.TEXTS[0]]
+    wrong = readme.replace("78 %<!--/-->", "79 %<!--/-->")
+    assert wrong != readme and tables.filled(wrong, known) == readme
 
 
 def test_another_figure_is_another_table(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
