@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -286,6 +286,10 @@ def _arm(name: str, runs: list[Run]) -> Arm:
     return Arm(name, chosen, duplicates=[run for run in runs if run not in chosen])
 
 
+_MOST_WORDS = 4
+"""Settings in a label; where more are needed the hash of the config stands there."""
+
+
 def _label(comparisons: list[Comparison]) -> None:
     """Gives arms of one name the settings in which they differ; the same keys in every comparison."""
     keys: dict[str, list[str]] = defaultdict(list)
@@ -295,13 +299,25 @@ def _label(comparisons: list[Comparison]) -> None:
                 if key not in keys[name] and key != "base":  # the comparison's
                     keys[name].append(key)
     arms = [arm for comparison in comparisons for arm in comparison.arms]
+    places = {id(arm): place for place, comparison in enumerate(comparisons) for arm in comparison.arms}
     for name in {arm.name for arm in arms}:
         mine, shown = [arm for arm in arms if arm.name == name], keys[name]
-        if any(len(tell(arm, shown)) > 4 for arm in mine):
+        if any(len(tell(arm, shown)) > _MOST_WORDS for arm in mine):
             shown = telling(mine, shown)
-        for arm in mine:
-            told = tell(arm, shown)
-            arm.label = " ".join([name, *(told if len(told) <= 4 else [arm.runs[0].hash])])
+        told = [tell(arm, shown) for arm in mine]
+        if any(len(words) > _MOST_WORDS for words in told):
+            unusual = [tell(arm, own) for arm, own in zip(mine, _unusual(mine, shown), strict=True)]
+            where = [places[id(arm)] for arm in mine]
+            told = unusual if len({(i, *words) for i, words in zip(where, unusual, strict=True)}) == len(mine) else told
+        for arm, words in zip(mine, told, strict=True):
+            arm.label = " ".join([name, *(words if len(words) <= _MOST_WORDS else [arm.runs[0].hash])])
+
+
+def _unusual(arms: list[Arm], keys: list[str]) -> list[list[str]]:
+    """Of each arm the keys in which it is not as most arms are: cells that each leave one setting by a key or two."""
+    values = {key: [repr(arm.settings.get(key)) for arm in arms] for key in keys}
+    usual = {key: Counter(found).most_common(1)[0][0] for key, found in values.items()}
+    return [[key for key in keys if values[key][place] != usual[key]] for place in range(len(arms))]
 
 
 def _apart(arm: Arm, other: Arm) -> float:

@@ -228,6 +228,8 @@ def test_many_arms_are_small_panels_and_the_regime_map_opens_filled(browser: Any
     assert "Difference to bf16" in text(browser, "#loss-lead")
     filled = "return document.getElementById('regime-plot').data[0].z.flat().filter(z => z !== null).length"
     assert browser.execute_script(filled) == 2
+    labels = browser.execute_script("return document.getElementById('regime-plot').data[0].text.flat()")
+    assert labels.count("hurt") == 2 and set(labels) == {"hurt", ""}, "an empty cell says nothing"
     assert browser.get_log("browser") == []
 
 

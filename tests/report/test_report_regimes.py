@@ -293,6 +293,18 @@ def test_arms_that_differ_in_hold_are_two(runs: Map) -> None:
     assert "int4_int8-gnmr lr=0.001 hold=20" in {arm.label for arm in comparison.arms}
 
 
+def test_an_arm_of_many_settings_is_called_by_those_that_most_do_not_have(runs: Map) -> None:
+    """Six keys differ over these, and each leaves the first by one: no name needs the hash of a config."""
+    usual = {"optim__lr": 1e-3, "controller__hold": 1, "controller__max_o": 2, "model__num_layers": 2}
+    usual |= {"model__hidden_size": 32, "training__batch_size": 2}
+    others = [{"optim__lr": 2e-3}, {"controller__hold": 20}, {"controller__max_o": 1}, {"model__num_layers": 3}]
+    for other in ({}, *others, {"model__hidden_size": 64}):
+        runs.arm("int4_int8", 3.03, **(usual | other))
+    (comparison,) = runs.comparisons()
+    labels = {arm.label.removeprefix("int4_int8-gnmr").strip() for arm in comparison.arms}
+    assert labels == {"", "lr=0.002", "hold=20", "max_o=1", "num_layers=3", "hidden_size=64"}
+
+
 def test_records_without_hold_hold_for_a_step(runs: Map) -> None:
     bounds(runs)
     runs.arm("int4_int8", 3.03)
