@@ -10,9 +10,11 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.control import Control
 from rich.live import Live
 from rich.progress import track
+from rich.segment import ControlType
 from rich.text import Text
 
 _T = TypeVar("_T")
@@ -61,6 +63,20 @@ def say(text: str) -> None:
         print_plain(shared(), text)
     except BrokenPipeError:
         unread()
+
+
+class _Wiped(RenderHook):
+    """Wipes the line that the cursor is in before each print; nothing where output is no terminal."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)), *renderables]
+
+
+@cache
+def wiping() -> None:
+    """For a process whose parent shows a bar of one line on the same terminal: what it prints from now on takes the
+    bar's line, and the bar comes back below it."""
+    shared().push_render_hook(_Wiped())
 
 
 def print_plain(console: Console, text: str) -> None:

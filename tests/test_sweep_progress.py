@@ -1,10 +1,9 @@
-"""What a sweep says before, during and after; workers that stop with their parent."""
+"""What a sweep measures beforehand; workers that stop with their parent."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import re
 import signal
@@ -22,161 +21,18 @@ import pytest
 import yaml
 
 from gnmr import sweep
-from gnmr.errors import UserError
 from gnmr.records.reader import read_json
-from gnmr.sweep import progress
-from gnmr.sweep.progress import Cell, Progress, last_step, makespan
+from gnmr.sweep.progress import last_step
 from gnmr.sweep.workers import Workers
 from gnmr.training import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]  # one pool of workers
 
 
-def write(folder: Path, steps: int = 0, **files: str) -> None:
-    """A run folder with that many rows; DONE="", FAILED="why", summary='{...}'."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "steps.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": 1.0}) + "\n" for i in range(steps)))
-    for name, text in files.items():
-        (folder / (name if name.isupper() else f"{name}.json")).write_text(text)
-
-
-@pytest.fixture
-def cell(tiny, tmp_path) -> Callable[..., Cell]:
-    """A cell of eight steps after `write`: cell("a", "training.seed=1", steps=4, FAILED="why")."""
-
-    def make(name: str, *words: str, steps: int = 0, **files: str) -> Cell:
-        write(tmp_path / name, steps, **files)
-        return Cell(list(words), tiny(f"run_dir={tmp_path / name}", *words), 0)
-
-    return make
-
-
-def refuse(_: object) -> float:
-    raise AssertionError("nothing is to be measured")
-
-
-def test_jobs_take_the_pieces_in_order():
-    assert makespan([4, 3, 2, 1], 1) == 10
-    assert makespan([4, 3, 2, 1], 2) == 5  # 4 + 1 | 3 + 2
-    assert makespan([1, 1, 8], 2) == 9  # the long one comes last: 1 + 8 | 1
-    assert makespan([3], 4) == 3 and makespan([], 2) == 0
-
-
-def test_the_last_whole_row_counts(tmp_path, monkeypatch):
-    assert last_step(tmp_path) == 0
-    write(tmp_path)
-    assert last_step(tmp_path) == 0
-    write(tmp_path, 300)
-    assert last_step(tmp_path) == 300
-    with (tmp_path / "steps.jsonl").open("a") as file:
-        file.write('{"step": 301, "lo')  # killed, or being written
-    monkeypatch.setattr(progress, "_TAIL_BYTES", 64)  # begins within a row
-    assert last_step(tmp_path) == 300
-
-
-def test_beforehand_by_the_recorded_steps_of_the_same_arm(cell, tiny, tmp_path):
-    def summary(step_s: float) -> str:
-        return json.dumps({"steps": 8, "wall_time_s": 8 * step_s})
-
-    slow, fast, other = "paths.low=int2", "paths.low=int4", "paths.low=int3"
-    for name, step_s in (("slow", 2.0), ("fast", 0.5)):
-        write(tmp_path / name, 8, DONE="", summary=summary(step_s))
-    # A run folder's own name is not part of the arm, so the folders may have any.
-    cells = [
-        Cell([], tiny(f"run_dir={tmp_path / 'slow'}", slow), 0),
-        Cell([], tiny(f"run_dir={tmp_path / 'fast'}", fast), 1),
-        cell("slow-1", slow, "training.seed=1"),  # 8 * 2 s
-        cell("fast-1", fast, "training.seed=1", steps=4),  # killed: 4 * 0.5 s
-        cell("other", other),  # 8 * 1.25 s, the mean of the arms
-    ]
-    line = "sweep: 5 cells, 2 done already, 20 of 40 steps to do"
-    time_of_a_step = "(1.25 s a step, recorded)"
-    assert Progress(cells, 1).opening(refuse) == f"{line}: about 0:00:28 {time_of_a_step}"
-    assert Progress(cells, 2).opening(refuse) == f"{line}, 2 cells side by side: about 0:00:16 {time_of_a_step}"
-
-
-def test_beforehand_by_measuring_where_nothing_is_recorded(cell):
-    cells = [cell(f"seed-{i}", "training.steps=20", f"training.seed={i}") for i in range(2)]
-    asked = []
-    line = Progress(cells, 1).opening(lambda config: asked.append(config) or 3.0)
-    assert line == "sweep: 2 cells, 0 done already, 40 of 40 steps to do: about 0:02:00 (3 s a step, measured)"
-    assert asked == [cells[0].config]
-
-    def cannot(_: object) -> float:
-        raise UserError("no such corpus")
-
-    assert Progress(cells, 1).opening(cannot) == "sweep: 2 cells, 0 done already, 40 of 40 steps to do"
-    few = [cell("few")]
-    assert Progress(few, 1).opening(refuse) == "sweep: 1 cell, 0 done already, 8 of 8 steps to do"
-    done = [cell("done", steps=8, DONE="", summary='{"steps": 8, "wall_time_s": 8.0}')]
-    assert Progress(done, 1).opening(refuse) == "sweep: 1 cell, 1 done already, 0 of 8 steps to do"
-
-
 def test_a_measured_step_leaves_nothing_behind(tiny, tmp_path):
-    assert 0 < sweep.step_seconds(tiny(f"run_dir={tmp_path / 'run'}")) < 60
+    cost = sweep.cell_cost(tiny(f"run_dir={tmp_path / 'run'}"))
+    assert 0 < cost.step < 60 and 0 < cost.beside < 60
     assert not list(tmp_path.iterdir())
-
-
-def test_time_left_comes_from_the_steps_of_all_cells(cell, tmp_path):
-    cells = [cell("a"), cell("b", steps=2), cell("c")]
-    progress = Progress(cells, 2)
-    assert progress.line() == "sweep: 0 of 3 cells done, 0 failed, 2 running, 2 of 24 steps (8%)"
-    write(tmp_path / "a", 4)
-    write(tmp_path / "b", 1)  # continues: rows after its checkpoint are dropped
-    progress.look(progress.began + 5)
-    write(tmp_path / "b", 3)
-    progress.look(progress.began + 12)
-    # 4 + 2 steps in 2 * 12 s of work: 4 s each. Left 4 and 5, then 8 where 4 were: 12 steps in a row.
-    assert progress.line() == ("sweep: 0 of 3 cells done, 0 failed, 2 running, 7 of 24 steps (29%), about 0:00:48 left")
-    write(tmp_path / "a", 8, DONE="")
-    write(tmp_path / "b", 3, FAILED="disk full\n")
-    progress.look(progress.began + 24)
-    # 10 steps in 2 * 24 s; what b will not do is not left.
-    assert progress.line() == (
-        "sweep: 1 of 3 cells done, 1 failed, 1 running, 11 of 19 steps (58%), about 0:00:38 left"
-    )
-    closing = progress.closing()
-    assert re.fullmatch(
-        r"sweep: 1 of 3 cells done, 1 failed, 1 not finished \(the same command continues\), in 0:00:\d\d", closing[0]
-    )
-    assert closing[1:] == [f"  {tmp_path / 'b'}: disk full"]
-
-
-def test_an_earlier_failure_does_not_count(cell, tmp_path):
-    again = cell("again", steps=3, FAILED="an earlier one")
-    again.look()
-    assert not again.ended
-    os.utime(tmp_path / "again" / "FAILED", (1, 1))  # written anew, as the clock of this machine may have it
-    again.look()
-    assert again.failure == "an earlier one"
-
-
-def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
-    said = []
-    monkeypatch.setattr(progress, "say", said.append)
-
-    def wait_for(text: str) -> None:
-        until = time.monotonic() + 60
-        while not any(text in line for line in said) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert any(text in line for line in said), said
-
-    with Progress([cell("a"), cell("b")], 1):
-        time.sleep(0.1)
-        assert said == []
-        write(tmp_path / "a", 8, DONE="")
-        wait_for("sweep: 1 of 2 cells done, 0 failed, 1 running, 8 of 16 steps (50%), about 0:0")
-        assert len(said) == 1
-        monkeypatch.setattr(progress, "_SAY_S", 0.05)
-        write(tmp_path / "b", 6)
-        wait_for("14 of 16 steps")
-    said.clear()
-    time.sleep(0.1)
-    assert said == []
-
-
-# ---- workers ----
 
 
 SIDE_BY_SIDE = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]

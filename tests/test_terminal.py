@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import gnmr
+from gnmr.commands import progress
 from gnmr.records.view import View
-from gnmr.terminal import Terminal, say
+from gnmr.terminal import Terminal, _Wiped, say
 
 
 def closed_pipe() -> Terminal:
@@ -108,3 +109,48 @@ def test_a_thread_prints_while_pictures_come_and_go(tmp_path) -> None:
     assert code == 0, shown[-2000:]
     assert "all shown" in shown and "Error" not in shown
     assert "line 1 of the thread" in shown
+
+
+SWEEP = """
+from pathlib import Path
+from gnmr.records.view import RunInfo, View
+from gnmr.sweep.progress import Cell, Progress
+
+cells = [Cell([], None, number) for number in range(2)]
+cells[0].steps = cells[1].steps = 8
+with Progress(cells, 1) as progress:
+    view = View("auto")
+    view.start(RunInfo("a run", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1000, 2048))
+    progress._picture.refresh()
+    view.stop()
+    cells[0].done, cells[0].made = True, 8
+    progress._picture.refresh()
+    print("a line")
+print("all shown")
+"""
+
+
+def test_a_sweeps_bar_stands_with_its_runs_pictures(tmp_path) -> None:
+    code, shown = on_a_terminal(SWEEP, tmp_path)
+    assert code == 0, shown[-2000:]
+    at = [shown.index(text) for text in ("0/2 cells", "a run", "1/2 cells", "a line", "all shown")]
+    assert at == sorted(at) and "cells" not in shown[at[-1] :]
+
+
+def test_a_workers_line_takes_the_bars_place() -> None:
+    for terminal, before in ((True, "\r\x1b[2K"), (False, "")):
+        out = io.StringIO()
+        console = Terminal(file=out, force_terminal=terminal)
+        console.push_render_hook(_Wiped())
+        console.print("a line")
+        assert out.getvalue() == before + "a line\n"
+
+
+def test_time_left_does_not_count_what_was_before_the_first_of_all(monkeypatch, capsys) -> None:
+    """As the preparing of data."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.showing("demo", "steps") as show:
+        for now, done in ((27.0, 1), (33.0, 7), (40.0, 14)):  # noqa: B007  (the clock reads it)
+            show(done, 301)
+    assert capsys.readouterr().err == "gnmr: demo: 1 of 301 steps\ngnmr: demo: 14 of 301 steps, 287 s left\n"

@@ -30,7 +30,7 @@ from gnmr.config.yaml_files import check_yaml
 from gnmr.distributed.launch import is_first, is_torchrun, launch, started
 from gnmr.errors import RunFailed, UserError
 from gnmr.stopping import never_at_once
-from gnmr.terminal import say
+from gnmr.terminal import say, shared, wiping
 from gnmr.untrusted import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -157,8 +157,10 @@ def run_cell(composed: DictConfig) -> None:
 
     settings = HydraConfig.get()
     with open_dict(composed):
-        if settings.mode == RunMode.MULTIRUN and _by_joblib(settings) and composed.records.live == "auto":
-            composed.records.live = "plain"  # several pictures would paint over each other
+        others = _by_joblib(settings) or composed.training.processes is not None
+        if settings.mode == RunMode.MULTIRUN and others and composed.records.live == "auto":
+            # Pictures of other processes would paint over the sweep's bar, above which a line a cell is enough.
+            composed.records.live = "off" if shared().is_terminal else "plain"
     with_plan(composed, settings.overrides.task)
     with_base(composed, settings.overrides.task)
     config = load(composed)
@@ -230,6 +232,8 @@ def _silent(_: str) -> None:
 
 def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
     """One of the processes that a run starts itself: how it ended (`launch`)."""
+    if config.records.live == "off":
+        wiping()  # the bar of a sweep may stand there
     try:
         _train(config, command)
     except UserError as error:
@@ -247,7 +251,6 @@ def _show_beside(folder: Path) -> None:
     from gnmr.records.pack import unpacked
     from gnmr.report.brief import beside
     from gnmr.report.runs import load
-    from gnmr.terminal import shared
 
     run = load(folder)
     pack = conf_dir().parent / "runs" / "reference" / f"{run.experiment}.parquet"

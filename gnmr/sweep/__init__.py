@@ -41,9 +41,9 @@ from omegaconf import DictConfig, open_dict
 from gnmr.config import Config
 from gnmr.config.compose import load_composed, mistake
 from gnmr.errors import RunFailed, UserError, writing
-from gnmr.sweep.progress import MEASURED_STEPS, Cell, Progress
+from gnmr.sweep.progress import MEASURED_STEPS, Cell, Cost, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
-from gnmr.terminal import say, shared
+from gnmr.terminal import say, shared, wiping
 from gnmr.training.folder import run_folder
 
 MOST_CELLS = 100_000
@@ -88,11 +88,7 @@ class Sweep(Sweeper):
             _prepare_data(cells)
         with Workers(jobs) if jobs > 1 else nullcontext() as workers:
             progress = Progress(cells, jobs)
-            say(
-                progress.opening(
-                    step_seconds if workers is None else partial(_step_seconds_side_by_side, workers, jobs)
-                )
-            )
+            say(progress.opening(cell_cost if workers is None else partial(_cost_side_by_side, workers, jobs)))
             try:
                 with progress:
                     errors = self._run(cells, workers)
@@ -220,6 +216,7 @@ def _job(
     with open_dict(composed):
         composed.hydra.job.id, composed.hydra.job.num = f"{composed.hydra.job.name}_{number}", number
     HydraConfig.instance().set_config(composed)
+    wiping()
     try:
         job = run_job(task, composed, "hydra.sweep.dir", "hydra.sweep.subdir", context)
         return job.return_value
@@ -271,27 +268,28 @@ def _combinations(overrides: list[Override]) -> list[list[str]]:
     return [list(cell) for cell in product(*axes.values())]
 
 
-def step_seconds(config: Config) -> float:
-    """Seconds that a step of this run takes: mean of a few steps of a copy, which is thrown away, after a first one.
-
-    Of a fork, which has few steps, its share of the validations too.
-    """
+def cell_cost(config: Config) -> Cost:
+    """What this run takes, by a copy, which is thrown away: the mean of a few steps after a first one; the start-up,
+    with data that is there; the validations, by one of them."""
     from gnmr.training.build import assemble, first_batch, train_step, validation
     from gnmr.training.steps import validated
 
+    _open_data(config)
+    began = time.perf_counter()
     parts = assemble(config, run_folder(config), say)
+    start_s = time.perf_counter() - began
     step, micro_batches = train_step(parts), first_batch(parts)
     times = []
     for _ in range(MEASURED_STEPS):
         began = time.perf_counter()
         step(micro_batches, config.optim.lr)
         times.append(time.perf_counter() - began)
-    if config.base is None:
-        return mean(times[1:])
     began = time.perf_counter()
     validated(parts, validation(config, parts.corpus, config.training.eval_blocks), 0)
-    phases = 3 if config.fork.heal else 2
-    return mean(times[1:]) + phases * (time.perf_counter() - began) / config.total_steps
+    validation_s = time.perf_counter() - began
+    training = config.training
+    ends = {training.steps, config.total_steps, *range(training.eval_every, config.total_steps, training.eval_every)}
+    return Cost(mean(times[1:]), start_s + validation_s * (len(ends) + (config.base is not None)))
 
 
 def _show_arms(cells: list[Cell]) -> None:
@@ -318,17 +316,14 @@ def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:
     return jobs, max(1, cpu_count() // jobs) if jobs > 1 else None
 
 
-def _step_seconds_side_by_side(workers: Workers, jobs: int, config: Config) -> float:
-    """`step_seconds` as it is while all jobs are busy; the same workers then take the cells."""
-    times = [seconds for _, seconds in workers.each([partial(step_seconds, config)] * jobs)]
-    return mean(seconds for seconds in times if isinstance(seconds, float))
+def _cost_side_by_side(workers: Workers, jobs: int, config: Config) -> Cost:
+    """`cell_cost` as it is while all jobs are busy; the same workers then take the cells."""
+    costs = [cost for _, cost in workers.each([partial(cell_cost, config)] * jobs) if isinstance(cost, Cost)]
+    return Cost(mean(cost.step for cost in costs), mean(cost.beside for cost in costs))
 
 
 def _prepare_data(cells: list[Cell]) -> None:
     """Makes the token files of all cells, each once: with a cold cache every worker would make its own."""
-    from gnmr.training.build import device_of, open_data
-    from gnmr.training.memory_bound import refuse_run
-
     asked = {}
     for cell in cells:
         if cell.config is not None and not cell.done:
@@ -336,5 +331,13 @@ def _prepare_data(cells: list[Cell]) -> None:
             asked[repr((cell.config.data, cell.config.model.checkpoint, cell.config.base, tokens))] = cell.config
     for config in asked.values():
         with suppress(UserError):  # which the cells themselves will say
-            refuse_run(config, device_of(config.training.device))
-            open_data(config, say)
+            _open_data(config)
+
+
+def _open_data(config: Config) -> None:
+    """Makes the token files of a run where they are not there; UserError for a run that cannot be."""
+    from gnmr.training.build import device_of, open_data
+    from gnmr.training.memory_bound import refuse_run
+
+    refuse_run(config, device_of(config.training.device))
+    open_data(config, say)

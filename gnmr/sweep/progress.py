@@ -9,18 +9,32 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
 
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
 from gnmr.config import Config, config_hash, identity
-from gnmr.terminal import say
+from gnmr.terminal import Picture, say, shared
 from gnmr.training.folder import run_folder
 
 MEASURED_STEPS = 3
 _LOOK_S = 1.0  # between two looks at the cells' records
 _SAY_S = 60.0  # between two lines while no cell ends
 _TAIL_BYTES = 1 << 16  # holds a row of steps.jsonl many times over
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a cell takes, in seconds."""
+
+    step: float
+    """A step of it."""
+    beside: float = 0.0
+    """All of it that is no step: start-up and validations."""
 
 
 class Cell:
@@ -103,7 +117,8 @@ def makespan(pieces: Sequence[float], jobs: int) -> float:
 
 
 class Progress:
-    """Says how far the cells are: once a minute and whenever one ends, while it is entered as a context."""
+    """Says how far the cells are, while it is entered as a context: whenever one ends; between, on a terminal, by a bar
+    below the lines, elsewhere by a line a minute."""
 
     def __init__(self, cells: list[Cell], jobs: int) -> None:
         """jobs: cells side by side."""
@@ -111,14 +126,19 @@ class Progress:
         self._done_before = sum(cell.done for cell in cells)
         self.began = self._looked = time.monotonic()
         self._made, self._busy_s = 0, 0.0
+        self._cost: Cost | None = None  # expected beforehand
+        self._whole_step_s: float | None = None  # a step's share of whole cells, of those that ended here
+        self._first: tuple[int, float] | None = None  # steps made and time spent when the first ones were seen
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._picture: Picture | None = None
 
-    def opening(self, measure: Callable[[Config], float]) -> str:
+    def opening(self, measure: Callable[[Config], Cost]) -> str:
         """What there is to do and about how long it will take.
 
-        By the recorded steps of cells of the same arm, else of all arms. Where there are none, by `measure` of the
-        first cell to do, unless so few steps are left that measuring would take as long.
+        By the recorded steps of cells of the same arm, else of all arms; what is beside the steps has no record. Where
+        there are none, by `measure` of the first cell to do, unless so few steps are left that measuring would take as
+        long.
         """
         todo, steps = self._todo(), sum(cell.steps for cell in self.cells)
         left = sum(cell.steps - cell.made for cell in todo)
@@ -129,37 +149,69 @@ class Progress:
             seconds = cell.step_seconds()
             if seconds is not None and cell.config is not None:
                 recorded.setdefault(config_hash(cell.config), []).append(seconds)
-        source, by_arm = "recorded", {arm: mean(times) for arm, times in recorded.items()}
+        source, by_arm = "in steps alone, as recorded", {arm: Cost(mean(times)) for arm, times in recorded.items()}
         config = next((cell.config for cell in todo if cell.config is not None), None)
         if not by_arm and config is not None and left > 10 * MEASURED_STEPS:
             with suppress(Exception):  # the cell itself will say what is wrong with it
                 source, by_arm = "measured", {config_hash(config): measure(config)}
         if not by_arm or left == 0:
             return line
-        usual = mean(by_arm.values())
-        pieces = [
-            (cell.steps - cell.made) * by_arm.get(config_hash(cell.config), usual) for cell in todo if cell.config
-        ]
-        return f"{line}: about {_hms(makespan(pieces, self.jobs))} ({usual:.3g} s a step, {source})"
+        costs = by_arm.values()
+        usual = self._cost = Cost(mean(cost.step for cost in costs), mean(cost.beside for cost in costs))
+        pieces = [_left(cell, by_arm.get(config_hash(cell.config), usual)) for cell in todo if cell.config]
+        return f"{line}: about {_hms(makespan(pieces, self.jobs))} ({usual.step:.3g} s a step, {source})"
 
     def look(self, now: float) -> None:
         """Reads all cells again; now: `time.monotonic()`."""
         self._busy_s += (now - self._looked) * self._running()
         self._looked = now
+        done = self._done()
         self._made += sum(cell.look() for cell in self.cells)
+        if self._made and self._first is None:
+            self._first = self._made, self._busy_s
+        if self._done() > done and self._made >= max(cell.steps for cell in self.cells):  # not the rest of one alone
+            self._whole_step_s = self._busy_s / self._made
+
+    def seconds_left(self) -> float | None:
+        """By what whole cells took here, start-up and validations and all.
+
+        Before the first of them is done by the time of steps, from the first one seen on, so without the preparing of
+        data, and what was expected beside them; before that by what was expected alone. None where nothing was, and
+        where all steps are made.
+        """
+        cost = self._cost
+        if self._whole_step_s is not None:
+            cost = Cost(self._whole_step_s)
+        elif self._first is not None and self._made - self._first[0] >= MEASURED_STEPS:
+            step = (self._busy_s - self._first[1]) / (self._made - self._first[0])
+            cost = Cost(step, 0.0 if cost is None else cost.beside)
+        made, total = self._steps()
+        if cost is None or made == total:
+            return None
+        return makespan([_left(cell, cost) for cell in self._todo()], self.jobs)
 
     def line(self) -> str:
-        """How far it is; time left by the steps that all cells made since the start."""
-        todo = self._todo()
-        made, left = sum(cell.made for cell in self.cells), [cell.steps - cell.made for cell in todo]
-        total = made + sum(left)
+        """How far it is, and the time left."""
+        made, total = self._steps()
         line = (
             f"sweep: {self._count()}, {self._running()} running, {made:,} of {total:,} steps "
             f"({made / max(total, 1):.0%})"
         )
-        if not self._made:
-            return line
-        return f"{line}, about {_hms(makespan(left, self.jobs) * self._busy_s / self._made)} left"
+        seconds = self.seconds_left()
+        return line if seconds is None else f"{line}, about {_hms(seconds)} left"
+
+    def bar(self) -> Table:
+        """The same as a bar: steps, cells and the time left, in one line of any terminal from 50 columns on."""
+        made, total = self._steps()
+        seconds, failed = self.seconds_left(), sum(cell.failure is not None for cell in self.cells)
+        told = f"{self._done()}/{len(self.cells)} cells{f', {failed} failed' if failed else ''}"
+        told += "" if seconds is None else f"  {_hms(seconds)} left"
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row("sweep", ProgressBar(total=max(total, 1), completed=made), told)
+        return grid
 
     def closing(self) -> list[str]:
         """How it ended, and a line for each cell that failed or was begun and not finished."""
@@ -179,12 +231,20 @@ class Progress:
         return [cell for cell in self.cells if cell.unfinished]
 
     def __enter__(self) -> Progress:
+        self._looked = time.monotonic()  # measuring, and the data that it prepared, are no cell's time
+        if shared().is_terminal and not shared().is_dumb_terminal:
+            self._picture = Picture(get_renderable=self.bar, console=shared(), refresh_per_second=4, transient=True)
+            with suppress(BrokenPipeError):  # the terminal is gone
+                self._picture.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        if self._picture is not None:
+            with suppress(BrokenPipeError):
+                self._picture.stop()
         self.look(time.monotonic())
 
     def _watch(self) -> None:
@@ -193,7 +253,7 @@ class Progress:
             now = time.monotonic()
             self.look(now)
             before, ended = ended, len(self.cells) - len(self._todo())
-            if ended != before or now - said >= _SAY_S:
+            if ended != before or (self._picture is None and now - said >= _SAY_S):
                 said = now
                 say(self.line())
 
@@ -203,11 +263,24 @@ class Progress:
     def _running(self) -> int:
         return min(self.jobs, len(self._todo()))
 
+    def _done(self) -> int:
+        return sum(cell.done for cell in self.cells)
+
+    def _steps(self) -> tuple[int, int]:
+        """Made, and in all; what a failed cell will not do is in neither."""
+        made = sum(cell.made for cell in self.cells)
+        return made, made + sum(cell.steps - cell.made for cell in self._todo())
+
     def _count(self) -> str:
-        done = sum(cell.done for cell in self.cells)
         failed = sum(cell.failure is not None for cell in self.cells)
         before = f" ({self._done_before} before)" if self._done_before else ""
-        return f"{done} of {_cells(len(self.cells))} done{before}, {failed} failed"
+        return f"{self._done()} of {_cells(len(self.cells))} done{before}, {failed} failed"
+
+
+def _left(cell: Cell, cost: Cost) -> float:
+    """Seconds of a cell that are left; of what is beside the steps, as much as of these."""
+    left = cell.steps - cell.made
+    return left * cost.step + cost.beside * left / max(cell.steps, 1)
 
 
 def _cells(number: int) -> str:
