@@ -6,7 +6,9 @@ import importlib
 import logging
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,6 +89,24 @@ def tiny_words(text_file: Path, tmp_path: Path) -> list[str]:
     quiet = ["records.live=off", "records.wandb=off", "training.threads=1"]
     data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300"]
     return ["debug=smoke", *data, *sizes, *quiet, f"runs_dir={tmp_path / 'runs'}"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A file system of the given size; a second call gives it another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(size: str) -> Path:
+        how = "remount," if os.path.ismount(folder) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{how}size={size}", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("mounting a file system is not permitted here")
+        return folder
+
+    yield resize
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -633,24 +632,6 @@ def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
     readable(tmp_path / "run", 2)
     assert gnmr("train", *words).code == 0
     assert len(read_jsonl(tmp_path / "run" / "steps.jsonl")) == 6
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A file system of the given size; a second call gives it another size."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def resize(size: str) -> Path:
-        how = "remount," if os.path.ismount(folder) else ""
-        command = ["mount", "-t", "tmpfs", "-o", f"{how}size={size}", "tmpfs", str(folder)]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-            pytest.skip("mounting a file system is not permitted here")
-        return folder
-
-    yield resize
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(("size", "steps"), [("300k", 3), ("500k", 3), ("700k", 6), ("900k", 6)])

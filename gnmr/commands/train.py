@@ -241,6 +241,9 @@ def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
     except RunFailed as error:
         return "failed", str(error)
     except SystemExit as error:
+        why = error.__cause__  # of a process that is not the first
+        if isinstance(why, (UserError, RunFailed)):
+            return ("mistake" if isinstance(why, UserError) else "failed"), str(why)
         return "ended", error.code
     return "done", None
 

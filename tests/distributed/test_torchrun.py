@@ -82,3 +82,25 @@ def test_a_run_starts_its_own_processes_and_one_that_dies_ends_it_in_one_line(wo
     process = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert process.returncode == 0, process.stderr
     assert (folder / "DONE").exists() and read_json(folder / "header.json")["world"]["processes"] == 2
+
+
+def test_a_full_disk_ends_all_processes_in_one_line(tiny_words: list[str], small_disk: Callable[[str], Path]) -> None:
+    """Run, temporary files and standard output are on the one disk."""
+    disk = small_disk("450k")
+    words = [*tiny_words, "training.steps=12", "training.checkpoint_every=10", "training.accumulation=2"]
+    words += [f"run_dir={disk / 'run'}", "parallel=ddp", "training.processes=2"]
+    command = [sys.executable, "-m", "gnmr", "train", *words]
+    (disk / "tmp").mkdir()
+    env = os.environ | {"TMPDIR": str(disk / "tmp")}
+    with (disk / "out").open("w") as out:
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=240, env=env)
+    line = f"disk full while writing the checkpoint of step 10 in {disk / 'run' / 'checkpoints'}\n"
+    assert (ended.returncode, ended.stderr) == (1, f"gnmr: run FAILED: {line}")
+    assert (disk / "run" / "FAILED").read_text() == line
+    assert list((disk / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_process_that_fails_by_itself_ends_those_that_wait_for_it() -> None:
+    script = Path(__file__).with_name("in_launch.py")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "disk full\n", "")
