@@ -56,7 +56,7 @@ CASES = {
     "hydra.unknown=1": "Key 'unknown' not in 'HydraConf'",
     "word": "Error parsing override 'word'",
     "model=lama": "Could not find 'model/lama': use one of gpt, llama",
-    "scale=7b": "Could not find 'scale/7b': use one of 1.3b, 130m, 350m, 60m, cpu",
+    "scale=7b": "Could not find 'scale/7b': use one of 1.3b, 130m, 350m, 60m, compressed_cpu, cpu",
     "experiment=act_quant_stres": "Could not find 'experiment/act_quant_stres': use one of act_quant_stress",
     "sweep=nothing": "Could not find 'sweep/nothing'",
     "debug=smok": "Could not find 'debug/smok'",

@@ -152,7 +152,9 @@ def check_train(words: list[str]) -> None:
     refuse_flags(words)
     # What is no file of ours: a base, a plan.
     words = [re.sub(r"^base=.*", "base=shipped", word) for word in words if not word.startswith("plan=")]
-    settings = [word for word in words if "=" in word and not word.startswith(("-", "hydra/"))]
+    settings = [
+        word for word in words if "=" in word and not word.startswith(("-", "hydra"))
+    ]  # a launcher's are its plugin's
     if "-m" not in words:
         compose(settings)
         return

@@ -273,7 +273,7 @@ RECIPE_CPU = {"small": "recipe_cpu_small", "middle": "recipe_cpu", "large": "rec
 
 def test_no_scale_is_left_out():
     ours = {"cpu", "cpu_2bit", "cpu_transient", "moe_cpu", "pangu_cpu", "pretrain_cpu", "finetune_cpu", "recipe_cpu"}
-    ours |= {"fork", "fork_small"}
+    ours |= {"fork", "fork_small", "compressed_cpu"}
     theirs = {*TABLE_8, "moe_3.7b", "pangu_1b", "finetune_13b"}
     assert set(choices("scale")) == ours | theirs
 
@@ -458,7 +458,7 @@ def in_force(loaded: config.Config) -> tuple:
 
 
 def test_no_experiment_and_no_hierarchy_is_left_out():
-    others = {"act_quant_stress", "pretrain", "finetune", "fork", "fork_base"}
+    others = {"act_quant_stress", "pretrain", "finetune", "fork", "fork_base", "compressed_gradients"}
     assert set(choices("experiment")) == {*SETTINGS, *others}, "a new one is named here, with a test of what it is for"
     assert set(choices("preset", "**/*")) == set(PAPER)
 

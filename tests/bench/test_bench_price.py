@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 
 from gnmr.bench import BENCHMARKS, measurable, parts_of, price, scenes, spend, usual
 from gnmr.bench.figures import Figure
+from gnmr.bench.rows import read_rows
 from gnmr.bench.scenes import SCENES, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
@@ -95,7 +96,7 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     again = spend.spent(setting, "sim_e2m1")
     assert made[6:] == ["GNMR, each step"]
     assert [figure.value for figure in again] == [figure.value for figure in found.values()]
-    assert len(list(spend._rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
+    assert len(list(read_rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
 
 
 def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
