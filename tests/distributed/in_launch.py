@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from gnmr.commands import train
+from gnmr.config.compose import compose
 from gnmr.distributed.launch import launch
 from gnmr.errors import RunFailed
 
@@ -19,7 +20,7 @@ def fails(*_: Any) -> None:
 def alone() -> tuple[str, Any]:
     if os.environ["RANK"] == "1":
         train._train = fails
-        return train.rank_of_run(None, "")
+        return train.rank_of_run(compose([]), "")
     time.sleep(60)
     return "failed", "waited in vain"
 
