@@ -242,9 +242,7 @@ class AttachedController(Controller):
     ) -> dict[str, Tensor]:
         """As `Controller.measure`, with what the paths measured; their step ends. RuntimeError after `detach`."""
         self.follow()
-        if sums is None and self.together():
-            assert self.ranks is not None
-            sums = self.ranks.sum(self.parts())
+        sums = self.summed(sums)
         found = super().measure(grad_scale, norms, sums)
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.

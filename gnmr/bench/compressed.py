@@ -16,7 +16,6 @@ one stopped. Forks of one base and order are a block; all arms are one family (`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,10 +25,9 @@ import numpy as np
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases
-from gnmr.bench.rows import read_rows
+from gnmr.bench.rows import put, resume
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
-from gnmr.disk import replacing
 from gnmr.distributed.compressed import Traffic
 from gnmr.report.family import Family, judge
 from gnmr.training.build import empty_model
@@ -78,18 +76,12 @@ class Fork:
 def forks(setting: Setting) -> list[Figure]:
     """Gap closed by each arm, mean over bases and orders; `repeats` orders. Goes on with what is recorded."""
     file = Path(setting.config.runs_dir) / _FILE
-    known = {Fork(**row["fork"]): row for row in read_rows(file)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as whole:  # without a last line that was cut off
-        whole.write("".join(json.dumps(row) + "\n" for row in known.values()).encode())
+    known = resume(file, Fork)
     made = dict(bases(setting))
     cells = [Fork(base, arm, order) for order in range(setting.repeats or ORDERS) for base in made for arm in ARMS]
     todo = [cell for cell in cells if cell not in known]
-    with file.open("a") as rows:
-        for cell in setting.over(todo, "compressed: forks"):
-            known[cell] = _run(made[cell.base], cell, setting)
-            rows.write(json.dumps(known[cell]) + "\n")
-            rows.flush()
+    for cell in setting.over(todo, "compressed: forks"):
+        known[cell] = put(file, _run(made[cell.base], cell, setting))
     return figures([known[cell] for cell in cells])
 
 

@@ -23,7 +23,6 @@ the difference of two such shares, with p by Holm over the family.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,10 +34,9 @@ from torch import Tensor
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases
-from gnmr.bench.rows import read_rows
+from gnmr.bench.rows import put, resume
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
-from gnmr.disk import replacing
 from gnmr.errors import UserError
 from gnmr.records.pack import unpacked
 from gnmr.report.family import Contrast, Family, fit, judge
@@ -114,17 +112,7 @@ def arms_of(contrasts: Sequence[tuple[str, str]]) -> list[str]:
 
 def _recorded(setting: Setting) -> tuple[Path, Known]:
     file = Path(setting.config.runs_dir) / _FILE
-    known = {Cell(**row["cell"]): row for row in read_rows(file)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as whole:  # without a last line that was cut off
-        whole.write("".join(json.dumps(row) + "\n" for row in known.values()).encode())
-    return file, known
-
-
-def _put(file: Path, row: dict[str, Any]) -> dict[str, Any]:
-    with file.open("a") as rows:
-        rows.write(json.dumps(row) + "\n")
-    return row
+    return file, resume(file, Cell, "cell")
 
 
 def _fork(forks: Forks, cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -260,7 +248,7 @@ def forks(setting: Setting) -> list[Figure]:
             cells = [Cell(optimizer, base, arm, order) for order in orders for arm in (NEVER, ALWAYS)]
             todo = [cell for cell in cells if cell not in known]
             for cell in setting.over(todo, f"fair: {base}, {optimizer}, forks") if todo else ():
-                known[cell] = _put(file, _fork(of, cell, setting))
+                known[cell] = put(file, _fork(of, cell, setting))
             for step in FORKED:
                 figures += _told(f"{base}, {optimizer}, {step} steps", cells, known, step, ())
     return figures
@@ -274,7 +262,7 @@ def scratch(setting: Setting, families: _Families = FAMILIES) -> list[Figure]:
         cells = [Cell(optimizer, SCRATCH, arm, seed) for seed in seeds for arm in arms_of(contrasts)]
         todo = sorted((cell for cell in cells if cell not in known), key=lambda cell: cell.arm not in (NEVER, ALWAYS))
         for cell in setting.over(todo, f"fair: {family}, runs") if todo else ():
-            known[cell] = _put(file, _run(cell, setting))
+            known[cell] = put(file, _run(cell, setting))
         for step in WHOLE:
             figures += _told(f"{family}, {step} steps", cells, known, step, contrasts)
         model = fit(_values(cells, known, WHOLE[-1]))

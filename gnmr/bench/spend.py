@@ -22,7 +22,6 @@ these. Scores that rank as the price does (ModelOpt's, squares by element) are h
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Mapping
@@ -36,11 +35,10 @@ from scipy import stats
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases, forked, measured, pins_per_cost
-from gnmr.bench.rows import read_rows
+from gnmr.bench.rows import put, resume
 from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
-from gnmr.disk import replacing
 from gnmr.doctor.choice import GUESSES, Item, arithmetic, guess
 from gnmr.paths.conversion import operator_shapes
 from gnmr.report.family import Contrast, Fit, fit
@@ -74,21 +72,15 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
     what is recorded."""
     scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
-    known = {Fork(**row["fork"]): row for row in read_rows(file)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as whole:  # without a last line that was cut off
-        whole.write("".join(json.dumps(row) + "\n" for row in known.values()).encode())
+    known = resume(file, Fork)
     opened, found = dict(bases(setting)), dict[str, _Measured]()
     blocks = [(base, order) for order in range(setting.repeats or ORDERS) for base in opened]
     for base, order in blocks:
         todo = [cell for cell in cells(base, name, scene, order) if cell not in known]
         if todo and base not in found:
             found[base] = _measured(opened[base], setting, scene, f"spend: {base}, {name}, prices")
-        with file.open("a") as rows:
-            for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
-                known[cell] = _run(opened[base], cell, scene, found[base])
-                rows.write(json.dumps(known[cell]) + "\n")
-                rows.flush()
+        for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
+            known[cell] = put(file, _run(opened[base], cell, scene, found[base]))
     return _figures(scene, [cell for base, order in blocks for cell in cells(base, name, scene, order)], known)
 
 

@@ -265,6 +265,13 @@ class Controller:
         settings = self.t, self.names, self.max_o, self.t_lock, self.trigger, self.warmup_steps
         return found | {"agreement": ranks.agreement(settings, self._active, plain)}
 
+    def summed(self, sums: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+        """`sums` where the loop made them; else `parts` over all ranks, or None in one process. `measure` begins so."""
+        if sums is not None or not self.together():
+            return sums
+        assert self.ranks is not None
+        return self.ranks.sum(self.parts())
+
     @torch.no_grad()
     def measure(
         self,
@@ -286,9 +293,7 @@ class Controller:
             raise ValueError(
                 f"the model is on {here} by now, its controller on {self._device}: move it before attaching"
             )
-        if self.together() and sums is None:
-            assert self.ranks is not None
-            sums = self.ranks.sum(self.parts())
+        sums = self.summed(sums)
         if sums is not None:
             self._agreement = sums["agreement"]
         if sums is not None and "square" in sums:

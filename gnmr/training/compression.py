@@ -102,9 +102,7 @@ class CompressedController(AttachedController):
         sums: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """As `AttachedController.measure`, with what is held back."""
-        if sums is None and self.together():
-            assert self.ranks is not None
-            sums = self.ranks.sum(self.parts())
+        sums = self.summed(sums)
         found = super().measure(grad_scale, norms, sums)
         if self.compressed.measuring:
             gap = self.compressed.gap() if sums is None else sums["gap"]
