@@ -29,6 +29,7 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "img" / "spend.svg"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
 SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("price-atlas.json",)
+CADENCE = ("price-cadence.json", "price-cadence-shipped.json")
 SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
@@ -151,7 +152,32 @@ def sampling() -> str:
             base, low, stride = where.replace(": one token in ", ", ").split(", ")
             factor = math.exp(figures[f"{where}, median |log ratio|"]["value"])
             text.append(_row([base, low, stride, f"{figure['value']:.2f}", f"{factor:.2f}", str(figure["n"])]))
-    return "\n".join([*text, "", *_origin(records)])
+    steps = _records(CADENCE) if any((RESULTS / name).exists() for name in CADENCE) else []
+    text += _cadence(steps) if steps else []
+    return "\n".join([*text, "", *_origin([*records, *steps])])
+
+
+def _cadence(records: list[dict[str, Any]]) -> list[str]:
+    """Lines: the price that the signal holds, by how often it measures."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for figure in (figure for record in records for figure in record["figures"]):
+        base, low, how = figure["name"].split(", ")[:3]
+        found.setdefault((base, low), {})[int(how.rpartition(" ")[2])] = figure
+    every = sorted({one for figures in found.values() for one in figures})
+    return [
+        "",
+        "## One step in so many",
+        "",
+        "In a fork on the low path the signal measures its first ten steps and then one step in k. Spearman, over",
+        "operators, of the price that it then holds with the mean price of each of the next 20 steps; a mean over",
+        "stretches of 20 steps.",
+        "",
+        *_head(["base", "low path", *(f"k = {one}" for one in every), "stretches"]),
+        *(
+            _row([*key, *(f"{figures[one]['value']:.2f}" for one in every), str(figures[every[0]]["n"])])
+            for key, figures in found.items()
+        ),
+    ]
 
 
 def atlas() -> str:

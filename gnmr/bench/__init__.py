@@ -67,7 +67,7 @@ BENCHMARKS = {
     "decision": Bench("gnmr.bench.decision", ("decision",), "signal and policy alone, for 10,000 units"),
     "price": Bench(
         "gnmr.bench.price",
-        ("truth", "sampling", "atlas"),
+        ("truth", "sampling", "cadence", "atlas"),
         "prices against the true rise of the loss, of few tokens against all, against what forks gain",
         usual=False,
     ),

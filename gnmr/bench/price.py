@@ -4,6 +4,7 @@ training gains when one GEMM of it is not.
     truth       the loss of a trained base with a single operator on the low path, on other tokens than the prices';
                 and the share of all rises that a score finds in 10 % of the GEMMs
     sampling    prices of few tokens against those of all
+    cadence     prices of one step in so many against those of the steps to come
     atlas       forks of the base with a single GEMM of an operator on the recovery path, against forks with none
 
 `run=` names the bases, one or several with commas between (runs of ours, `shipped` without). Beside the price stand
@@ -28,12 +29,15 @@ from torch.nn import functional as F
 from gnmr.bench.figures import Figure
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
+from gnmr.controller.signals.base import Context
+from gnmr.controller.signals.price import Price
 from gnmr.doctor.choice import Item, arithmetic, by_score
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.linear import PathLinear
-from gnmr.training.build import Parts, validation
+from gnmr.training.build import Parts, training_blocks, validation
 from gnmr.training.fork import Forks
 from gnmr.training.step import loss_of
+from gnmr.training.steps import Steps
 from gnmr.vocabulary import GEMMS
 
 LOW: dict[str, dict[str, str]] = {
@@ -51,6 +55,9 @@ LOW: dict[str, dict[str, str]] = {
 MEASURED, HELD_OUT = 16, 96
 """Validation blocks of which prices are measured, and on which the loss is."""
 STRIDES = (4, 16, 64)
+CADENCES = (1, 5, 10, 20, 40)
+CADENCE_STEPS, COMING = 160, 20
+"""Steps of the fork, and those whose mean price a cadence is held against."""
 SHARE = 0.1
 """Of the GEMMs' arithmetic: what a score is asked to choose."""
 SCORES = ("price", "price, by elements", "gradient norm", "update norm", "gap", "MSE", "underflow", "ModelOpt's score")
@@ -277,6 +284,41 @@ def sampling(setting: Setting) -> list[Figure]:
     return figures
 
 
+def cadence(setting: Setting) -> list[Figure]:
+    """In a fork on the low path: the price that the signal holds where it measures one step in so many, against the
+    mean price of each of the next `COMING` steps. Spearman over operators, mean over the stretches."""
+    figures = []
+    for base, forks in bases(setting):
+        for low in ("sim_e2m1", "nvfp4"):
+            logs_TU = _logs(forks, low, setting)
+            ends = range(2 * COMING, len(logs_TU) - COMING + 1, COMING)
+            coming = {end: logs_TU[end : end + COMING].mean(axis=0) for end in ends}
+            for every in CADENCES:
+                ranks = [_spearman(_held(logs_TU[:end], every), coming[end]) for end in ends]
+                where = f"{base}, {low}: one step in {every}, Spearman with the steps to come"
+                figures.append(Figure(where, float(np.mean(ranks)), "", n=len(ranks)))
+    return figures
+
+
+def _logs(forks: Forks, low: str, setting: Setting) -> np.ndarray:
+    """(steps, operators): log prices of fprop, of one token in `paths.price_tokens`, measured in each step."""
+    config = forked(forks, low, f"training.steps={CADENCE_STEPS}", "records.evidence=[price_fprop]")
+    parts = forks.parts(config)
+    steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
+    over = setting.over(range(1, CADENCE_STEPS + 1), f"cadence: {forks.base.name}, {low}, steps")
+    return np.log([steps(step).decision.evidence["price_fprop"] for step in over])
+
+
+def _held(logs_TU: np.ndarray, every: int) -> np.ndarray:
+    """(operators,): what the signal `price` holds behind these steps, its logarithm, under its own defaults."""
+    count = logs_TU.shape[1]
+    signal = Price(Context(tuple(map(str, range(count))), (1.0,) * count, torch.device("cpu")), every=every)
+    seen = {"norm": torch.ones(count, dtype=torch.float64), "observed": torch.ones(count, dtype=torch.bool)}
+    for step, logs in enumerate(logs_TU, start=1):
+        _, (price,) = signal.observe(seen | {"price": torch.from_numpy(logs).exp()}, step)
+    return price.log().numpy()
+
+
 def atlas(setting: Setting) -> list[Figure]:
     """What training gains of one GEMM in 16 bits: loss of a fork without less that with, after its low stretch."""
     figures = []
@@ -312,4 +354,9 @@ def _fork_loss(forks: Forks, config: Config, pins: dict[str, list[str]]) -> floa
     return forks(config, phases=("low",)).validation["low"].high
 
 
-PARTS: dict[str, Callable[[Setting], list[Figure]]] = {"truth": truth, "sampling": sampling, "atlas": atlas}
+PARTS: dict[str, Callable[[Setting], list[Figure]]] = {
+    "truth": truth,
+    "sampling": sampling,
+    "cadence": cadence,
+    "atlas": atlas,
+}

@@ -19,6 +19,8 @@ EACH, HELD = ", each step", ", held"
 """Behind a controller's name: it chooses anew in every step, or every `HOLD` steps."""
 HOLD = 20
 BOUNDS = {"never": 0.0, "always": 1.0}
+PRICE = ("signal=price", "+options.every=10")
+"""Of the runs on record, which are older than today's default of `every`."""
 WHOLE = {"fprop": 1 / 3, "dgrad": 1 / 3, "wgrad": 1 / 3, "dgrad, wgrad": 2 / 3}
 """One or two GEMMs of all operators, and their budget; of recipes alone."""
 
@@ -36,7 +38,7 @@ class Scene:
     """Scores of the base."""
     guesses: tuple[str, ...] = GUESSES
     controllers: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"GNMR": ("signal=gnmr_delta",), "price": ("signal=price",)}
+        default_factory=lambda: {"GNMR": ("signal=gnmr_delta",), "price": PRICE}
     )
     """Words for `controller.` by name."""
     held: tuple[str, ...] = ()
@@ -96,7 +98,7 @@ PASSING = {
 }
 SIGNALS = {
     "random": ("signal=random",),
-    "price": ("signal=price",),
+    "price": PRICE,
     "GNMR": ("signal=gnmr_delta",),
     "gap": ("signal=gap",),
     "MSE": ("signal=mse",),
@@ -129,7 +131,7 @@ TABLE11 = {
         recovers=GEMMS,
         pins=(),
         guesses=(),
-        controllers=SIGNALS | {"price, 8 %": ("signal=price", "budget=0.0817", "max_o=null")},
+        controllers=SIGNALS | {"price, 8 %": (*PRICE, "budget=0.0817", "max_o=null")},
         held=("random", "price", "GNMR", "gap", "MSE", "gradient norm", "update norm"),
         whole=False,
         words=("paths.recovery=int8",),

@@ -68,6 +68,13 @@ def test_scores_by_hand(setting: Setting) -> None:
     assert all(operator.weight.grad is None and not operator.recovering for operator in parts.plan.operators)
 
 
+def test_a_cadence_holds_the_steps_that_it_measures() -> None:
+    logs_TU = np.zeros((40, 2))
+    logs_TU[30, 0] = 10.0  # step 31: read by one in 10 steps, not by one in 20
+    ten, twenty = price._held(logs_TU, 10), price._held(logs_TU, 20)
+    assert ten[0] > 0 and twenty[0] == 0 and ten[1] == twenty[1] == 0
+
+
 def test_it_runs_only_where_it_is_named(setting: Setting) -> None:
     assert "price" not in usual()
     assert [part.name for part in measurable(["price"], ["truth"], setting)] == ["truth"]
@@ -143,7 +150,7 @@ def test_scenes_are_chosen_by_name_and_by_group() -> None:
     assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "int4", "atlas"]
     with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
         parts_of(["spend"], ["nvfp5"])
-    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, atlas$"):
+    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, cadence, atlas$"):
         parts_of(["price"], ["lasting"])
 
 

@@ -39,7 +39,7 @@ class Price(LevelSignal):
         *,
         threshold: Threshold = 1e-3,
         early: int = 10,
-        every: int = 10,
+        every: int = 20,
         decay: float = 0.9,
     ) -> None:
         super().__init__(context, threshold)
