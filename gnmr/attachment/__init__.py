@@ -1,0 +1,13 @@
+"""The three-line use: the controller in a training loop that is not ours.
+
+controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3)
+...
+loss.backward()
+controller.step()          # before clipping and optimizer.step()
+"""
+
+from gnmr.attachment.attaching import attach, specs_of
+from gnmr.attachment.controller import AttachedController
+from gnmr.attachment.units import costs_of, norms_of, units_of
+
+__all__ = ["AttachedController", "attach", "costs_of", "norms_of", "specs_of", "units_of"]

@@ -1,0 +1,190 @@
+"""`attach`: a model gets two paths and their controller; what may be asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gnmr.attachment.controller import AttachedController
+from gnmr.attachment.units import costs_of, norms_of, units_of
+from gnmr.controller import ControlSpec, Unit
+from gnmr.controller.evidence import EVIDENCE
+from gnmr.controller.signals.base import whole
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.world import rank
+from gnmr.doctor.plan import PATHS, PinPlan, read_plan
+from gnmr.errors import nearest
+from gnmr.paths import PathSpec, Plan, Recipe, convert
+from gnmr.paths.conversion import operator_shapes
+from gnmr.recording import Recording, plain
+
+
+def specs_of(
+    paths: PathSpec | None, control: ControlSpec | None, named: Mapping[str, Any]
+) -> tuple[PathSpec, ControlSpec]:
+    """Both specs, of which `named` may give single fields in place of the spec itself.
+
+    TypeError, with the nearest name, for a name that is no field of either; ValueError for senseless values and for a
+    field given beside its spec.
+    """
+    of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
+    for name in named:
+        if name not in of_paths | of_control:
+            near = nearest(name, sorted(of_paths | of_control | {"paths", "control", "steps", "record"}))
+            raise TypeError(f"attach has no option {name!r}{near}")
+        for given, own, word in ((paths, of_paths, "paths"), (control, of_control, "control")):
+            if given is not None and name in own:
+                raise ValueError(f"{name}: is a field of {word}, which is given too; set it there")
+    if paths is None:
+        mine = {name: value for name, value in named.items() if name in of_paths}
+        if any(isinstance(mine.get(word), Recipe) for word in ("low", "recovery")):
+            usual = PathSpec()
+            mine = {"low": usual.low, "recovery": usual.recovery} | mine
+            paths = PathSpec.of(**mine)
+        else:
+            paths = PathSpec(**mine)
+    if control is None:
+        control = ControlSpec(**{name: value for name, value in named.items() if name in of_control})
+    return paths, control
+
+
+def attach(
+    model: nn.Module,
+    paths: PathSpec | None = None,
+    control: ControlSpec | None = None,
+    *,
+    plan: PinPlan | str | PathLike[str] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    record: str | PathLike[str] | Sequence[str] = (),
+    **named: Any,
+) -> AttachedController:
+    """Gives the model's linears two paths and returns the controller that routes them.
+
+    Args:
+        model: any module with `nn.Linear` inside, on its final device and in its final dtype.
+        paths: the two paths and which linears get them. Two formats ("int4", "e4m3", "bf16") compress what the linears
+            save for the backward pass and leave the forward pass as it is; two recipes ("fp8_hybrid", "llm_int8",
+            "bf16") compute in low precision.
+        control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
+        plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
+            threshold of a signal of prices that has none.
+        steps, seed: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
+        record: a new folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py); or names of
+            evidence, see `gnmr.controller.Controller`.
+        named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
+
+    Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
+    Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
+    was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
+    not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
+    """
+    folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
+    if isinstance(record, str) and record in EVIDENCE:
+        raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
+    pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
+    if pins is not None:
+        named |= _of_plan(pins, paths, named)
+    paths, control = specs_of(paths, control, named)
+    if pins is not None and (more := pins.threshold(control.signal, control.options)):
+        control = replace(control, options={**control.options, **more})
+    whole(seed, "seed", 0)
+    _check_request(model, paths, control)
+    if unread := control.unread():
+        warnings.warn(
+            f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it", stacklevel=2
+        )
+    if pins is not None:
+        pins.refuse_other(where, operator_shapes(model, paths))
+    converted = convert(model, paths, seed=seed, store=False, shown=False)
+    norms = None
+    try:
+        costs, pinned = costs_of(converted, control)
+        units = units_of(converted, model, control.observe, costs)
+        _check_trained(converted, units, control)
+        norms = norms_of(model, units, control.observe)
+        controller = AttachedController(
+            units,
+            control,
+            steps=steps,
+            seed=seed,
+            record=evidence,
+            norms=norms,
+            whole_cost=1.0,
+            pinned=pinned,
+            ranks=Ranks(),
+        )
+        converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
+        controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
+        converted.store(paths.weights)  # late: it cannot be undone to the bit
+        controller.follow()  # or the units would hold the 16-bit weights
+        if folder is not None:
+            controller._recorded_elsewhere = rank() != 0
+            controller._recording = _recording(folder, controller, paths, seed) if rank() == 0 else None
+    except BaseException:
+        converted.restore()
+        if norms is not None:
+            norms.close()
+        raise
+    return controller
+
+
+def _recording(folder: Path, controller: AttachedController, paths: PathSpec, seed: int) -> Recording:
+    """The records of this loop, with what is known of it. UserError for a folder that is not empty."""
+    plan, spec, model = controller.plan, controller.spec, controller._model
+    header = {
+        "units": controller.names,
+        "cost": [unit.extra_bytes for unit in controller.units],
+        "spend": [unit.cost for unit in controller.units],
+        "spend_pinned": controller.pinned,
+        "recoverable": plan.recovery is not None,
+        "pinned": [unit.name for unit in plan.units if not unit.routable and plan.recovery is not None],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+    control = plain(vars(spec)) | {"signal": spec.signal_name}
+    return Recording(folder, {"paths": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o)
+
+
+def _of_plan(plan: PinPlan, paths: PathSpec | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `PathSpec` that a plan says. ValueError where they were given too."""
+    given = ["paths"] * (paths is not None) + [name for name in named if name in PATHS]
+    if given:
+        raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
+    return plan.paths()
+
+
+def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:
+    """ValueError for a model that cannot be attached, and for a warm-up without its path."""
+    if paths.recovery is None and control.warmup_steps:
+        raise ValueError(f"warmup_steps={control.warmup_steps}: a high-fidelity warm-up needs a recovery path")
+    if control.warmup_path == "16bit" and not control.warmup_steps:
+        raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
+
+
+def _check_trained(plan: Plan, units: Sequence[Unit], control: ControlSpec) -> None:
+    """ValueError for paths that change nothing; a warning where units have no gradient to watch."""
+    if plan.without_effect:
+        raise ValueError(
+            f"low={plan.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
+            "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
+        )
+    frozen = [unit.name for unit in units if not any(p.requires_grad for p in unit.parameters)]
+    if frozen and control.observe == "parameters":
+        warnings.warn(
+            f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
+            f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
+            "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
+            "site='forward', does)",
+            stacklevel=3,
+        )

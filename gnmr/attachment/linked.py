@@ -1,0 +1,48 @@
+"""What stands where in a model, so that an exchange of modules or parameters is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from torch import nn
+
+_Link: TypeAlias = tuple[dict[str, Any], str, Any]
+"""A module's modules or parameters by name, one of the names, what stood there."""
+
+
+class Linked:
+    """The ways from a model to some of its modules, and the parameters in and below those that are `read`."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module]) -> None:
+        self._model, self._modules, self._read = model, dict.fromkeys(modules), list(read)
+        self.look()
+
+    def look(self) -> None:
+        """Takes the model as it is now."""
+        names = {module: name for name, module in self._model.named_modules()}
+        found: dict[tuple[int, str], _Link] = {}
+        for module in self._modules:
+            at = self._model
+            for part in filter(None, names[module].split(".")):
+                found[id(at), part] = at._modules, part, at._modules[part]
+                at = at.get_submodule(part)
+        for module in {below: None for one in self._read for below in one.modules()}:
+            for where in (module._modules, module._parameters):
+                found |= {(id(where), name): (where, name, value) for name, value in where.items()}
+        self._links = list(found.values())
+
+    def changed(self) -> bool:
+        """Whether anything was exchanged since the last look."""
+        return any(where.get(name) is not found for where, name, found in self._links)
+
+    def refuse_missing(self) -> None:
+        """ValueError where one of the modules is no longer in the model."""
+        inside = set(self._model.modules())
+        for module in self._modules:
+            if module not in inside:
+                name = getattr(module, "operator_name", type(module).__name__)
+                raise ValueError(
+                    f"{name}: its module is no longer in the model (replaced or taken out since attach), so nothing "
+                    "runs on its paths: exchange its parameters instead, or detach and attach again"
+                )

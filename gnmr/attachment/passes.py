@@ -1,0 +1,152 @@
+"""Passes of an attached model beside those of its step: under either path, or the step again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
+from gnmr.controller import Unit
+from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.paths import Plan
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a model under its plan. Use it where what measures the step's own passes is off."""
+
+    plan: Plan
+    model: nn.Module
+    units: Sequence[Unit]
+    device: torch.device
+
+    def gap(self, backward: Callable[[], object]) -> Tensor:
+        """See `AttachedController.true_gap`."""
+        gradients: list[list[list[Tensor]]] = []
+        distinct = Distinct(unit.parameters for unit in self.units)
+        devices = [self.device] if self.device.type == "cuda" else []
+        for recovering in (False, True):
+            # Dropout draws in each of them what the step will draw.
+            with self.plan.no_side_effects(), torch.random.fork_rng(devices):
+                for operator in self.plan.operators:
+                    operator.switch(recovering)
+                backward()
+            # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+            gradients.append(
+                [
+                    [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in group]
+                    for group in distinct.groups
+                ]
+            )
+            self.model.zero_grad(set_to_none=True)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+        return distinct.of_each(
+            torch.stack(
+                [
+                    sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+                    for low, high in zip(*gradients, strict=True)
+                ]
+            )
+        )
+
+    def explain(
+        self,
+        loss_of_batch: Callable[[], Tensor | Iterable[Tensor]],
+        step: int,
+        *,
+        loss: float | None,
+        usual: tuple[float, float] | None,
+        grad_scale: float,
+    ) -> Verdict:
+        """See `AttachedController.explain`; the verdict bears the number `step`."""
+        _check_explain(loss_of_batch, loss, usual, grad_scale)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        kept = [p.grad for p in parameters]
+        norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
+        distinct = Distinct(unit.parameters for unit in self.units)
+        of_units = UnitNorms(distinct.groups)
+
+        def run(backward: bool) -> Tensor:
+            total: Tensor | None = None
+            for part in _parts(loss_of_batch(), backward):
+                if backward:
+                    part.backward()
+                total = part.detach() if total is None else total + part.detach()
+            if total is None:
+                raise ValueError("loss_of_batch: gave no loss")
+            return total
+
+        def both() -> Seen:
+            value = float(run(True))
+            if all(parameter.grad is None for parameter in parameters):
+                raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
+            units = distinct.of_each(of_units()[0]).cpu().numpy()
+            found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), units)
+            for parameter in parameters:
+                parameter.grad = None
+            return found
+
+        start = Start.of(self.plan, self.device)
+        again = Again(self.plan, start, self.device, lambda: run(False), both)
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with replaying(self.plan, self.model, nullcontext(), self.device):
+                seen = Seen(again.loss() if loss is None else loss, norm)
+                if not math.isfinite(seen.loss):
+                    return find_nonfinite(again, step)
+                if all(gradient is None for gradient in kept):
+                    raise ValueError("no gradients: call explain between the step's last backward pass and step()")
+                return explain(again, seen, _levels(seen, usual), step, same=0.25)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+
+def _check_explain(
+    loss_of_batch: object, loss: float | None, usual: tuple[float, float] | None, grad_scale: float
+) -> None:
+    """ValueError for what `explain` cannot be given."""
+    if not callable(loss_of_batch):
+        kind = type(loss_of_batch).__name__
+        raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
+    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+        raise ValueError(f"loss: must be a number (loss.item()), not a {type(loss).__name__}")
+    if usual is not None:
+        numbers = [*usual] if isinstance(usual, Sequence) else []
+        if (
+            len(numbers) != 2
+            or not all(isinstance(one, int | float) for one in numbers)
+            or not (math.isfinite(numbers[0]) and numbers[1] > 0)
+        ):
+            raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float) or not 0 < grad_scale < math.inf:
+        raise ValueError(f"grad_scale={grad_scale!r}: must be a positive number")
+
+
+def _parts(given: object, backward: bool) -> Iterator[Tensor]:
+    """The losses that `loss_of_batch` gave. ValueError for what is none, or has no graph for `backward`."""
+    if not isinstance(given, Iterable):
+        raise ValueError(f"loss_of_batch: gave a {type(given).__name__}, not the loss that backward started from")
+    for part in [given] if isinstance(given, Tensor) else given:
+        if not isinstance(part, Tensor) or part.numel() != 1:
+            what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise ValueError(f"loss_of_batch: gave {what}, not the scalar loss that backward started from")
+        if backward and not part.requires_grad:
+            raise ValueError("loss_of_batch: its loss has no graph (detached, or made under no_grad)")
+        yield part
+
+
+def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level]:
+    """From a fifth above what is `usual` on it is a spike; where neither is that far, the loss is one."""
+    if usual is None:
+        if math.isfinite(seen.norm):
+            raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")
+        return NO_LEVEL, NO_LEVEL
+    loss, norm = (Level(value, value + abs(value) / 5) for value in usual)
+    return (loss, norm) if loss.spike(seen.loss) or norm.spike(seen.norm) else (Level(usual[0], usual[0]), norm)

@@ -1,0 +1,71 @@
+"""The units of a plan, as the controller takes them: parameters, switch, what recovery costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from gnmr.controller import ControlSpec, OutputGradients, Unit
+from gnmr.controller.observed import adapters
+from gnmr.paths import Plan
+from gnmr.paths.plan import nominal_bits
+from gnmr.paths.units import PathUnit, module_of
+
+
+def costs_of(plan: Plan, control: ControlSpec) -> tuple[list[float], float]:
+    """(what recovery of each unit costs, what pins take), as shares of what recovery of everything costs: of the GEMMs'
+    arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
+    cost = control.cost if control.budget is not None else "gemm"
+    if isinstance(cost, str):
+        return plan.costs(cost)
+    names = [unit.name for unit in plan.units]
+    for wrong in (*(set(names) - cost.keys()), *(cost.keys() - set(names))):
+        raise ValueError(f"cost: {wrong!r} is {'missing' if wrong in names else 'no unit'}; units are {names[0]} ...")
+    if not (every := sum(cost.values())):
+        raise ValueError("cost: no unit costs anything")
+    pinned = [cost[unit.name] for unit in plan.units if not unit.routable]
+    return [cost[name] / every for name in names], sum(pinned) / every
+
+
+def units_of(
+    plan: Plan, model: nn.Module | None = None, observe: str = "parameters", costs: Sequence[float] | None = None
+) -> list[Unit]:
+    """The plan's units; monitored only where it has no recovery path, or where pins leave nothing to recover: routed,
+    such a unit would take one of the max_o places for nothing, and what is measured of it says what its pin is worth.
+
+    Their costs are `costs`; None: shares of the GEMMs' arithmetic. Their extra bytes are Eq. 5's a token above the low
+    path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
+
+    Their parameters are the operators' own; with observe="adapter" (`gnmr.controller.observed`) the trainable ones
+    below their names in `model`. ValueError for a unit without any.
+    """
+
+    def extra_bytes(unit: PathUnit) -> float:
+        more = sum(
+            o.in_features * max(0, nominal_bits(unit.path_of(o)) - nominal_bits(o.low))
+            for o in unit.operators
+            if o.recovery is not None
+        )
+        return more / 8 if more > 0 else 1.0
+
+    def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
+        if observe == "adapter" and model is not None:
+            return adapters(model, module_of(unit.name))
+        return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
+
+    return [
+        Unit(
+            unit.name,
+            parameters(unit),
+            unit.switch if unit.routable else None,
+            cost=cost,
+            extra_bytes=extra_bytes(unit),
+        )
+        for unit, cost in zip(plan.units, plan.costs("gemm")[0] if costs is None else costs, strict=True)
+    ]
+
+
+def norms_of(model: nn.Module, units: Sequence[Unit], observe: str) -> OutputGradients | None:
+    """What `Controller(norms=...)` takes: hooks on the units' outputs for "input_grad", else None."""
+    return OutputGradients(model, [module_of(unit.name) for unit in units]) if observe == "input_grad" else None
