@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gnmr.bench.compressed import CONTRASTS
 from gnmr.bench.scenes import EACH, HELD, SCENES
 from gnmr.report.family import judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
@@ -237,19 +238,37 @@ def _forks(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _family(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """One model of all arms, each against never and against random of its kind (anew, held or pinned)."""
-    values: dict[str, dict[Any, float]] = {}
-    spends: dict[str, list[float]] = {}
-    for row in rows:
-        fork = row["fork"]
-        values.setdefault(fork["arm"], {})[fork["base"], fork["order"]] = row["loss"]
-        spends.setdefault(fork["arm"], []).append(row["share"])
+    values = _losses(rows)
     arms = [arm for arm in values if arm not in ("never", "always")]
     drawn = {arm: "random" + next((end for end in (EACH, HELD) if arm.endswith(end)), "") for arm in arms}
     pairs = [(arm, "never") for arm in arms]
     pairs += [(arm, one) for arm, one in drawn.items() if one in values and one != arm]
-    family = judge(values, pairs, low="never", high="always")
-    columns = ["arm", "against", "n", "spends", "difference [95 %]", "p (Holm)", "gap closed [95 %]"]
-    table = Table(title, [*columns, "p, equal to 10 %", "verdict"])
+    table = _tested(title, rows, pairs, "always", "share")
+    if left := [arm for arm, _ in SCENES[rows[0]["fork"]["low"]].arms() if arm not in values]:
+        table.notes.append(f"Arms of the scene that are not made yet: {'; '.join(left)}.")
+    return table
+
+
+def _losses(rows: Sequence[dict[str, Any]]) -> dict[str, dict[Any, float]]:
+    """Of forks, by arm and block."""
+    values: dict[str, dict[Any, float]] = {}
+    for row in rows:
+        fork = row["fork"]
+        values.setdefault(fork["arm"], {})[fork["base"], fork["order"]] = row["loss"]
+    return values
+
+
+def _tested(
+    title: str, rows: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], high: str, spent: str
+) -> Table:
+    """One model of all arms of these forks, `spent` the key of what an arm costs, `high` the upper bound."""
+    spends: dict[str, list[float]] = {}
+    for row in rows:
+        spends.setdefault(row["fork"]["arm"], []).append(row[spent])
+    values = _losses(rows)
+    family = judge(values, [pair for pair in pairs if values.keys() >= set(pair)], low="never", high=high)
+    columns = ["arm", "against", "n", "sends" if spent == "sent" else "spends", "difference [95 %]", "p (Holm)"]
+    table = Table(title, [*columns, "gap closed [95 %]", "p, equal to 10 %", "verdict"])
     for row in family.rows:
         told = row_numbers(row)
         closed = f"{told['closed']} {told['closed_interval']}".strip()
@@ -260,39 +279,26 @@ def _family(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         table.rows.append(
             [row.arm, row.control, told["tested"], *cells, told["p"], closed, told["p_equal"], told["verdict"]]
         )
-    table.notes = [positive_control(family, "never", "always"), *power(family), *assumptions(family.fit)]
+    table.notes = [positive_control(family, "never", high), *power(family), *assumptions(family.fit)]
     table.notes += [f"Commits of the forks: {', '.join(dict.fromkeys(row['commit'] for row in rows))}."]
-    if left := [arm for arm, _ in SCENES[rows[0]["fork"]["low"]].arms() if arm not in values]:
-        table.notes.append(f"Arms of the scene that are not made yet: {'; '.join(left)}.")
     return table
 
 
 def compressed() -> str:
     """docs/results/compressed.md"""
     records = _records(("compressed.json",))
-    found = {figure["name"]: figure for figure in records[0]["figures"]}
-    gap, smallest = found.pop("gap, never - dense, nats"), found.pop("smallest effect at 80 % power")
     text = [
         "# Compressed gradients: gap closed",
         "",
         "Forks of two trained bases (0.9 M LLaMA in 16 bits, 24 steps, two virtual workers): the share of the gap",
         "from never recovering (one row of each matrix is sent) to dense gradients that an arm closes, validation",
-        "loss, mean over bases and orders of the data. Routed arms have a tenth of what recovery of everything would",
-        "send more, `more rows` the rank that sends as much in every step. gnmr/bench/compressed.py says what the arms",
-        "are; one model of all arms and blocks, p by Holm over the table.",
+        "loss, mean over bases and orders of the data; a block is one of each. *Sends* is of dense gradients, the",
+        "difference of perplexity. Routed arms have a tenth of what recovery of everything would send more,",
+        "`more rows` and PowerSGD the largest rank that sends no more; gnmr/bench/compressed.py has the arms.",
         "",
-        f"Positive control: {gap['value']:.4f} nats ({gap['low']:.4f} to {gap['high']:.4f}), {gap['note']};",
-        f"n = {gap['n']} blocks. Smallest effect that shows with 80 % power: {smallest['value']:.0%} of the gap.",
-        "",
-        *_head(["arm", "against", "gap closed", "95 % interval", "sends, of dense", "verdict"]),
+        _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent").markdown(),
     ]
-    for name, figure in found.items():
-        arm, control = name.removesuffix(": gap closed").split(" against ")
-        sends, _, verdict = figure["note"].removeprefix("sends ").partition("; ")
-        between = "-" if figure["low"] is None else f"{100 * figure['low']:.0f} to {100 * figure['high']:.0f} %"
-        told = verdict.replace(f" against {control}", "")
-        text.append(_row([arm, control, f"{100 * figure['value']:.0f} %", between, sends, told]))
-    return "\n".join([*text, "", *_origin(records)])
+    return "\n".join([*text, *_origin(records)])
 
 
 def fair() -> str:

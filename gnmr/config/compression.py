@@ -16,7 +16,7 @@ class CompressionConfig:
 
     name: str = "none"
     """none; greedylore: a low path whose recovery is the dense mean, so the controller routes gradients and not
-    operators; powersgd: torch's hook of DistributedDataParallel, for comparison, which routes nothing."""
+    operators; powersgd: torch's hook, for comparison, which routes nothing."""
     rank: int = 32
     """Rows that are sent of a weight's gradient, the shorter side read first."""
     refresh_every: int = 200

@@ -52,9 +52,9 @@ class Wrapped:
 class _Virtual(Wrapped):
     """One process that plays all workers: micro-batch i is worker i modulo their number's."""
 
-    def __init__(self, model: nn.Module, compressed: GreedyLore) -> None:
+    def __init__(self, model: nn.Module, compressed: GreedyLore | PowerSgd) -> None:
         super().__init__(model)
-        self.compressed, self._lore, self.workers = compressed, compressed, compressed.workers.size
+        self.compressed, self._reduce, self.workers = compressed, compressed.reduce, compressed.workers.size
         self._of_worker: list[list[Tensor | None]] = []
         self._number = 0
 
@@ -74,7 +74,7 @@ class _Virtual(Wrapped):
             grads, self._of_worker, self._number = self._of_worker, [], 0
             found = {name: list[Tensor | None](rows) for (name, _), *rows in zip(named, *grads, strict=True)}
             sent = {name: torch.stack(rows) for name, rows in found.items() if None not in rows}  # type: ignore[arg-type]
-            for name, mean in self._lore.reduce(sent).items():
+            for name, mean in self._reduce(sent).items():
                 self.model.get_parameter(name).grad = mean
 
 
@@ -143,7 +143,7 @@ def wrap(
     `compressed`: in one process with virtual workers, else of DDP's.
     """
     if world.size == 1 or kind == "none":
-        return _Virtual(model, compressed) if isinstance(compressed, GreedyLore) else Wrapped(model)
+        return Wrapped(model) if compressed is None else _Virtual(model, compressed)
     if kind == "ddp":
         return _DDP(model, device, world.size, compressed)
     from torch.distributed.device_mesh import init_device_mesh

@@ -31,12 +31,12 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
     if asked.name == "none":
         return None
     with told_as("compression."):
-        if asked.name == "powersgd":
-            dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
-            return PowerSgd(dense, rank=asked.rank, dense_steps=asked.dense_steps, feedback=asked.feedback, seed=seed)
-        spec = greedylore_spec(config)
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
-        return GreedyLore(model, spec, workers=workers, targets=asked.targets)
+        if asked.name == "greedylore":
+            return GreedyLore(model, greedylore_spec(config), workers=workers, targets=asked.targets)
+        options = {name: getattr(asked, name) for name in ("rank", "dense_steps", "feedback")}
+        dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        return PowerSgd(dense, **options, seed=seed, workers=workers)
 
 
 def greedylore_spec(config: Config) -> GreedyLoreSpec:

@@ -78,8 +78,6 @@ def refuse_compression(config: Config, size: int) -> None:
         return
     if kind in ("fsdp", "hsdp"):
         raise UserError(f"{key}: gradients are compressed whole, which parallel={kind} shards; use parallel=ddp")
-    if size == 1 and asked.name == "powersgd":
-        raise UserError(f"{key}: is a hook of several processes: use parallel=ddp training.processes=2")
     if size == 1 and asked.workers is None:
         raise UserError(
             f"{key}: needs data parallelism: parallel=ddp training.processes=2, or in one process virtual workers, "

@@ -110,6 +110,26 @@ class TestRanks:
         for told in pair("train", config=config, parallel="ddp"):
             assert told.startswith("UserError: compression.name=powersgd: a run cannot be continued")
 
+    def test_powersgd_of_two_ranks_is_that_of_virtual_workers(
+        self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
+    ) -> None:
+        """In float64, of a model that is one bucket of DDP's: torch draws by bucket."""
+        from gnmr.training.run import run
+
+        def config(name: str) -> Config:
+            words = [*TWO, "compression.name=powersgd", "compression.dense_steps=2", "training.steps=6"]
+            found = tiny(f"run_dir={tmp_path / name}", *words)
+            object.__setattr__(found.training, "dtype", "float64")
+            return found
+
+        run(config("one"), lambda _: None)
+        pair("train", config=config("two"), parallel="ddp")
+        one, two = left(tmp_path / "one"), left(tmp_path / "two")
+        assert [row["numbers_sent"] for row in one["steps"]] == [row["numbers_sent"] for row in two["steps"]]
+        assert [row["numbers_sent_frac"] < 0.2 for row in one["steps"]] == [False] * 2 + [True] * 4
+        for key, weight in one["state"]["model"].items():
+            torch.testing.assert_close(two["state"]["model"][key], weight, rtol=0, atol=1e-9)
+
     def test_other_numbers_of_workers(
         self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
     ) -> None:
@@ -140,7 +160,6 @@ def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(
 
 MISTAKES = {
     "compression.workers=null": "compression.name=greedylore: needs data parallelism: parallel=ddp",
-    "compression.name=powersgd": "compression.name=powersgd: is a hook of several processes: use parallel=ddp",
     "compression.rank=31": "compression.rank=31: layers.0.self_attn.q_proj is 32 wide, above",
     "compression.targets=[embed_tokens]": "compression.targets: embed_tokens is an embedding or the head",
     "compression.dense_steps=12": "compression.dense_steps=12: the run has 12 steps: nothing is compressed",

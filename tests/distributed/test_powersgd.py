@@ -1,0 +1,88 @@
+"""torch's PowerSGD over virtual workers: against each worker's own arithmetic, and what is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnmr.distributed.powersgd import PowerSgd, numbers
+from gnmr.distributed.workers import VirtualWorkers
+
+RANK, WORKERS, SEED = 3, 3, 5
+
+
+def net() -> nn.Module:
+    return nn.ModuleList([nn.Linear(17, 20), nn.Linear(4, 5), nn.LayerNorm(4)]).double()
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(WORKERS, *one.shape, generator=draw, dtype=torch.float64)
+        for name, one in model.named_parameters()
+    }
+
+
+def made(model: nn.Module, **options: bool | int) -> PowerSgd:
+    dense = sum(one.numel() for one in model.parameters())
+    usual = {"rank": RANK, "dense_steps": 2, "feedback": True, "seed": SEED}
+    return PowerSgd(dense, workers=VirtualWorkers(WORKERS), **(usual | options))  # type: ignore[arg-type]
+
+
+class ByWorker:
+    """PowerSGD of one matrix as the paper has it: each worker adds its own error, and what is sent are P and Q."""
+
+    def __init__(self, columns: int, feedback: bool) -> None:
+        torch.manual_seed(np.random.RandomState(SEED).randint(1_000_000_000))
+        self.Q = torch.randn(1, columns, RANK, dtype=torch.float64)[0].numpy()
+        self.errors = [0.0] * WORKERS
+        self.feedback = feedback
+
+    def step(self, given: np.ndarray) -> np.ndarray:
+        sums = [g + e for g, e in zip(given, self.errors, strict=True)]
+        Q = np.linalg.qr(self.Q)[0]
+        P = np.linalg.qr(sum(m @ Q for m in sums))[0]
+        self.Q = sum(m.T @ P for m in sums) / WORKERS
+        if self.feedback:
+            self.errors = [m - P @ self.Q.T for m in sums]
+        return P @ self.Q.T
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_the_mean_alone_makes_what_workers_with_errors_of_their_own_make(feedback: bool) -> None:
+    model = net()
+    ours, slow = made(model, feedback=feedback), ByWorker(17, feedback)
+    for step in range(7):
+        given = gradients(model, step)
+        found = ours.reduce(given)
+        for name, one in given.items():
+            if step >= 2 and name == "0.weight":
+                expected = torch.from_numpy(slow.step(one.numpy()))
+                assert torch.linalg.matrix_rank(found[name]) == RANK
+            else:
+                expected = one.mean(0)  # dense steps; what is not half as small
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+
+
+def test_what_is_sent_is_counted_and_told_beforehand() -> None:
+    model = net()
+    ours, shapes = made(model, dense_steps=4), [one.shape for one in model.parameters()]
+    low = numbers(shapes, RANK)
+    assert low == (17 + 20) * RANK + 20 + 4 * 5 + 5 + 4 + 4
+    sent = []
+    for step in range(6):
+        ours.reduce(gradients(model, step))
+        sent.append(ours.sent)
+    assert sent == [ours.dense] * 4 + [low] * 2 and ours.sent_total == sum(sent)
+    assert numbers(shapes, 5) == ours.dense, "5 x 37 is more than half of 340"
+
+
+def test_sixteen_bits_are_summed_in_float32() -> None:
+    model = net().bfloat16()
+    ours, wide = made(model), made(net().float())
+    for step in range(4):
+        given = {name: one.bfloat16() for name, one in gradients(model, step).items()}
+        found, expected = ours.reduce(given), wide.reduce({name: one.float() for name, one in given.items()})
+        assert all(torch.equal(one, expected[name].bfloat16()) for name, one in found.items())
