@@ -90,6 +90,12 @@ BENCHMARKS = {
         "forks: the share of the gap to dense gradients that arms of compressed ones close (an hour)",
         usual=False,
     ),
+    "hook": Bench(
+        "gnmr.bench.hook",
+        ("hook",),
+        "steps with compressed gradients over dense ones, of two processes and of virtual workers",
+        usual=False,
+    ),
     "fair": Bench(
         "gnmr.bench.fair",
         ("forks", "scratch", "more", "lengths"),
@@ -108,7 +114,7 @@ RENAMED = {
     "recipe": "paths only=recipes",
 }
 """What earlier versions called benchmarks, and the words that measure the same now."""
-_OF_OUR_MODELS = ("saved", "recipes", "mixture", "theory", "hf", "parallel")
+_OF_OUR_MODELS = ("saved", "recipes", "mixture", "theory", "hf", "parallel", "hook")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def parallel(setting: Setting) -> list[Figure]:
     rounds, steps, packets = setting.repeats or 15, list[Figure](), list[Figure]()
     for size in SIZES:
         setting.say(f"parallel: steps with and without control, {size} processes ({rounds} times); packets")
-        ranks = launch(size, _told, _of_size(setting.config, size), rounds)
+        ranks = in_processes(of_process, size, _of_size(setting.config, size), rounds)
         steps += _shares(ranks)
         packets += _sums(ranks)
     return steps + packets
@@ -176,11 +176,16 @@ def _controller(config: Config, number: int) -> Any:
     return Controller(units, config.controller.spec(steps), steps=steps, ranks=Ranks())
 
 
-def _told(config: Config, rounds: int) -> tuple[str, Any]:
+def in_processes(measure: Callable[..., Any], size: int, config: Config, rounds: int) -> list[Any]:
+    """What `measure(config, world, rounds)`, which can be pickled, returns in as many new processes, by rank."""
+    return launch(size, _told, measure, config, rounds)
+
+
+def _told(measure: Callable[..., Any], config: Config, rounds: int) -> tuple[str, Any]:
     """What one of the processes measured, as `launch` wants it."""
     try:
         with joined(cuda=False) as world:
-            return "done", of_process(config, world, rounds)
+            return "done", measure(config, world, rounds)
     except UserError as error:
         return "mistake", str(error)
     except RunFailed as error:

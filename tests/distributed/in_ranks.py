@@ -255,12 +255,14 @@ def nudged(config: Any, parallel: str = "ddp") -> Any:
         loop.Steps = before
 
 
-def measured(config: Any) -> Any:
-    """What a process of `gnmr bench parallel` measures, once."""
+def measured(config: Any, hook: bool = False) -> Any:
+    """What a process of `gnmr bench parallel`, or of `gnmr bench hook`, measures, once."""
+    from gnmr.bench import hook as hooks
     from gnmr.bench import parallel
     from gnmr.distributed.world import World
 
-    found = parallel.of_process(config, World(world.rank(), world.size()), 1)
+    measure = hooks.measured if hook else parallel.of_process
+    found = measure(config, World(world.rank(), world.size()), 1)
     torch.set_num_threads(1)
     return found
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.bench import parallel
+from gnmr.bench import hook, parallel
 from gnmr.config import Config
 from gnmr.config.compose import compose
 from gnmr.distributed import world
@@ -78,5 +78,27 @@ def test_figures_of_two_processes(pair: Callable[..., list[Any]], tiny: Callable
         assert figure.value > 0 and figure.note.startswith(f"{8 * (2 * units + 4):,} bytes"), figure.note
 
 
+def test_figures_of_compressed_steps(pair: Callable[..., list[Any]], tiny: Callable[..., Config]) -> None:
+    """Of two processes and of virtual workers; of one round, so what is held is the arms and what they send."""
+    words = ("training.batch_size=1", "compression.rank=2", "compression.refresh_every=4")
+    config = replace(tiny(*words), paths=replace(tiny().paths, low="bf16", recovery=None))
+    ranks = pair("measured", config=config, hook=True)
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    alone = hook.measured(config, world.ALONE, 1)
+    kinds = ("wall", "cpu", "sent")
+    assert alone.keys() == ranks[0].keys() == {f"{kind} {arm}" for kind in kinds for arm in hook.ARMS}
+    sent = {arm: alone[f"sent {arm}"][0] for arm in hook.ARMS}
+    assert all(ranks[0][f"sent {arm}"][0] == one for arm, one in sent.items())
+    assert sent["low"] < 0.9 and sent["PowerSGD"] < 0.9 and sent["refresh"] == sent["dense"] == 1 < sent["recovery"]
+    for found, where in ((ranks, "two processes"), ([alone], "virtual workers")):
+        figures = {figure.name: figure for figure in hook._figures(found, where, 4)}
+        assert all(0 < figure.value < math.inf for figure in figures.values())
+        low, refresh = (figures[f"{where}: {arm}, CPU time over dense"].value for arm in ("low", "refresh"))
+        assert figures[f"{where}: GreedyLore, CPU time over dense"].value == pytest.approx((3 * low + refresh) / 4)
+
+
 def test_what_cannot_be_measured_is_told(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
     assert "clock=cpu: processes wait for each other" in gnmr("bench", "parallel", *tiny_words, "clock=cpu").mistake
+    assert (
+        "training.device=cuda: it measures gloo" in gnmr("bench", "hook", *tiny_words, "training.device=cuda").mistake
+    )
