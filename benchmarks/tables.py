@@ -469,6 +469,7 @@ def numbers() -> dict[str, str]:
         closed = [round(100 * share) for share in shares]
         found[f"plan/{recipe}"] = f"{min(closed)} to {max(closed)} %"
         found[f"plan/{recipe}/orders"] = ", ".join(map(str, closed)) + " %"
+    found["verdict"] = _read("diagnosis-nvfp4.json")["verdict"].partition(":")[0]
     faults = _read("detection-cpu.json")["signals"]
     for key, signal in (("GNMR", "gnmr"), ("dGNMR", "gnmr_delta"), ("path", "grad_to_noise")):
         found[f"faults/{key}"] = str(sum(kind["detected"] for kind in _finite(faults[signal])))

@@ -7,6 +7,9 @@
     ...
     controller.detach()                       # the run is done; gnmr report runs/mine
 
+A loop that goes on from a checkpoint of its own attaches to the same folder and loads the controller's state: what was
+recorded after that step is dropped, and the records go on behind it.
+
 What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
 The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
 side. config.yaml says what was attached, and is no config that `gnmr train` could run.
@@ -29,7 +32,7 @@ from gnmr import __version__
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.records.machine import cpu_name
-from gnmr.records.reader import stored
+from gnmr.records.reader import read_json, stored
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.writer import RunWriter
 
@@ -39,16 +42,20 @@ _SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 
 
 class Recording:
-    """The records of one loop. UserError where the folder holds a run already, RunFailed where a write fails."""
+    """The records of one loop. UserError where the folder holds another run, RunFailed where a write fails."""
+
+    _writer: RunWriter | None = None
+    """None where the folder holds records of this loop, until the state of a checkpoint says after which step it goes
+    on."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
     ) -> None:
         """config: sections of the run's config that are known. header: what `report` reads of header.json."""
-        folder = folder.expanduser()
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            what = "holds the records of a run" if stored(folder / "steps.jsonl") else "is not empty"
-            raise UserError(f"record={folder}: {what}; choose another folder")
+        self._folder = folder = folder.expanduser()
+        begun = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if begun and (why := _no_part_of(folder, header["units"])) is not None:
+            raise UserError(f"record={folder}: {why}; choose another folder")
         named = _SEED.fullmatch(folder.name)
         about = {
             "arm": named["arm"] if named else folder.name,
@@ -65,8 +72,11 @@ class Recording:
         }
         self._units = int(header["recoverable"]) * len(header["units"])
         self._max_o = max_o
-        self._writer = RunWriter(folder, None)
-        self._writer.write_header(yaml.safe_dump(tree, sort_keys=False), {**_versions(), **about, **header})
+        self._config, self._header = yaml.safe_dump(tree, sort_keys=False), {**_versions(), **about, **header}
+        if not begun:
+            self._writer = RunWriter(folder, None)
+            self._writer.write_header(self._config, self._header)
+        self._step = 0
         self._row: dict[str, Any] | None = None
         self._seen = time.perf_counter()
         self._tokens = self._nonfinite = self._streak = 0
@@ -77,7 +87,13 @@ class Recording:
 
     def step(self, decision: Decision, spent: tuple[float, float]) -> None:
         """What the controller saw and did in a step; `spent`: of `Plan.spent`."""
+        if self._writer is None:
+            raise UserError(
+                f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
+                "state_dict of a checkpoint to go on behind it"
+            )
         self._flush()
+        self._step = decision.step
         now = time.perf_counter()
         norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
@@ -105,7 +121,7 @@ class Recording:
 
     def log(self, **figures: float) -> None:
         """Figures of the step that was taken last. ValueError before the first one, for others and for no numbers."""
-        if self._row is None:
+        if self._row is None or self._writer is None:
             raise ValueError("log: there is no step yet; call it behind step()")
         for name, value in figures.items():
             if name not in FIGURES:
@@ -118,17 +134,73 @@ class Recording:
             row = {"step": self._row["step"], "tokens": self._row["tokens"] or 0, "val_loss": loss, "val_ppl": ppl}
             self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
 
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs; the rows so far are on the disk then. Empty before the first step."""
+        if self._writer is None or self._row is None:
+            return {}
+        row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
+        counters = [self._tokens, self._nonfinite, self._streak]
+        return {"counted": self._writer.sync(), "row": row, "counters": counters}
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        """Goes on after `step`, with what `state` gave there. UserError where the steps before are not in the folder,
+        nothing has changed then."""
+        if step == self._step and self._writer is not None:
+            return
+        if step and self._writer is not None and not self._step:
+            raise UserError(
+                f"record={self._folder}: has no records of the {step} steps before this checkpoint; name the folder "
+                "that has them, or record nothing"
+            )
+        row, counters = _of_checkpoint(state) if step else (None, (0, 0, 0))
+        if counters is None:
+            raise UserError(
+                f"record={self._folder}: the checkpoint was not saved while recording; choose another folder"
+            )
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = RunWriter(self._folder, step, state.get("counted"))
+        told = read_json(self._folder / "header.json") or self._header
+        earlier = told.get("resumed")
+        again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
+        told["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
+        self._writer.write_header(self._config, told)
+        there = self._writer.num_steps == step  # written already, with all that was logged of it
+        self._row, self._step, self._seen = None if there else row, step, time.perf_counter()
+        self._tokens, self._nonfinite, self._streak = counters
+
     def finish(self) -> None:
         """The run is done."""
+        if self._writer is None:
+            return
         self._flush()
         self._writer.finish("done", None, self._units, self._max_o)
 
     def _flush(self) -> None:
-        if self._row is None:
+        if self._row is None or self._writer is None:
             return
         self._tokens = self._row["tokens"] = self._row["tokens"] or self._tokens
         self._writer.step(self._row)
         self._row = None
+
+
+def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
+    """Why a loop with these units cannot go on with what is in the folder; None where it can."""
+    if not folder.is_dir() or stored(folder / "steps.jsonl") is None:
+        return "is not empty"
+    begun = read_json(folder / "header.json") or {}
+    if begun.get("scale") != "own" or (folder / "DONE").exists():
+        return "holds the records of a run"
+    return None if begun.get("units") == list(units) else "holds the records of a run with other units"
+
+
+def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[int, int, int] | None]:
+    """The last row and the counters of `Recording.state`; None where it is something else."""
+    try:
+        row, (tokens, nonfinite, streak) = dict(state["row"]), state["counters"]
+        return (row, (tokens, nonfinite, streak)) if row.keys() == STEP_FIELDS.keys() else (None, None)
+    except (KeyError, TypeError, ValueError):
+        return None, None
 
 
 def ratio_rows(decision: Decision) -> RatioRows:

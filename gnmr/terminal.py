@@ -57,10 +57,13 @@ def shared() -> Terminal:
     return Terminal()
 
 
-def say(text: str) -> None:
-    """Prints lines above the live display. A closed pipe is no failure: the records are in files."""
+def say(text: str, by_words: bool = False) -> None:
+    """Prints lines above the live display. A closed pipe is no failure: the records are in files.
+
+    by_words: a terminal that is too narrow breaks the line between words, for what nobody copies.
+    """
     try:
-        print_plain(shared(), text)
+        print_plain(shared(), text, by_words and shared().is_terminal)
     except BrokenPipeError:
         unread()
 
@@ -79,9 +82,9 @@ def wiping() -> None:
     shared().push_render_hook(_Wiped())
 
 
-def print_plain(console: Console, text: str) -> None:
-    """The text as it is: no markup, no emoji, no line break of the console's own."""
-    console.print(Text(text), soft_wrap=True)
+def print_plain(console: Console, text: str, by_words: bool = False) -> None:
+    """The text as it is: no markup, no emoji; without `by_words` no line break of the console's own."""
+    console.print(Text(text), soft_wrap=not by_words)
 
 
 def unread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -85,6 +86,81 @@ def test_what_is_there_is_never_written_over(done):
     (done.parent / "photos" / "cat.jpg").touch()
     with pytest.raises(UserError, match="is not empty"):
         gnmr.attach(net(), targets=["?"], max_o=2, record=done.parent / "photos")
+
+
+def going_on(folder: Path, steps: range, state: dict | None = None, save_after: int = 0) -> dict:
+    """Steps of a loop, which is done after eight; the model's and the controller's state after `save_after`."""
+    model, saved = net(), {}
+    if state:
+        model.load_state_dict(state["model"])
+    controller = gnmr.attach(model, targets=["?"], max_o=2, alpha=1.05, beta=1.05, record=folder)
+    if state:
+        controller.load_state_dict(state["controller"])
+    for step in steps:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)) * (5 if step % 3 == 2 else 1)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        controller.step()
+        controller.log(loss=loss.item(), tokens=8 * step)
+        if step % 4 == 0:
+            controller.log(val_loss=2.0 + step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+        model.zero_grad()
+        if step == save_after:
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "controller": controller.state_dict()}, file)
+            saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    if steps[-1] == 8:
+        controller.detach()
+    return saved
+
+
+def test_records_go_on_behind_a_checkpoint(tmp_path):
+    going_on(tmp_path / "whole", range(1, 9))
+    saved = going_on(tmp_path / "cut", range(1, 7), save_after=4)  # killed after step 6
+    going_on(tmp_path / "cut", range(5, 9), saved)
+    check_records(tmp_path / "cut")
+    whole, cut = (load(tmp_path / name).check() for name in ("whole", "cut"))
+    assert cut.status == "done" and cut.steps["step"].tolist() == [*range(1, 9)]
+    for name in ("loss", "tokens", "num_active", "grad_norm_pre_clip"):
+        assert cut.steps[name].tolist() == whole.steps[name].tolist(), name
+    assert cut.evals["val_loss"].tolist() == whole.evals["val_loss"].tolist() == [6.0, 10.0]
+    assert (cut.ratios().norm_SU == whole.ratios().norm_SU).all() and cut.events == whole.events
+    resumed = json.loads((tmp_path / "cut" / "header.json").read_text())["resumed"]
+    assert [one["after_step"] for one in resumed] == [4]
+
+
+def test_a_step_back_within_the_loop(tmp_path):
+    """To the checkpoint before a spike: rows after it are dropped."""
+    model = net()
+    controller = gnmr.attach(model, targets=["?"], max_o=2, record=tmp_path / "a")
+    for step in range(1, 5):
+        model(torch.ones(2, 16)).sum().backward()
+        controller.step()
+        if step == 2:
+            saved = deepcopy(controller.state_dict())
+    controller.load_state_dict(saved)
+    model(torch.ones(2, 16)).sum().backward()
+    controller.step()
+    controller.detach()
+    assert load(tmp_path / "a").check().steps["step"].tolist() == [1, 2, 3]
+
+
+def test_records_that_a_loop_cannot_go_on_with(tmp_path, done):
+    saved = going_on(tmp_path / "a", range(1, 7), save_after=4)
+    before = (tmp_path / "a" / "steps.jsonl").read_bytes()
+    with pytest.raises(UserError, match="holds the records of a run; choose another folder, or load"):
+        going_on(tmp_path / "a", range(1, 2))
+    with pytest.raises(UserError, match="has no records of the 4 steps before this checkpoint"):
+        going_on(tmp_path / "b", range(5, 6), saved)
+    bare = saved | {"controller": {name: one for name, one in saved["controller"].items() if name != "record"}}
+    with pytest.raises(UserError, match="the checkpoint was not saved while recording"):
+        going_on(tmp_path / "a", range(5, 6), bare)
+    with pytest.raises(UserError, match="with other units"):
+        gnmr.attach(net(), targets=["1"], max_o=1, record=tmp_path / "a")
+    assert (tmp_path / "a" / "steps.jsonl").read_bytes() == before
 
 
 def test_a_copy_records_nothing(tmp_path):

@@ -36,11 +36,18 @@ def done(tmp_path: Path) -> list[int]:
 @pytest.mark.usefixtures("composed_once")
 def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*tiny_words[:2], "-m", *tiny_words[2:], SEEDS]
+    words = [*tiny_words[:2], "-m", *tiny_words[2:], SEEDS, "records.live=auto"]
     first = gnmr("train", *words)
-    assert first.code == 0
+    assert first.code == 0 and not first.err
     *_, end = first.out.splitlines()
     assert end == f"next: gnmr report {tmp_path / 'runs' / 'custom'}"
+    told = [line for line in first.out.splitlines() if line.startswith("#")]
+    for number, (line, folder) in enumerate(zip(told, cells(tmp_path).values(), strict=True)):
+        ppl = read_json(folder / "summary.json")["final_val_ppl"]
+        assert re.match(rf"#{number} {folder.name}  ppl {ppl:.2f}  spent \d+\.\d%  0:00:\d\d(; sweep: |$)", line), line
+        log = (folder / "log.txt").read_text()
+        assert "layers.0.mlp.down_proj" in log and "step 2/2  loss" in log and f"next: gnmr report {folder}" in log
+    assert "down_proj" not in first.out, "details are in each cell's folder"
     assert re.search(r"^ int4_int8-gnmr +2 +\d+\.\d\d ± ", first.out, re.MULTILINE), first.out
     assert done(tmp_path) == [0, 1]
     before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}

@@ -196,10 +196,10 @@ def test_an_earlier_failure_does_not_count(cell, tmp_path):
     assert again.failure == "an earlier one"
 
 
-def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, capsys):
+def test_a_line_for_each_cell_that_is_done_and_at_times(cell, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "_LOOK_S", 0.01)
     said = []
-    monkeypatch.setattr(progress, "say", said.append)
+    monkeypatch.setattr(progress, "say", lambda line, by_words: said.append(line))
 
     def wait_for(text: str) -> None:
         until = time.monotonic() + 60
@@ -210,12 +210,20 @@ def test_a_line_whenever_a_cell_ends_and_at_times(cell, tmp_path, monkeypatch, c
     with Progress([cell("a"), cell("b")], 1):
         time.sleep(0.1)
         assert said == []
+        summary = '{"final_val_ppl": 22.125, "spent_gemm_frac": 0.0781, "wall_time_s": 41.3}'
+        write(tmp_path / "a", 8, summary=summary)
         write(tmp_path / "a", 8, DONE="")
         wait_for("sweep: 1 of 2 cells done, 0 failed, 1 running, 8 of 16 steps (50%), about 0:0")
-        assert len(said) == 1
+        assert len(said) == 1 and said[0].startswith("#0 a  ppl 22.12  spent 7.8%  0:00:41; sweep: ")
         monkeypatch.setattr(progress, "_SAY_S", 0.05)
         write(tmp_path / "b", 6)
         wait_for("14 of 16 steps")
-    said.clear()
+        monkeypatch.setattr(progress, "_SAY_S", 1000.0)
+        time.sleep(0.1)
+        said.clear()
+        write(tmp_path / "b", 8, DONE="")
+    assert said == ["#0 b"], (
+        "the last one too, without a summary: that its records cannot be read is the report's to say"
+    )
     time.sleep(0.1)
-    assert said == []
+    assert len(said) == 1

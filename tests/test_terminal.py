@@ -15,7 +15,7 @@ import pytest
 import gnmr
 from gnmr.commands import progress
 from gnmr.records.view import View
-from gnmr.terminal import Terminal, _Wiped, say
+from gnmr.terminal import Terminal, _Wiped, print_plain, say
 
 
 def closed_pipe() -> Terminal:
@@ -54,6 +54,18 @@ def test_a_run_goes_on_without_its_terminal() -> None:
 def test_text_is_shown_as_it_is(capsys) -> None:
     say("a [bold]message[/bold] :smile: " + "x" * 200)
     assert capsys.readouterr().out == "a [bold]message[/bold] :smile: " + "x" * 200 + "\n"
+
+
+def test_what_nobody_copies_breaks_between_words_on_a_terminal() -> None:
+    line = "#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl 18.28  spent 10.0%  0:00:09"
+    for terminal, lines in (
+        (True, ["#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl", "18.28  spent 10.0%  0:00:09"]),
+        (False, [line]),
+    ):
+        out = io.StringIO()
+        console = Terminal(file=out, force_terminal=terminal, width=50, _environ={})
+        print_plain(console, line, by_words=console.is_terminal)
+        assert [one.rstrip() for one in out.getvalue().splitlines()] == lines
 
 
 MANY_PICTURES = """

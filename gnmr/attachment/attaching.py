@@ -76,8 +76,9 @@ def attach(
         plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
             threshold of a signal of prices that has none.
         steps, seed: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
-        record: a new folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py); or names of
-            evidence, see `gnmr.controller.Controller`.
+        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py): a new one, or
+            that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
+            `gnmr.controller.Controller`.
         named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.

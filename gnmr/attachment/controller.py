@@ -242,11 +242,17 @@ class AttachedController(Controller):
             self.norms.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controller.state_dict`, with the generator of stochastic rounding and delayed scales."""
-        return {**super().state_dict(), "plan": self.plan.state_dict()}
+        """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records
+        are (`attach(record=...)`)."""
+        recorded = {} if self._recording is None else {"record": self._recording.state()}
+        return {**super().state_dict(), "plan": self.plan.state_dict(), **recorded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Controller.load_state_dict`; ValueError if it belongs to other paths too."""
+        """As `Controller.load_state_dict`; ValueError if it belongs to other paths too, UserError if records go on
+        (`attach(record=...)`) whose first steps are not there."""
+        if self._recording is not None:
+            self.check_state(state)
+            self._recording.resume(state["t"], state.get("record", {}))
         super().load_state_dict(state)
         self.plan.load_state_dict(state["plan"])
         self._begin()

@@ -157,10 +157,8 @@ def run_cell(composed: DictConfig) -> None:
 
     settings = HydraConfig.get()
     with open_dict(composed):
-        others = _by_joblib(settings) or composed.training.processes is not None
-        if settings.mode == RunMode.MULTIRUN and others and composed.records.live == "auto":
-            # Pictures of other processes would paint over the sweep's bar, above which a line a cell is enough.
-            composed.records.live = "off" if shared().is_terminal else "plain"
+        if settings.mode == RunMode.MULTIRUN and composed.records.live == "auto":
+            composed.records.live = "log"  # the sweep has a line for each cell
     with_plan(composed, settings.overrides.task)
     with_base(composed, settings.overrides.task)
     config = load(composed)
@@ -232,7 +230,7 @@ def _silent(_: str) -> None:
 
 def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
     """One of the processes that a run starts itself: how it ended (`launch`)."""
-    if config.records.live == "off":
+    if config.records.live in ("off", "log"):
         wiping()  # the bar of a sweep may stand there
     try:
         _train(config, command)
@@ -296,10 +294,6 @@ def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
         value = getattr(controller, key)
         if f"controller.{key}" in given or (key in ("trigger", "t_lock") and value != 1):
             warnings.warn(f"controller.{key}={value} has no effect under controller.{why}", stacklevel=2)
-
-
-def _by_joblib(settings: HydraConf) -> bool:
-    return "Joblib" in settings.launcher._target_
 
 
 @contextmanager

@@ -55,7 +55,8 @@ class RecordsConfig:
     check_every: int = 100
     """Steps between digests of the weights in steps.jsonl, in which several processes are held against each other."""
     live: str = "auto"
-    """auto: a live view on a terminal, else plain lines; plain; off."""
+    """auto: a live view on a terminal, else plain lines, in a sweep log; plain; log: the plain lines to log.txt in the
+    run's folder; off."""
     plain_every: int = 20
     """Steps between plain lines."""
     wandb: str = "auto"
@@ -67,5 +68,5 @@ class RecordsConfig:
     @told_as("records.")
     def __post_init__(self) -> None:
         whole(**fields(self, "ratios_every", "check_every", "plain_every", "wandb_every"))
-        one_of(("auto", "plain", "off"), live=self.live)
+        one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

@@ -39,7 +39,7 @@ class Recorder:
         self._settings = settings
         self._header = {} if resume_step is None else _header(info.folder / "header.json")
         self._writer = RunWriter(info.folder, resume_step, counted)
-        self._view = View(settings.live, settings.plain_every)
+        self._view = View(settings.live, settings.plain_every, folder=info.folder)
         self._wandb = WandbSink(self._view.say, settings.wandb_every)
         self._summary: dict[str, Any] | None = None
 

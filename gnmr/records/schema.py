@@ -17,6 +17,7 @@ A run folder holds
     summary.json    `SUMMARY_FIELDS`
     order/          the saved permutations of the training blocks
     checkpoints/    step-<number>/
+    log.txt         lines for people, of a cell of a sweep or under records.live=log; nothing reads it
     adapter/        what peft loads; where model.adapter.rank > 0
     hf/             the model in Hugging Face's layout; with training.export_hf
     wandb/          W&B's own files

@@ -1,4 +1,7 @@
-"""The live view of a run: a terminal picture, or plain lines where there is no terminal. A view, never the truth."""
+"""The live view of a run: a terminal picture, or plain lines where there is no terminal. A view, never the truth.
+
+A cell of a sweep writes its lines to log.txt in its folder instead: the sweep has a line for it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from rich import box
@@ -18,8 +21,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gnmr.disk import no_link
 from gnmr.records.schema import RatioRows
 from gnmr.terminal import Picture, print_plain, shared, unread
+
+LOG = "log.txt"
+"""In a run's folder, what `mode="log"` writes."""
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
@@ -53,11 +60,17 @@ class RunInfo:
 class View:
     """Shows one run. `step` and `eval` only keep references; the picture is drawn four times a second at the most."""
 
-    def __init__(self, mode: str = "auto", plain_every: int = 20, console: Console | None = None) -> None:
-        """mode: auto (a picture on a terminal, else plain lines), plain, or off (only what `say` is given).
-        plain_every: steps between plain lines. console: where to; standard output by default.
+    def __init__(
+        self, mode: str = "auto", plain_every: int = 20, console: Console | None = None, folder: Path | None = None
+    ) -> None:
+        """mode: auto (a picture on a terminal, else plain lines), plain, log (these lines to log.txt in `folder`), or
+        off (only what `say` is given). plain_every: steps between plain lines. console: where to; standard output by
+        default.
         """
         self._console = console or shared()
+        self._log: TextIO | None = None
+        if mode == "log":
+            mode, self._console = "plain", self._logging(folder)
         if mode == "auto":
             mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self._mode = mode
@@ -72,6 +85,13 @@ class View:
         """What the last step's norms led to: promote or release, by unit."""
         self._promotions_total = 0
         self._first: tuple[int, float] | None = None  # first step seen, and when it ended
+
+    def _logging(self, folder: Path | None) -> Console:
+        """A console on log.txt; one that is silent where that cannot be written: the run does not depend on it."""
+        with suppress(OSError):
+            self._log = open((folder or Path()) / LOG, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (until `stop`)
+            return Console(file=self._log, width=100)
+        return Console(quiet=True)
 
     def start(self, info: RunInfo) -> None:
         self._info = info
@@ -120,6 +140,10 @@ class View:
             if self._console is shared():
                 unread()
             self._mode, self._console = "off", Console(quiet=True)
+        except OSError:
+            if self._log is None:
+                raise
+            self._mode, self._console = "off", Console(quiet=True)  # a full disk: the records will say so
 
     def stop(self, summary: dict[str, Any] | None = None, where: list[str] | None = None) -> None:
         """Ends the picture and shows the summary (`SUMMARY_FIELDS`) and where to look next; may be called twice."""
@@ -131,6 +155,10 @@ class View:
                 self._console.print(_summary_table(summary))
         for line in (where or []) if self._mode != "off" else []:
             self.say(line)
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.close()
+            self._log, self._console = None, Console(quiet=True)
 
     def _seconds_left(self) -> float:
         """By the mean pace since the first step, which itself (warm-up of the machine) does not count; else nan."""

@@ -89,6 +89,11 @@ class RunWriter:
         files = {name: count for name, count in counts.items() if count is not None}
         return {"incomplete": self.incomplete, "files": files}
 
+    @property
+    def num_steps(self) -> int:
+        """Rows of steps.jsonl so far."""
+        return int(self._lines["steps.jsonl"].count()["rows"])
+
     def step(self, row: dict[str, Any]) -> None:
         """A row of `STEP_FIELDS`."""
         self._append("steps.jsonl", [row])
@@ -203,9 +208,8 @@ class RunWriter:
         for file in self._files():
             if not holds(file.path, file.count()):
                 raise RunFailed(f"{file.path} was altered while the run was going")
-        rows = self._lines["steps.jsonl"].count()["rows"]
-        if rows != self._last_step:
-            raise RunFailed(f"{self.folder / 'steps.jsonl'} has {rows} rows after {self._last_step} steps")
+        if self.num_steps != self._last_step:
+            raise RunFailed(f"{self.folder / 'steps.jsonl'} has {self.num_steps} rows after {self._last_step} steps")
 
     def close(self) -> None:
         """Closes the files without an end of the run; harmless when they are closed already."""

@@ -12,7 +12,6 @@ the cores and on hydra.launcher.n_jobs alone, not on the cells, so adding seeds 
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
@@ -50,8 +49,6 @@ MOST_CELLS = 100_000
 MOST_SHOWN = 200
 """Cells of which a sweep ends with a line an arm; of more reading them takes longer than a few seconds."""
 
-_log = logging.getLogger(__name__)
-
 
 class Sweep(Sweeper):
     """Every combination of the values, as Hydra's basic sweeper, with the lines of `Progress`."""
@@ -88,7 +85,8 @@ class Sweep(Sweeper):
             _prepare_data(cells)
         with Workers(jobs) if jobs > 1 else nullcontext() as workers:
             progress = Progress(cells, jobs)
-            say(progress.opening(cell_cost if workers is None else partial(_cost_side_by_side, workers, jobs)))
+            measure = cell_cost if workers is None else partial(_cost_side_by_side, workers, jobs)
+            say(progress.opening(measure), by_words=True)
             try:
                 with progress:
                     errors = self._run(cells, workers)
@@ -157,7 +155,6 @@ class Sweep(Sweeper):
     def _task(self, cell: Cell) -> Callable[[], Any]:
         """What a worker is to do for this cell."""
         assert self.hydra_context is not None and self.config is not None
-        _log.info("#%d : %s", cell.number, " ".join(cell.words))
         state = Singleton.get_state()
         return partial(_job, cell.number, cell.words, self.hydra_context, self.config, self._task_function, state)
 

@@ -54,6 +54,7 @@ class Cell:
         """What became of its worker, which ended in the middle of it."""
         self._earlier = self._failed_at()
         self.look()
+        self._told = self.done
 
     @property
     def ended(self) -> bool:
@@ -92,10 +93,32 @@ class Cell:
             summary = None if self.folder is None else read_json(self.folder / "summary.json")
         return summary["wall_time_s"] / summary["steps"] if summary and summary["steps"] else None
 
+    def line(self) -> str | None:
+        """How a cell that is done has ended, once; None before, and of one that was done before this sweep."""
+        if not self.done or self._told or self.folder is None:
+            return None
+        self._told = True
+        return f"#{self.number} {'  '.join([self.folder.name, *_figures(self.folder)])}"
+
     def _failed_at(self) -> int | None:
         with suppress(OSError):
             return (self.folder / "FAILED").stat().st_mtime_ns if self.folder else None
         return None
+
+
+def _figures(folder: Path) -> list[str]:
+    """What the summary of a run that is done says in a few words; nothing where it cannot be read."""
+    from gnmr.records.reader import read_json
+
+    told = []
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        summary = read_json(folder / "summary.json") or {}
+        if (ppl := summary["final_val_ppl"]) is not None:
+            told.append(f"ppl {ppl:.2f}")
+        if (spent := summary["spent_gemm_frac"]) is not None:
+            told.append(f"spent {spent:.1%}")
+        told.append(_hms(summary["wall_time_s"]))
+    return told
 
 
 def last_step(folder: Path) -> int:
@@ -117,8 +140,8 @@ def makespan(pieces: Sequence[float], jobs: int) -> float:
 
 
 class Progress:
-    """Says how far the cells are, while it is entered as a context: whenever one ends; between, on a terminal, by a bar
-    below the lines, elsewhere by a line a minute."""
+    """Says how far the cells are, while it is entered as a context: a line for each that is done; the whole, on a
+    terminal, by a bar below the lines, elsewhere behind these lines and once a minute between them."""
 
     def __init__(self, cells: list[Cell], jobs: int) -> None:
         """jobs: cells side by side."""
@@ -246,16 +269,27 @@ class Progress:
             with suppress(BrokenPipeError):
                 self._picture.stop()
         self.look(time.monotonic())
+        self._say_done()
 
     def _watch(self) -> None:
-        said, ended = time.monotonic(), len(self.cells) - len(self._todo())
+        said = time.monotonic()
         while not self._over.wait(_LOOK_S):
             now = time.monotonic()
             self.look(now)
-            before, ended = ended, len(self.cells) - len(self._todo())
-            if ended != before or (self._picture is None and now - said >= _SAY_S):
+            if self._say_done():
                 said = now
-                say(self.line())
+            elif self._picture is None and now - said >= _SAY_S:
+                said = now
+                say(self.line(), by_words=True)
+
+    def _say_done(self) -> bool:
+        """A line for each cell that is done now; whether there was any."""
+        lines = [line for cell in self.cells if (line := cell.line()) is not None]
+        if lines and self._picture is None and self._todo():
+            lines[-1] += f"; {self.line()}"
+        for line in lines:
+            say(line, by_words=True)
+        return bool(lines)
 
     def _todo(self) -> list[Cell]:
         return [cell for cell in self.cells if not cell.ended]

@@ -125,8 +125,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     with world.agreed():
         blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_blocks)
-    if isinstance(blocks, PackedBlocks):
-        say(blocks.packing.summary)
+    told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
     checkpointer = _checkpointer(parts)
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
@@ -135,10 +134,10 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
-        say(f"continuing after step {newest} of {folder}")
+        told.append(f"continuing after step {newest} of {folder}")
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         what = "in several processes" if world.size > 1 else "with compressed gradients"
-        say(f"verdicts: none {what}, a step that spikes is not run again")
+        told.append(f"verdicts: none {what}, a step that spikes is not run again")
     started_before = world.from_first(lambda: stored(folder / "steps.jsonl") is not None)
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
@@ -150,6 +149,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             if world.first:
                 recorder = Recorder(info, config.records, resume_step, counted)
         stack.enter_context(recorder)
+        for line in told:
+            (recorder.say if config.records.live == "log" else say)(line)
         looping = False
         try:
             if newest is None:

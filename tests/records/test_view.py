@@ -168,3 +168,21 @@ def test_numbers() -> None:
     assert [_duration(s) for s in (59.6, 75, 3675, math.nan)] == ["1:00", "1:15", "1:01:15", "-:--"]
     assert [_si(n) for n in (999, 1500, 1_234_567, 7e9)] == ["999", "1.50 k", "1.23 M", "7.00 G"]
     assert [_bytes(n) for n in (10, 1536, 3 << 20, 5 << 30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]
+
+
+def test_lines_of_a_sweeps_cell_go_to_its_folder(args: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = args[-1]
+    drive(View("log", 20, folder=folder), *args)
+    lines = (folder / "log.txt").read_text().splitlines()
+    assert lines[0].startswith("int4-abc-s0: 40 steps of 2,048 tokens") and lines[-1] == "next: gnmr report runs/x"
+    assert lines[1].startswith("step 20/40  loss 3.2500")
+    (folder / "log.txt").unlink()
+    (folder / "log.txt").symlink_to(folder / "elsewhere")
+    drive(View("log", 20, folder=folder), *args)  # a log that cannot be written stops nothing
+    assert not (folder / "elsewhere").exists() and capsys.readouterr().out == ""
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w") as full:
+            view = View("log", 20, folder=folder)
+            view._console, view._log = Console(file=full), full
+            drive(view, *args)
+        assert capsys.readouterr().out == ""
