@@ -90,6 +90,12 @@ BENCHMARKS = {
         "forks: the share of the gap to dense gradients that arms of compressed ones close (an hour)",
         usual=False,
     ),
+    "rise": Bench(
+        "gnmr.bench.rise",
+        ("rise",),
+        "compressed gradients: by how much one matrix's raises the loss of a step, against what could tell it",
+        usual=False,
+    ),
     "hook": Bench(
         "gnmr.bench.hook",
         ("hook",),

@@ -227,7 +227,7 @@ def _of_truth(where: str, found: Truth, costs: Mapping[Item, float]) -> list[Fig
     )
     figures = [
         Figure(
-            f"{where}: Spearman, {name}", _spearman(score, found.rises), "", n=len(price), note=note * (name == "price")
+            f"{where}: Spearman, {name}", spearman(score, found.rises), "", n=len(price), note=note * (name == "price")
         )
         for name, score in found.scores.items()
     ]
@@ -258,7 +258,7 @@ def pins_per_cost(
     return by_score(rates, {}, costs, budget, gemms=gemms).pins
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(spearmanr(a, b)[0]) if np.ptp(a) and np.ptp(b) else 0.0
 
 
@@ -276,7 +276,7 @@ def sampling(setting: Setting) -> list[Figure]:
             all_tokens = [_scores(parts, [batch], STRIDES) for batch in batches]
             for stride in STRIDES:
                 pairs = [(sampled[stride], scores["price"]) for scores, sampled in all_tokens]
-                rank = float(np.mean([_spearman(a, b) for a, b in pairs]))
+                rank = float(np.mean([spearman(a, b) for a, b in pairs]))
                 distance = float(np.mean([np.median(np.abs(np.log(a / b))) for a, b in pairs]))
                 where = f"{base}, {low}: one token in {stride}"
                 figures.append(Figure(f"{where}, Spearman with all tokens'", rank, "", n=len(pairs)))
@@ -294,7 +294,7 @@ def cadence(setting: Setting) -> list[Figure]:
             ends = range(2 * COMING, len(logs_TU) - COMING + 1, COMING)
             coming = {end: logs_TU[end : end + COMING].mean(axis=0) for end in ends}
             for every in CADENCES:
-                ranks = [_spearman(_held(logs_TU[:end], every), coming[end]) for end in ends]
+                ranks = [spearman(_held(logs_TU[:end], every), coming[end]) for end in ends]
                 where = f"{base}, {low}: one step in {every}, Spearman with the steps to come"
                 figures.append(Figure(where, float(np.mean(ranks)), "", n=len(ranks)))
     return figures
@@ -335,7 +335,7 @@ def atlas(setting: Setting) -> list[Figure]:
             mean, spread = values.mean(axis=1), values.std(axis=1, ddof=1).mean() if len(orders) > 1 else float("nan")
             note = f"gains add up to {mean.sum():.4f} nats; standard deviation over orders {spread:.4f}"
             for name in ("price", "gradient norm", "gap", "MSE"):
-                rank = _spearman(found.scores[name], mean)
+                rank = spearman(found.scores[name], mean)
                 figures.append(
                     Figure(
                         f"{base}, {low}, {gemm}: Spearman, {name}",

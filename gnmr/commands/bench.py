@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gnmr.bench.figures import Figure
 
 _TEXT = """\
-benchmarks (default: all but price, spend, fair, parallel, compressed and hook, one after the other):
+benchmarks (default: all but price, spend, fair, parallel, compressed, rise and hook, one after the other):
 {names}
 
 Overrides of the config are those of gnmr train; default: its default run (scale=cpu).
