@@ -88,12 +88,19 @@ class AttachedController(Controller):
     def _begin(self) -> None:
         """A step of the paths: measured only if somebody reads it, and in 16 bits in a warm-up there."""
         self._measured = False
+        self._scale_histories()
         self.plan.begin_step(self.t + 1)
         self._evidence.begin_step(self.t + 1, read=self.reads_next())
+
+    def _scale_histories(self) -> None:
+        """Delayed scales of gradients know how many times as large they come here."""
+        if self.ranks is not None and self.plan.shared.amax is not None:
+            self.plan.shared.amax.come(1 / self.ranks.share)
 
     def _end(self) -> None:
         """The step's passes are over for the paths."""
         if not self._measured:
+            self._scale_histories()  # the processes may have joined since the step began
             amax = self.plan.shared.amax
             if self.ranks is not None and amax is not None and amax.history is not None:
                 self.ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step

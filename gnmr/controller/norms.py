@@ -107,6 +107,10 @@ class UnitNorms:
         norms, observed = self._of_groups()
         return self._distinct.of_each(norms), self._distinct.of_each(observed)
 
+    def observed(self) -> Tensor:
+        """(U,) bool: which units have a gradient in this process now."""
+        return self._distinct.of_each(self._observed([p.grad for p in self._parameters]))
+
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """What this rank adds to (square (U,), observed (U,), plain ()), float64: squared norms of the units, whether
         they had a gradient, and the square of the gradients that it has whole, which the first rank alone counts."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.world import World
+from gnmr.errors import UserError
 
 KINDS = ("none", "ddp", "fsdp", "hsdp")
 
@@ -35,6 +36,8 @@ class Wrapped:
         self.workers = 1
         """Over how many workers gradients are a mean."""
         self.compressed: GreedyLore | PowerSgd | None = None
+        self.fills = False
+        """Whether what no process used has a gradient of zeros, and not none."""
 
     @property
     def repeatable(self) -> bool:
@@ -111,14 +114,21 @@ class _DDP(Wrapped):
 class _FSDP(Wrapped):
     """`arrived`: its first forward pass began; all-gathers of every layer keep the ranks together from there on."""
 
-    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], mesh: Any) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], mesh: Any, partly: bool) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         super().__init__(model)
-        self.workers = mesh.size()
+        self.workers, self.fills = mesh.size(), partly
+        if partly:  # else ranks would reduce other parameters, and wait for each other
+            if not hasattr(model, "set_reduce_scatter_unused_params"):
+                raise UserError(
+                    f"model.name=moe: FSDP2 of PyTorch {torch.__version__} cannot leave out experts on some processes "
+                    "alone; use parallel=ddp, or PyTorch 2.13"
+                )
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         self.call = self._timed
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,10 +147,12 @@ def wrap(
     world: World,
     device: torch.device,
     compressed: GreedyLore | PowerSgd | None = None,
+    partly: bool = False,
 ) -> Wrapped:
     """The model as `world` runs it, by a word of `KINDS`; parameters may be others afterwards (FSDP2).
 
-    `compressed`: in one process with virtual workers, else of DDP's.
+    `compressed`: in one process with virtual workers, else of DDP's. `partly`: whether a pass may leave out parts of
+    the model, in some processes others than in the next. UserError where this PyTorch's FSDP2 cannot have that.
     """
     if world.size == 1 or kind == "none":
         return Wrapped(model) if compressed is None else _Virtual(model, compressed)
@@ -149,10 +161,11 @@ def wrap(
     from torch.distributed.device_mesh import init_device_mesh
 
     if kind == "fsdp":
-        return _FSDP(model, blocks, init_device_mesh(device.type, (world.size,)))
+        return _FSDP(model, blocks, init_device_mesh(device.type, (world.size,)), partly)
     shards = shards_of(world.size)
     names = ("replicate", "shard")
-    return _FSDP(model, blocks, init_device_mesh(device.type, (world.size // shards, shards), mesh_dim_names=names))
+    mesh = init_device_mesh(device.type, (world.size // shards, shards), mesh_dim_names=names)
+    return _FSDP(model, blocks, mesh, partly)
 
 
 def shards_of(size: int) -> int:

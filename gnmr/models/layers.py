@@ -194,6 +194,14 @@ class Decoder(nn.Module):
         """Values of the last forward pass to record: scalars on the device by name, the same names each time."""
         return {}
 
+    def experts(self) -> list[nn.Module]:
+        """Modules that a forward pass may give no token, and so no gradient."""
+        return []
+
+    def reached(self) -> Tensor:
+        """(E,) bool: which of the `experts` the last forward pass gave a token."""
+        raise NotImplementedError
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """tokens_BT (int64) -> logits_BTV in the weights' dtype. ValueError where T exceeds `max_seq_len`."""
         if tokens_BT.shape[1] > self.max_seq_len:

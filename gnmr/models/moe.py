@@ -180,6 +180,13 @@ class MoE(GPT):
             }
         return found
 
+    def experts(self) -> list[nn.Module]:
+        return [expert for block in self.layers for expert in cast(MoEMLP, block.mlp).experts]
+
+    @torch.no_grad()
+    def reached(self) -> Tensor:
+        return torch.cat([routing.share_E for routing in self.routings]) > 0
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the graph of the last step."""
         return {**self.__dict__, "routings": []}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gnmr.vocabulary import OPERANDS
 
+_GRADIENT = OPERANDS.index("grad_output")
+
 
 @dataclass(eq=False)
 class CastStats:
@@ -35,6 +37,9 @@ class AmaxHistory:
     - `counts` (operators, operands, 2) int64: saturated and non-finite elements of this step so far;
     - `history` (operators, 3, 1 + h) float32: the largest magnitudes of input, weight and grad_output in this step and
       in the h steps before, from which delayed scales are taken. None where no recipe has any.
+    - `times`: of several processes each starts backward from a larger loss than its part of the step's, so that their
+      gradients' mean is the step's: how many times as large grad_output comes here as in one process. The history has
+      it as in one process, so it is right under any number of them.
 
     An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass is counted. One
     that has no backward pass (frozen, as all before it) writes at the end of its forward pass.
@@ -43,7 +48,14 @@ class AmaxHistory:
     def __init__(self, operators: int, history: int, device: torch.device) -> None:
         self.counts = torch.zeros(operators, len(OPERANDS), 2, dtype=torch.int64, device=device)
         self.history = torch.zeros(operators, 3, 1 + history, device=device) if history else None
+        self.times = 1.0
         self._written = False
+
+    def come(self, times: float) -> None:
+        """From this step on grad_output is `times` as large as in one process; what the step saw was so already."""
+        if self.history is not None and times != self.times:
+            self.history[:, _GRADIENT, 0] *= self.times / times
+        self.times = times
 
     def end_step(self) -> None:
         """Advances the history and resets the counts, if anything was written since the last time."""
@@ -68,6 +80,8 @@ class AmaxHistory:
         """
         assert self.history is not None
         before = self.history[operator, operand, 1 : 1 + steps].amax()
+        if operand == _GRADIENT:
+            before = before * self.times
         return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
 
     def add(self, counts: Tensor) -> None:
@@ -91,4 +105,6 @@ class AmaxHistory:
             for operand, now in largest.items():
                 # One bad step must not spoil the history.
                 finite = now.amax().nan_to_num(nan=0.0, posinf=0.0)
+                if operand == _GRADIENT:
+                    finite = finite / self.times
                 self.history[operator, operand, 0] = torch.maximum(self.history[operator, operand, 0], finite)

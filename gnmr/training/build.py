@@ -145,8 +145,11 @@ def build_parts(
     """`assemble` without its checks, of data that is open; `keep`: the base's state stays in memory for the next."""
     with world.agreed():
         device, model, plan, controller, stress, faults, compressed = _routed(config, corpus, say, base, world)
-    wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed)
+    partly = isinstance(model, models.Decoder) and bool(model.experts())
+    wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
     controller.follow()  # FSDP2 has exchanged the parameters
+    if plan.shared.amax is not None:
+        plan.shared.amax.come(wrapped.workers)  # virtual workers too
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)

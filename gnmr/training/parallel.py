@@ -57,11 +57,6 @@ def _refuse_parts(config: Config, size: int) -> None:
     }
     if config.paths.backend == "te":
         raise UserError(f"paths.backend=te: is for one process so far, here are {size}")
-    if model.name == "moe" and kind != "ddp":
-        raise UserError(
-            f"model.name=moe: of an expert without tokens parallel={kind} makes a gradient of zeros, which AdamW takes "
-            "for one; use parallel=ddp"
-        )
     for key, (value, wrong) in whole.items():
         if wrong and kind != "ddp":
             raise UserError(f"{key}={value}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")

@@ -45,6 +45,7 @@ from gnmr.names import select
 from gnmr.paths import Plan
 from gnmr.paths.units import module_of
 from gnmr.training.draws import Draws
+from gnmr.training.experts import Experts
 from gnmr.training.optim import clip_gradients, skip_where
 from gnmr.training.transforms.base import StepContext, Transform
 
@@ -190,6 +191,7 @@ class TrainStep:
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
         self.levels, self.world, self._stop, self._draws = levels, world, stop, draws
         self._wrapped = Wrapped(model) if wrapped is None else wrapped
+        self._experts = Experts(model) if self._wrapped.fills and isinstance(model, Decoder) else None
         self._since: float | None = None
         self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -269,6 +271,9 @@ class TrainStep:
             sums = self._summed({"loss": loss} | _named("statistic", statistics) | _named("saturation", saturation))
             loss = sums["loss"].float()
             norms, present = sums["squares"].sqrt(), sums["present"] > 0
+            if self._experts is not None:
+                self._experts.drop(sums["reached"])
+                present = self._norms.observed()
             statistics = {name: sums[f"statistic/{name}"] for name in statistics}
             saturation = {name: sums[f"saturation/{name}"].long() for name in saturation}
         else:
@@ -318,6 +323,8 @@ class TrainStep:
         times[world.rank] = max(self._wrapped.arrived - since, 0.0)
         flags = [float(number in self._stop) for number in _SIGNALS]
         parts = parts | {"squares": squares, "present": present} | self.controller.parts(plain)
+        if self._experts is not None:
+            parts["reached"] = self._experts.take()
         parts["times"], parts["stop"] = (
             to_device(torch.tensor(numbers, dtype=torch.float64), device) for numbers in (times, flags)
         )
@@ -423,6 +430,8 @@ class TrainStep:
             with self._drawing(self.world.rank + i * self.world.size):
                 with self._wrapped.accumulating(last):
                     loss = loss_of(self.model, block, self._wrapped.call)
+                if self._experts is not None:
+                    self._experts.add()
                 if self.measure_saved:
                     saved = max(saved or 0, plan.saved_bytes())
                     predicted = max(predicted or 0, plan.predicted_bytes())

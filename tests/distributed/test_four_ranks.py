@@ -14,6 +14,7 @@ import torch
 from gnmr.config import Config
 from gnmr.distributed import digests
 from gnmr.distributed.world import ALONE
+from gnmr.records.reader import read_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from everything import differences, everything
@@ -53,3 +54,22 @@ def test_replicas_of_a_shard_that_went_apart_are_named(four: Four, tiny: Callabl
     """Rank 1 has the second half of each weight, as rank 3 does: the first that differs from an earlier one is 3."""
     for told in four("nudged", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS), parallel="hsdp"):
         assert told.startswith("RunFailed: ranks disagree after step 4: ") and "of rank 3 is not that of rank 1" in told
+
+
+def test_experts_without_tokens_under_replicas_of_shards(
+    four: Four, tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
+) -> None:
+    words = ["model.name=moe", "model.experts.number=40", "training.seq_len=8", "training.steps=4", *WORDS]
+    told = four("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="hsdp")
+    assert isinstance(told[0], list), told
+    one, found = everything(train(tmp_path / "one", *words)), left(tmp_path / "run")
+    observed = [
+        {(row["step"], row["unit"]) for row in run["ratios"] if row["norm"] is not None} for run in (one, found)
+    ]
+    units = read_json(tmp_path / "one" / "header.json")["units"]
+    assert observed[0] == observed[1] and len(observed[0]) < 0.9 * 4 * len(units)
+    stepped = [
+        {name: state["step"] for name, state in run["state"]["optimizer"]["state"].items()} for run in (one, found)
+    ]
+    assert stepped[0] == stepped[1] and 0 < min(filter(None, stepped[0].values())) < 4, "some were left out"
+    assert [row["loss"] for row in found["steps"]] == pytest.approx([row["loss"] for row in one["steps"]], rel=1e-3)

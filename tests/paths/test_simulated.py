@@ -748,6 +748,23 @@ def test_what_a_delayed_scale_remembers() -> None:
     assert history() == [0, 0, 2, 3]
 
 
+def test_gradients_are_remembered_as_large_as_one_process_has_them() -> None:
+    """One of four processes, whose gradients are four times as large; it learns of the others in its first step."""
+    alone, x, dy = single()
+    net = copy.deepcopy(alone)
+    one, four = (convert(each, PathSpec.of("fp8_delayed", None, targets=["0"])) for each in (alone, net))
+    for step, factor in enumerate((3, 2, 1)):
+        y, dx, dw, db = by_us(factor * x, alone[0], factor * dy)
+        theirs = by_us(factor * x, net[0], 4 * factor * dy)
+        assert same(theirs, [y, 4 * dx, 4 * dw, 4 * db])
+        if step == 0:
+            assert four.shared.amax is not None
+            four.shared.amax.come(4)
+        assert torch.equal(one.state_dict()["largest"], four.state_dict()["largest"])
+        one.end_step(), four.end_step()
+    assert one.state_dict()["largest"][0, 2, 1] == dy.abs().max()
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) -> None:
     """Frozen, and all before them: the projections of a first layer under LoRA. Recomputation counts nothing twice."""
