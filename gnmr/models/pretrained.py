@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -254,31 +254,41 @@ def fingerprint(checkpoint: str) -> str:
     return seen.hexdigest()
 
 
-def save(model: nn.Module, folder: Path, tokenizer: Path | str | None = None) -> None:
+def save(
+    model: nn.Module,
+    folder: Path,
+    tokenizer: Path | str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes `model` in Hugging Face's layout to `folder`, beside first and then renamed.
 
     A model of ours (`Llama`) is written as `LlamaForCausalLM`; one with adapters as peft has them (adapter_config.json,
     adapter_model.safetensors) without its base. `tokenizer`: our tokenizer.json, or the checkpoint it came from.
+    `weights`: in the place of the model's own, of which this process may have parts; of adapters theirs.
     """
     beside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
     with quiet():
-        theirs = as_hugging_face(model) if isinstance(model, Llama) else model
-        theirs.save_pretrained(beside)  # type: ignore[operator]
+        if isinstance(model, Llama):
+            as_hugging_face(model, weights).save_pretrained(beside)
+        else:
+            model.save_pretrained(beside, state_dict=None if weights is None else dict(weights))  # type: ignore[operator]
         if tokenizer is not None:
             _tokenizer(tokenizer).save_pretrained(beside)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
 
 
-def as_hugging_face(model: Llama) -> Any:
-    """`LlamaForCausalLM` on the very weights of `model` (sdpa attention); equal logits up to the order of sums."""
+def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """`LlamaForCausalLM` on the very weights of `model`, or on these (sdpa attention); equal logits up to the order of
+    sums."""
     need("transformers", "Hugging Face's layout")
     with quiet():
         from transformers import LlamaConfig, LlamaForCausalLM
 
         own = model.config
-        weight = model.embed_tokens.weight
+        own_weights = dict(model.named_parameters()) if weights is None else weights
+        weight = own_weights["embed_tokens.weight"]
         shape = LlamaConfig(
             vocab_size=weight.shape[0],
             hidden_size=own.hidden_size,
@@ -295,10 +305,10 @@ def as_hugging_face(model: Llama) -> Any:
         )
         with torch.random.fork_rng(devices=[]):  # its initialisation draws
             theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
-        weights = {f"{'' if name.startswith('lm_head') else 'model.'}{name}": p for name, p in model.named_parameters()}
+        renamed = {f"{'' if name.startswith('lm_head') else 'model.'}{name}": p for name, p in own_weights.items()}
         theirs.to(device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
-            theirs.load_state_dict(weights, strict=not own.tied_head)  # a tied head is no weight of its own here
+            theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is no weight of its own here
     return theirs.train(model.training)
 
 

@@ -23,7 +23,7 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gnmr.attachment import AttachedController
 from gnmr.disk import no_link, sha256, sync_folder
-from gnmr.distributed.shards import local
+from gnmr.distributed.shards import is_sharded, local
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError, writing
 from gnmr.paths import Plan
@@ -319,6 +319,16 @@ def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
             plan.load_state_dict(state["plan"])
         set_model_state_dict(model, state["model"], options=options)
     return found.step
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor] | None:
+    """The trained weights of a model of which each process has parts, whole and on the CPU, in rank 0; none in others,
+    which all call it. None where processes have whole weights."""
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        return None
+    options = replace(_trained(model), full_state_dict=True, cpu_offload=True)
+    found = get_model_state_dict(model, options=options)
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def _trained(model: nn.Module) -> StateDictOptions:

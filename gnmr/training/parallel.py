@@ -47,13 +47,11 @@ def _refuse_batches(config: Config, size: int) -> None:
 
 
 def _refuse_parts(config: Config, size: int) -> None:
-    training, kind, model = config.training, config.parallel, config.model
+    kind, model = config.parallel, config.model
     whole: dict[str, tuple[object, bool]] = {
         "optim.name": (config.optim.name, config.optim.name != "adamw"),
         "optim.transform.name": (config.optim.transform.name, config.optim.transform.name is not None),
-        "model.name": (model.name, model.checkpoint is not None),
         "model.outlier_channels.window": (model.outlier_channels.window, bool(model.outlier_channels.window)),
-        "training.export_hf": (training.export_hf, training.export_hf),
     }
     if config.paths.backend == "te":
         raise UserError(f"paths.backend=te: is for one process so far, here are {size}")

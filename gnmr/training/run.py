@@ -31,7 +31,7 @@ from gnmr.records.reader import stored
 from gnmr.records.recorder import Recorder, Silent
 from gnmr.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
-from gnmr.training.checkpoint import Checkpointer, Stateful
+from gnmr.training.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.training.compression import state_of
 from gnmr.training.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.training.loop import Loop, Scorer
@@ -90,7 +90,7 @@ def run(
                 if (newest := checkpointer.newest()) != config.total_steps:
                     raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
                 checkpointer.load(newest)
-                world.from_first(lambda: export(parts))
+                export(parts)
                 say(f"exported {folder / 'hf'}")
             say_done(config, folder, say)
             return folder
@@ -170,7 +170,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
                 status, reason = loop(stop)
             looping = False
             if status == "done":
-                world.from_first(lambda: export(parts))
+                export(parts)
                 if config.scores.tasks:
                     loop.score()
             recorder.finish(status, reason, peak_memory_bytes(parts.device))
@@ -209,12 +209,20 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
 
 
 def export(parts: Parts) -> None:
-    """Writes adapter/ (peft's layout), and hf/ (Hugging Face's) where training.export_hf asks for it."""
-    config, model = parts.config, parts.model
-    if config.model.adapter.rank:
-        pretrained.save(model, parts.folder / "adapter")
-    if config.training.export_hf:
-        pretrained.save(model, parts.folder / "hf", config.model.checkpoint or parts.corpus.tokenizer_path)
+    """Writes adapter/ (peft's layout), or hf/ (Hugging Face's) where training.export_hf asks for it: rank 0 does, of
+    what all processes have."""
+    config, model, folder = parts.config, parts.model, parts.folder
+    if not (config.model.adapter.rank or config.training.export_hf):
+        return
+    weights = gathered(model)
+
+    def write() -> None:
+        if config.model.adapter.rank:
+            pretrained.save(model, folder / "adapter", weights=weights)
+        else:
+            pretrained.save(model, folder / "hf", config.model.checkpoint or parts.corpus.tokenizer_path, weights)
+
+    parts.world.from_first(write)
 
 
 def reset_peak_memory(device: torch.device) -> None:
