@@ -17,6 +17,7 @@ from gnmr.blame import Verdict
 from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.observed import watched
 from gnmr.paths import Plan
+from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
 from gnmr.paths.units import module_of
 from gnmr.recording import Recording
@@ -42,6 +43,7 @@ class AttachedController(Controller):
     _recording: Recording | None = None
     _recorded_elsewhere = False
     """By another process."""
+    _checked_batches = False
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
 
@@ -118,8 +120,21 @@ class AttachedController(Controller):
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
         """As `Controller.parts`, with what the paths measured."""
         self.follow()
+        self._check_batches()
         found = super().parts(plain)
         return found if self.ranks is None else found | self._evidence.parts(self.ranks, self._device)
+
+    def _check_batches(self) -> None:
+        """ValueError where ranks have the same batch, and what each measures of its own would be summed as of many."""
+        if self._checked_batches:
+            return
+        measures = bool(self._evidence.meters) or isinstance(self.norms, OutputGradients)
+        if measures and self.together() and (name := tensor_parallel(self._model)) is not None:
+            raise ValueError(
+                f"{name} is sharded by tensor parallelism, whose processes have the same batch: what each measures of "
+                "it would be summed as of several; use observe='parameters' and a signal of gradient norms"
+            )
+        self._checked_batches = True
 
     def measure(
         self,

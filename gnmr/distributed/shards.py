@@ -42,9 +42,14 @@ def place(x: Tensor) -> tuple[int, ...]:
 
 
 def counts(x: Tensor) -> bool:
-    """Whether this rank's part is one that the sum over ranks is to hold: each part once."""
+    """Whether this rank's part is one that the sum over ranks is to hold: each part once. RunFailed for one that lies
+    on some of them alone: others may have the same."""
     if not is_sharded(x):
         return world.rank() == 0
+    if (size := x.device_mesh.size()) != world.size():  # type: ignore[attr-defined]
+        raise RunFailed(
+            f"a parameter is sharded over {size} of {world.size()} processes: shard all over one mesh of all of them"
+        )
     at = x.device_mesh.get_coordinate()  # type: ignore[attr-defined]
     placements = x.placements  # type: ignore[attr-defined]
     return at is not None and all(place == 0 for place, how in zip(at, placements, strict=True) if how.is_replicate())

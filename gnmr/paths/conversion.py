@@ -303,6 +303,14 @@ def _check_linear(name: str, module: nn.Linear, model: nn.Module) -> None:
         )
 
 
+def tensor_parallel(model: nn.Module) -> str | None:
+    """The first parameter that is sharded by anything but FSDP2, which makes plain tensors of them."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) and not _gathered(model, name.rpartition(".")[0]):
+            return name
+    return None
+
+
 def _gathered(model: nn.Module, name: str) -> bool:
     """Whether FSDP2 makes plain tensors of the parameters there before they are read."""
     from torch.distributed.fsdp import FSDPModule  # there is a DTensor, so there is torch.distributed

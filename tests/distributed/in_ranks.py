@@ -41,17 +41,17 @@ def serve(rank: int, size: int, store: str, pipe: Any) -> None:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(16, 33), nn.Linear(33, 16)
+        self.up_proj, self.down_proj = nn.Linear(16, width), nn.Linear(width, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down_proj(torch.relu(self.up_proj(x)))
 
 
-def net(dtype: str = "float32") -> nn.Sequential:
+def net(dtype: str = "float32", width: int = 33) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).to(getattr(torch, dtype))
+    return nn.Sequential(Block(width), Block(width)).to(getattr(torch, dtype))
 
 
 def shard(model: nn.Module, shape: tuple[int, ...] = (2,)) -> nn.Module:
@@ -276,3 +276,43 @@ def gpu_checks(plan: Any) -> Any:
     found = played(Plan(**plan), World(world.rank(), world.size()))
     torch.set_num_threads(1)
     return found
+
+
+def tensor_parallel(order: str, low: str = "int4", **options: Any) -> Any:
+    """Two blocks of which tensor parallelism shards the linears, `first` or `after` two paths: a step, or what is said.
+
+    `order`: first, after, or beside, where the first block alone is sharded and the second alone has paths; alone: none
+    is sharded, and the second has paths.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = net(width=32)
+
+    def parallelize() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        blocks = "0" if order == "beside" else "01"
+        names = {
+            f"{i}.{name}": how()
+            for i in blocks
+            for name, how in (("up_proj", ColwiseParallel), ("down_proj", RowwiseParallel))
+        }
+        parallelize_module(model, mesh, names)
+
+    if order in ("first", "beside"):
+        parallelize()
+    targets = ["1.*_proj"] if order in ("beside", "alone") else ["*_proj"]
+    controller = gnmr.attach(model, low=low, targets=targets, max_o=1, **options)
+    if order == "after":
+        parallelize()
+    torch.manual_seed(1)
+    model(torch.randn(4, 16)).square().mean().backward()
+    return controller.step().norm.tolist()
+
+
+def on_a_part() -> None:
+    """FSDP2 over one process each."""
+    model = net()
+    controller = gnmr.attach(model, targets=["*_proj"], max_o=1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))["shard"])
+    model(torch.ones(2, 16)).sum().backward()
+    controller.step()
