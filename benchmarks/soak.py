@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import random
 import shlex
@@ -156,6 +157,9 @@ def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     undisturbed = Run(folder / "undisturbed" / "run", given)
     try:
         for number, kill in enumerate(kills, 1):
+            if time.monotonic() - began > 60 * given.minutes:
+                kills = kills[: number - 1]
+                break
             run.until(kill)
             run.hit(kill)
             print(f"{number} of {len(kills)}: {kill}", flush=True)
@@ -174,6 +178,7 @@ def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "processes": given.processes,
         "parallel": given.parallel,
         "seed": given.seed,
+        "kills_planned": given.kills,
         "trained_parameters": header["trained_parameters"],
         "kills": [asdict(kill) for kill in kills],
         "starts_by_hand": run.starts,
@@ -193,6 +198,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after so many no more kills are begun")
     given = parser.parse_args()
     out = given.out.resolve()
     command = told_command(shlex.join(["python", "benchmarks/soak.py", *sys.argv[1:]]))
