@@ -87,7 +87,8 @@ def test_experts_without_tokens_under_replicas_of_shards(
 def test_four_ranks_send_what_four_virtual_workers_send(
     four: Four, tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """Compressed gradients: in float64 the order of sums shows in the last digits alone. Two have one micro-batch more."""
+    """Compressed gradients: in float64 the order of sums shows in the last digits alone. Two have one micro-batch more
+    than the others."""
     words = ["paths.low=bf16", "paths.recovery=null", "compression.name=greedylore", "compression.workers=4"]
     words += ["compression.rank=3", "compression.refresh_every=4", "compression.dense_steps=1"]
     words += ["controller.signal=gap", "controller.routing=ranked", "training.accumulation=6", "training.batch_size=1"]
