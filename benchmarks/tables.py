@@ -162,9 +162,10 @@ def _cadence(records: list[dict[str, Any]]) -> list[str]:
     """Lines: the price that the signal holds, by how often it measures."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for figure in (figure for record in records for figure in record["figures"]):
-        base, low, how = figure["name"].split(", ")[:3]
-        found.setdefault((base, low), {})[int(how.rpartition(" ")[2])] = figure
-    every = sorted({one for figures in found.values() for one in figures})
+        base, how = figure["name"].split(", ")[:2]
+        low, every = how.split(": one step in ")
+        found.setdefault((base, low), {})[int(every)] = figure
+    cadences = sorted({one for figures in found.values() for one in figures})
     return [
         "",
         "## One step in so many",
@@ -173,9 +174,9 @@ def _cadence(records: list[dict[str, Any]]) -> list[str]:
         "operators, of the price that it then holds with the mean price of each of the next 20 steps; a mean over",
         "stretches of 20 steps.",
         "",
-        *_head(["base", "low path", *(f"k = {one}" for one in every), "stretches"]),
+        *_head(["base", "low path", *(f"k = {one}" for one in cadences), "stretches"]),
         *(
-            _row([*key, *(f"{figures[one]['value']:.2f}" for one in every), str(figures[every[0]]["n"])])
+            _row([*key, *(f"{figures[one]['value']:.2f}" for one in cadences), str(figures[cadences[0]]["n"])])
             for key, figures in found.items()
         ),
     ]
@@ -705,13 +706,16 @@ def parallel() -> str:
         "Shares of a step without control, medians; the ratio is of whole steps, with its 95 % interval, and holds",
         "clipping and the count of saved bytes too.",
         "",
-        *_head(["processes", "control", "its sum", "the sum and waiting", "step over step without"]),
+        *_head(
+            ["processes", "a step without, ms", "control", "its sum", "the sum and waiting", "step over step without"]
+        ),
     ]
     for of in ("1 process", "2 processes", "4 processes"):
         names = (f"control, {of}", f"its sum over ranks, {of}", f"the same with waiting, {of}")
         shares = [f"{figures[name]['value']:.2%}" if name in figures else "-" for name in names]
         ratio = figures[f"step with control over step without, {of}"]
-        text.append(_row([of[0], *shares, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"]))
+        step = f"{1000 * figures[f'step without, {of}']['value']:.0f}"
+        text.append(_row([of[0], step, *shares, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"]))
     text += ["", "The sum of a controller alone, of units with one number each, ms:", ""]
     text += _head(["units", "bytes", "2 processes", "4 processes"])
     for units in ("28", "1,000", "10,000"):
