@@ -33,6 +33,7 @@ SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("pric
 CADENCE = ("price-cadence.json", "price-cadence-shipped.json")
 SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
+COMPRESSED = ("compressed.json", "compressed-hook.json")
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 DIVERGENCE = ("divergence-search.json", "divergence-language.json", "divergence-survival.json")
 RIVALS = {"GNMR, 4 of 8 operators": "random, 4 of 8 operators", "GNMR, fprop of 6": "random, fprop of 6"}
@@ -287,7 +288,7 @@ def _tested(
 
 def compressed() -> str:
     """docs/results/compressed.md"""
-    records = _records(("compressed.json",))
+    records = _records(COMPRESSED)
     text = [
         "# Compressed gradients: gap closed",
         "",
@@ -298,8 +299,41 @@ def compressed() -> str:
         "`more rows` and PowerSGD the largest rank that sends no more; gnmr/bench/compressed.py has the arms.",
         "",
         _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent").markdown(),
+        *_hook(_read("compressed-hook.json")),
     ]
     return "\n".join([*text, *_origin(records)])
+
+
+def _hook(record: dict[str, Any]) -> list[str]:
+    """What compressing costs a step."""
+    figures = {figure["name"]: figure for figure in record["figures"]}
+
+    def ratio(where: str, arm: str, told: str) -> str:
+        one = figures.get(f"{where}: {arm}, {told} over dense")
+        if one is None:
+            return "-"
+        between = "" if one["low"] is None else f" ({one['low']:.2f} to {one['high']:.2f})"
+        return f"{one['value']:.2f}x{between}"
+
+    machine, steps = record["machine"], figures["two processes: GreedyLore, CPU time over dense"]["note"].split()[-2]
+    load = f"{machine['cores']} cores with a load of {machine['load_average'][0]:.0f}"
+    text = [
+        "## What compressing costs a step",
+        "",
+        "`gnmr bench hook`: steps over dense ones that take turns with them (0.9 M LLaMA, four rows of each matrix),",
+        "two workers, medians with their 95 % intervals. Processes are gloo's, on one machine: the wall clock has",
+        f"waiting in it, on {load} beside it, CPU time has not. No network is spared",
+        "anything here, so what compressing wins is not in it.",
+        "",
+        *_head(["arm", "sends", "two processes", "their CPU time", "virtual workers", "their CPU time"]),
+    ]
+    for arm in ("low", "recovery", "refresh", "PowerSGD", "GreedyLore"):
+        sends = figures.get(f"two processes: {arm}, step over dense", {"note": "sends -"})["note"].split()[1]
+        cells = [
+            ratio(where, arm, told) for where in ("two processes", "virtual workers") for told in ("step", "CPU time")
+        ]
+        text.append(_row([f"all, a basis every {steps} steps" if arm == "GreedyLore" else arm, sends, *cells]))
+    return [*text, ""]
 
 
 def fair() -> str:
