@@ -33,6 +33,7 @@ SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("pric
 CADENCE = ("price-cadence.json", "price-cadence-shipped.json")
 SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
+COMPRESSED = ("compressed.json", "compressed-hook.json")
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 DIVERGENCE = ("divergence-search.json", "divergence-language.json", "divergence-survival.json")
 RIVALS = {"GNMR, 4 of 8 operators": "random, 4 of 8 operators", "GNMR, fprop of 6": "random, fprop of 6"}
@@ -162,9 +163,10 @@ def _cadence(records: list[dict[str, Any]]) -> list[str]:
     """Lines: the price that the signal holds, by how often it measures."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for figure in (figure for record in records for figure in record["figures"]):
-        base, low, how = figure["name"].split(", ")[:3]
-        found.setdefault((base, low), {})[int(how.rpartition(" ")[2])] = figure
-    every = sorted({one for figures in found.values() for one in figures})
+        base, how = figure["name"].split(", ")[:2]
+        low, every = how.split(": one step in ")
+        found.setdefault((base, low), {})[int(every)] = figure
+    cadences = sorted({one for figures in found.values() for one in figures})
     return [
         "",
         "## One step in so many",
@@ -173,9 +175,9 @@ def _cadence(records: list[dict[str, Any]]) -> list[str]:
         "operators, of the price that it then holds with the mean price of each of the next 20 steps; a mean over",
         "stretches of 20 steps.",
         "",
-        *_head(["base", "low path", *(f"k = {one}" for one in every), "stretches"]),
+        *_head(["base", "low path", *(f"k = {one}" for one in cadences), "stretches"]),
         *(
-            _row([*key, *(f"{figures[one]['value']:.2f}" for one in every), str(figures[every[0]]["n"])])
+            _row([*key, *(f"{figures[one]['value']:.2f}" for one in cadences), str(figures[cadences[0]]["n"])])
             for key, figures in found.items()
         ),
     ]
@@ -286,7 +288,7 @@ def _tested(
 
 def compressed() -> str:
     """docs/results/compressed.md"""
-    records = _records(("compressed.json",))
+    records = _records(COMPRESSED)
     text = [
         "# Compressed gradients: gap closed",
         "",
@@ -297,8 +299,41 @@ def compressed() -> str:
         "`more rows` and PowerSGD the largest rank that sends no more; gnmr/bench/compressed.py has the arms.",
         "",
         _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent").markdown(),
+        *_hook(_read("compressed-hook.json")),
     ]
     return "\n".join([*text, *_origin(records)])
+
+
+def _hook(record: dict[str, Any]) -> list[str]:
+    """What compressing costs a step."""
+    figures = {figure["name"]: figure for figure in record["figures"]}
+
+    def ratio(where: str, arm: str, told: str) -> str:
+        one = figures.get(f"{where}: {arm}, {told} over dense")
+        if one is None:
+            return "-"
+        between = "" if one["low"] is None else f" ({one['low']:.2f} to {one['high']:.2f})"
+        return f"{one['value']:.2f}x{between}"
+
+    machine, steps = record["machine"], figures["two processes: GreedyLore, CPU time over dense"]["note"].split()[-2]
+    load = f"{machine['cores']} cores with a load of {machine['load_average'][0]:.0f}"
+    text = [
+        "## What compressing costs a step",
+        "",
+        "`gnmr bench hook`: steps over dense ones that take turns with them (0.9 M LLaMA, four rows of each matrix),",
+        "two workers, medians with their 95 % intervals. Processes are gloo's, on one machine: the wall clock has",
+        f"waiting in it, on {load} beside it, CPU time has not. No network is spared",
+        "anything here, so what compressing wins is not in it.",
+        "",
+        *_head(["arm", "sends", "two processes", "their CPU time", "virtual workers", "their CPU time"]),
+    ]
+    for arm in ("low", "recovery", "refresh", "PowerSGD", "GreedyLore"):
+        sends = figures.get(f"two processes: {arm}, step over dense", {"note": "sends -"})["note"].split()[1]
+        cells = [
+            ratio(where, arm, told) for where in ("two processes", "virtual workers") for told in ("step", "CPU time")
+        ]
+        text.append(_row([f"all, a basis every {steps} steps" if arm == "GreedyLore" else arm, sends, *cells]))
+    return [*text, ""]
 
 
 def fair() -> str:
@@ -705,13 +740,16 @@ def parallel() -> str:
         "Shares of a step without control, medians; the ratio is of whole steps, with its 95 % interval, and holds",
         "clipping and the count of saved bytes too.",
         "",
-        *_head(["processes", "control", "its sum", "the sum and waiting", "step over step without"]),
+        *_head(
+            ["processes", "a step without, ms", "control", "its sum", "the sum and waiting", "step over step without"]
+        ),
     ]
     for of in ("1 process", "2 processes", "4 processes"):
         names = (f"control, {of}", f"its sum over ranks, {of}", f"the same with waiting, {of}")
         shares = [f"{figures[name]['value']:.2%}" if name in figures else "-" for name in names]
         ratio = figures[f"step with control over step without, {of}"]
-        text.append(_row([of[0], *shares, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"]))
+        step = f"{1000 * figures[f'step without, {of}']['value']:.0f}"
+        text.append(_row([of[0], step, *shares, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"]))
     text += ["", "The sum of a controller alone, of units with one number each, ms:", ""]
     text += _head(["units", "bytes", "2 processes", "4 processes"])
     for units in ("28", "1,000", "10,000"):

@@ -17,6 +17,9 @@ from rich.progress import track
 from rich.segment import ControlType
 from rich.text import Text
 
+NARROW = 64
+"""Columns of a terminal below which tables have fewer columns, or more lines."""
+
 _T = TypeVar("_T")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from gnmr.commands import demo
 from gnmr.errors import RunFailed
@@ -50,6 +51,11 @@ def test_what_the_docs_show_is_what_its_records_say():
         found = demo.found_in(find_runs(packed.paths))
         out = io.StringIO()
         demo.show(found, "20 steps from a trained model of 0.3 M parameters; cpu", Console(file=out, width=200))
+        narrow = Console(file=io.StringIO(), width=50, force_terminal=True, _environ={})
+        demo.show(found, "20 steps", narrow)
+    lines = Text.from_ansi(narrow.file.getvalue()).plain.splitlines()
+    assert all(len(line.rstrip()) <= 50 for line in lines) and "…" not in "".join(lines)
+    assert any(re.fullmatch(r"price +23% +12% to 33% +9.2%", line.strip()) for line in lines), lines
     said = " ".join(out.getvalue().split())
     for page in ("README.md", "docs/quickstart.md"):
         (block,) = re.findall(r"^```text\n(2-bit inputs.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)

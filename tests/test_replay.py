@@ -12,8 +12,10 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from gnmr.commands import replay as replay_command
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.records.view import recovery_figures
+from gnmr.terminal import Terminal
 from gnmr.training.step import TrainStep
 
 VARIANTS = {
@@ -273,3 +275,14 @@ def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
     figures = told(gnmr("replay", str(run)))
     assert figures["run"]["GEMMs on the recovery path"] == "–" != figures["replay"]["GEMMs on the recovery path"]
     assert {row["num_active"] for row in read_jsonl(run / "steps.jsonl")} == {0}
+
+
+def test_the_figures_fit_a_narrow_terminal(gnmr, tmp_path, monkeypatch):
+    file = tmp_path / "norms.csv"
+    file.write_text("step,unit,norm\n1,a,1\n2,a,9\n")
+    monkeypatch.setattr(replay_command, "for_tables", lambda: Terminal(width=44))
+    lines = gnmr("replay", str(file), "max_o=1").out.splitlines()
+    assert all(len(line.rstrip()) <= 44 for line in lines) and "…" not in "".join(lines)
+    assert any(
+        line.startswith("unit-steps on the recovery path") and line.rstrip().endswith(" 0.00%") for line in lines
+    ), lines

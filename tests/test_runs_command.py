@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from gnmr.commands import runs as runs_command
 from gnmr.commands.words import Parser, runs, settings_and_places
 from gnmr.errors import UserError
 from gnmr.records.find import changed, named
+from gnmr.terminal import Terminal
 
 EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
 
@@ -31,6 +33,18 @@ def test_runs_are_listed_oldest_first_with_what_they_came_to(two, gnmr):
     rows = [line.split() for line in lines if "study/" in line]
     assert [row[:4] for row in rows] == [["study/old", "done", "40", "216.20"], ["study/new", "done", "40", "216.20"]]
     assert [row[-2][:4] for row in rows] == ["2001", "2033"]
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_the_list_fits_a_terminal(two, gnmr, monkeypatch, width):
+    """Whole names, whichever width: a folder's is what other commands want."""
+    name = "act_quant_stress/int4_int8-gnmr-8ceba21f-s0"[: 36 if width == 80 else None]
+    shutil.move(two / "study" / "new", two / "study" / name.replace("/", "-"))
+    monkeypatch.setattr(runs_command, "for_tables", lambda: Terminal(width=width))
+    lines = gnmr("runs", "runs/study").out.splitlines()
+    assert any(line.startswith(name.replace("/", "-")) for line in lines), lines
+    assert all(len(line.rstrip()) <= width and "…" not in line for line in lines)
+    assert any("done" in line and "216.20" in line for line in lines) and any("2033-05-18" in line for line in lines)
 
 
 def test_what_is_not_done_says_so(two, gnmr):

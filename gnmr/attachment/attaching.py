@@ -15,7 +15,7 @@ from gnmr.attachment.controller import AttachedController
 from gnmr.attachment.units import costs_of, norms_of, units_of
 from gnmr.controller import ControlSpec, Unit
 from gnmr.controller.evidence import EVIDENCE
-from gnmr.controller.signals.base import whole
+from gnmr.controller.signals.base import fraction_of, whole
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import rank
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
@@ -63,6 +63,7 @@ def attach(
     steps: int | None = None,
     seed: int = 0,
     record: str | PathLike[str] | Sequence[str] = (),
+    share: float | None = None,
     **named: Any,
 ) -> AttachedController:
     """Gives the model's linears two paths and returns the controller that routes them.
@@ -79,6 +80,9 @@ def attach(
         record: a folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py): a new one, or
             that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
             `gnmr.controller.Controller`.
+        share: in several processes the part of the step's loss that each one's backward pass starts from, as it stands
+            in the sum of gradients; None: 1 / processes, for losses that DDP and FSDP take the mean of. 1 where
+            gradients are summed and the loss was divided by the tokens of all.
         named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
@@ -96,6 +100,8 @@ def attach(
     if pins is not None and (more := pins.threshold(control.signal, control.options)):
         control = replace(control, options={**control.options, **more})
     whole(seed, "seed", 0)
+    if share is not None:
+        fraction_of(share, "share")
     _check_request(model, paths, control)
     if unread := control.unread():
         warnings.warn(
@@ -119,7 +125,7 @@ def attach(
             norms=norms,
             whole_cost=1.0,
             pinned=pinned,
-            ranks=Ranks(),
+            ranks=Ranks(share),
         )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)

@@ -219,6 +219,11 @@ class AttachedController(Controller):
             self._recording.step(decision, spent)
         return decision
 
+    @property
+    def records(self) -> bool:
+        """Whether this process records (`attach(record=FOLDER)`), so that `log` has somewhere to go."""
+        return self._recording is not None
+
     def log(self, **figures: float) -> None:
         """Puts loss, lr, tokens or val_loss beside the step that was taken last, where `attach` was given a folder to
         record to (gnmr/recording.py); of several processes the first one records. ValueError for other figures."""

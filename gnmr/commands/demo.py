@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr.commands.progress import showing
 from gnmr.commands.words import Parser, path, whole
 from gnmr.errors import RunFailed, UserError, printable
-from gnmr.terminal import for_tables, print_plain
+from gnmr.terminal import NARROW, for_tables, print_plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,9 +57,8 @@ def main(argv: list[str]) -> int:
     if given.runs_dir.expanduser().exists() and not given.runs_dir.expanduser().is_dir():
         raise UserError(f"runs_dir={given.runs_dir}: is a file; name a folder")
     began = time.monotonic()
-    print(
-        f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores", flush=True
-    )
+    told = f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores"
+    print_plain(console := for_tables(), told, by_words=console.is_terminal)
     cells = list(_cells(given.orders, given.runs_dir.expanduser()))
     _run([cell for cell in cells if not cell.done])
     _tell(cells, given.runs_dir.expanduser() / "demo", given.orders)
@@ -201,9 +200,9 @@ def show(found: Recovered, of: str, console: Console) -> None:
     """What it cost, a line an arm, what these few runs can show. of: which runs."""
     from gnmr.report.recovered import shown
 
-    print_plain(console, f"\n{_title(found)} ({of}).")
-    console.print(shown(found))
-    print_plain(console, f"\n{_words(found)}")
+    print_plain(console, f"\n{_title(found)} ({of}).", by_words=console.is_terminal)
+    console.print(shown(found, narrow=console.width < NARROW))
+    print_plain(console, f"\n{_words(found)}", by_words=console.is_terminal)
 
 
 def _title(found: Recovered) -> str:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from gnmr import output
 from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.errors import UserError
@@ -122,10 +124,13 @@ def _show(totals: Totals, place: Path) -> None:
         with reading(place / "summary.json"):
             found.append(_figures(own, totals.num_units, _ever(place, totals.steps)))
     names = list(dict.fromkeys(name for figures in found for name in figures))
-    width = max(map(len, names)) + 1
-    print(" " * width + "".join(f"{of:>9}" for of in ("replay", "run")[: len(found)]))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
+    for of in ("replay", "run")[: len(found)]:
+        table.add_column(of, justify="right", no_wrap=True, min_width=8)
     for name in names:
-        print(f"{name:{width}}" + "".join(f"{figures.get(name, '–'):>9}" for figures in found))
+        table.add_row(name, *(figures.get(name, "–") for figures in found))
+    for_tables().print(table)
 
 
 def _figures(summary: dict[str, Any], units: int, ever: int | None) -> dict[str, str]:

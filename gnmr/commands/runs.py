@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from gnmr.errors import UserError, printable
 from gnmr.records.find import LATEST, changed, find_runs
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.sweep.progress import last_step
-from gnmr.terminal import for_tables, print_plain
+from gnmr.terminal import NARROW, for_tables, print_plain
 from gnmr.untrusted import exists
 
 _TEXT = f"""\
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> int:
     found = sorted(find_runs(folders), key=changed)
     shown = found[-given.last :] if given.last else found
     console = for_tables()
-    console.print(_table([_row(folder) for folder in shown], os.path.commonpath(folders)))
+    table = _narrow if console.width < NARROW else _table
+    console.print(table([_row(folder) for folder in shown], os.path.commonpath(folders)))
     if left_out := len(found) - len(shown):
         print_plain(console, f"{left_out} older ones are not shown: last=null")
     return 0
@@ -90,19 +92,33 @@ def _number(value: Any, otherwise: float = math.nan) -> float:
 _STYLES = {"done": "green", "failed": "red", "damaged": "red"}
 
 
+def _cells(row: _Row, root: str) -> tuple[Text, Text, str, str, str, str]:
+    return (
+        Text(printable(os.path.relpath(row.place, root))),
+        Text(row.status, _STYLES.get(row.status, "yellow")),
+        f"{row.steps:,}",
+        "–" if math.isnan(row.ppl) else f"{row.ppl:.2f}",
+        "–" if math.isnan(row.spent) else f"{row.spent:.1%}",
+        f"{datetime.fromtimestamp(row.changed):%Y-%m-%d %H:%M}",
+    )
+
+
 def _table(rows: list[_Row], root: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0))
     table.add_column(f"run, below {printable(root)}", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for name in ("steps", "perplexity", "spent", "written"):
+    for name in ("steps", "ppl", "spent", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            Text(printable(os.path.relpath(row.place, root))),
-            Text(row.status, _STYLES.get(row.status, "yellow")),
-            f"{row.steps:,}",
-            "–" if math.isnan(row.ppl) else f"{row.ppl:.2f}",
-            "–" if math.isnan(row.spent) else f"{row.spent:.1%}",
-            f"{datetime.fromtimestamp(row.changed):%Y-%m-%d %H:%M}",
-        )
+        table.add_row(*_cells(row, root))
     return table
+
+
+def _narrow(rows: list[_Row], root: str) -> Group:
+    """Two lines a run: its name, then how it ended."""
+    lines = [Text(f"runs below {printable(root)}", "bold")]
+    for row in rows:
+        name, status, steps, ppl, spent, when = _cells(row, root)
+        told = f", {steps} steps, ppl {ppl}, spent {spent}"
+        lines += [name, Text.assemble("  ", status, told), Text(f"  {when}", "dim")]
+    return Group(*lines)

@@ -55,6 +55,8 @@ KINDS = (
 """What a finding may be; docs/audit.md says of each what to do."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
+_QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
+"""What torchtitan's versions call the linears of an attention's queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
         own = other.text.strip(".").split(".")
         if parts[-1] in _HEADS and own[-1] in _HEADS:
             return True
-        if len(parts) > 1 and own[-1] == parts[-1] and [part for part in own if part.isdigit()] == numbers:
+        alike = own[-1] == parts[-1] or {own[-1], parts[-1]} <= _QKV
+        if len(parts) > 1 and alike and [part for part in own if part.isdigit()] == numbers:
             return True
     return False
 

@@ -1,7 +1,8 @@
 """A plan's pins in the words of other libraries.
 
     torchao              `module_filter_fn`, a Python file: what is converted, by exact name
-    torchtitan_float8    `filter_fqns`: what is left out; a name is meant where an entry is any part of it
+    torchtitan_float8    `filter_fqns`: what is left out; a name is meant where an entry is any part of it. The linears
+                         of q, k and v are one for it, as they are in torchtitan 0.3
     torchtitan_nvfp4     `fqns`: what is converted, by the same rule
     megatron             YAML of `--te-precision-config-file`: matchers with globs, the first one that fits
     te_debug             YAML of Transformer Engine's debug features, each GEMM by itself; names by regular expressions
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import yaml
@@ -45,9 +46,10 @@ class Export:
 
 _LLAMA = re.compile(r"(?:model\.)?layers\.(\d+)\.(self_attn|mlp)\.((?:experts\.\d+\.)?(?:q|k|v|o|gate|up|down)_proj)")
 _TITAN = {
-    "self_attn.q_proj": ("attention.wq", "attention.qkv_linear.wq"),  # of older and newer versions
-    "self_attn.k_proj": ("attention.wk", "attention.qkv_linear.wk"),
-    "self_attn.v_proj": ("attention.wv", "attention.qkv_linear.wv"),
+    # Of older versions, and of 0.3, where the three have one config (wqkv) or two (wq, wkv) in one module.
+    "self_attn.q_proj": ("attention.wq", "attention.qkv_linear."),
+    "self_attn.k_proj": ("attention.wk", "attention.qkv_linear."),
+    "self_attn.v_proj": ("attention.wv", "attention.qkv_linear."),
     "self_attn.o_proj": ("attention.wo",),
     "mlp.gate_proj": ("feed_forward.w1",),
     "mlp.up_proj": ("feed_forward.w3",),
@@ -101,33 +103,35 @@ def ignore(plan: PinPlan) -> Export:
 
 def torchtitan_float8(plan: PinPlan) -> Export:
     """`filter_fqns`, which is Python and TOML alike."""
-    named, kept = _titan(plan), _pinned(plan)
+    named = _titan(plan)
+    kept, notes = _together(plan, named, "torchtitan has q, k and v in one linear")
     others = [name for own in plan.operators if own not in kept for name in named[own]]
     parts = [*_TITAN_HEADS, *_parts([named[name] for name in kept], others, "filter_fqns")]
     how = "left out of the conversion: Float8LinearConverter.Config(filter_fqns=filter_fqns), or under\n"
     text = (
         f"# torchtitan, {_said(plan, kept)}: {how}# [quantize.linear.float8] in TOML.\n{_listed('filter_fqns', parts)}"
     )
-    return Export("torchtitan_float8.toml", text, kept, _coarser(plan, kept))
+    return Export("torchtitan_float8.toml", text, kept, notes)
 
 
 def torchtitan_nvfp4(plan: PinPlan) -> Export:
     """`fqns`, which is Python and TOML alike. UserError where nothing is left to convert: an empty list means all."""
-    named, kept = _titan(plan), _pinned(plan)
+    named = _titan(plan)
+    kept, notes = _together(plan, named, "torchtitan has q, k and v in one linear")
     low = [name for name in plan.operators if name not in kept]
     if not low:
         raise UserError("export=torchtitan_nvfp4: every operator is kept in 16 bits, and an empty fqns converts all")
     parts = _parts([named[name] for name in low], [name for own in kept for name in named[own]], "fqns")
     how = "converted: NVFP4LinearConverter.Config(fqns=fqns)."
     text = f"# torchtitan, {_said(plan, kept)}: {how}\n{_listed('fqns', parts)}"
-    return Export("torchtitan_nvfp4.toml", text, kept, _coarser(plan, kept))
+    return Export("torchtitan_nvfp4.toml", text, kept, notes)
 
 
 def megatron(plan: PinPlan) -> Export:
     """YAML with a matcher for each linear that is kept, and the flags that say the same where there are any."""
-    named, wanted = _megatron(plan), _pinned(plan)
-    fused = {named[name] for name in wanted}
-    kept = tuple(name for name in plan.operators if named[name] in fused)
+    named = _megatron(plan)
+    one = "Megatron has q, k and v, gate and up, and all experts in one linear each"
+    kept, notes = _together(plan, {name: (own,) for name, own in named.items()}, one)
     sixteen = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
     matchers = {
         name.removeprefix("decoder.").replace(".", "_"): {
@@ -146,11 +150,7 @@ def megatron(plan: PinPlan) -> Export:
             f"--num-layers-at-end-in-bf16 {flags[1]}\n"
         )
     text = head + yaml.safe_dump({"configs": {"bf16": sixteen}, "matchers": matchers}, sort_keys=False)
-    more = len(kept) - len(wanted)
-    note = (
-        f"Megatron has q, k and v, gate and up, and all experts in one linear each: {more} operators more are kept",
-    )
-    return Export("te_precision.yaml", text, kept, _coarser(plan, kept) + (note if more else ()))
+    return Export("te_precision.yaml", text, kept, notes)
 
 
 def te_debug(plan: PinPlan) -> Export:
@@ -207,6 +207,16 @@ def _pinned(plan: PinPlan) -> tuple[str, ...]:
     return tuple(name for name in plan.operators if plan.pins.get(name))
 
 
+def _together(plan: PinPlan, named: Mapping[str, Sequence[str]], what: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(operators with any pinned GEMM, and those that have the last of their names in common with one; what to note of
+    it). `what`: why they have."""
+    wanted = _pinned(plan)
+    shared = {named[name][-1] for name in wanted}
+    kept = tuple(name for name in plan.operators if named[name][-1] in shared)
+    more = len(kept) - len(wanted)
+    return kept, _coarser(plan, kept) + ((f"{what}: {more} operators more are kept",) if more else ())
+
+
 def _said(plan: PinPlan, kept: Sequence[str]) -> str:
     return f"{len(kept)} of {len(plan.operators)} operators in 16 bits, by gnmr"
 
@@ -228,7 +238,7 @@ def _recovery(plan: PinPlan) -> tuple[str, ...]:
 
 
 def _titan(plan: PinPlan) -> dict[str, tuple[str, ...]]:
-    """Every name that an operator has in torchtitan's versions."""
+    """What an operator is called in torchtitan's versions: its name, or that of the module that has it and others."""
     named = {}
     for name in plan.operators:
         found = _LLAMA.fullmatch(name)

@@ -187,7 +187,7 @@ def _role(operator: Operator, embeddings: Iterable[Tensor]) -> str:
 def _declared(name: str, module: nn.Module) -> Operator:
     weight: Any = module.weight
     kind = type(module).__name__
-    if isinstance(module, PathLinear):
+    if isinstance(module, PathLinear) and module.converted:
         return _of_ours(name, module)
     if _wrapped(weight):
         if hasattr(weight.config, "_float8_linear_config"):

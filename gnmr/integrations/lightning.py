@@ -65,6 +65,7 @@ class GnmrCallback(Callback):
         self._attached = False
         self._in_16_bits = ExitStack()
         self._passes = 0
+        self._stepped = False
         self._tally = Tally()
 
     # ---- a fit ----
@@ -122,7 +123,7 @@ class GnmrCallback(Callback):
         if not self._passes:  # training_step returned None
             self.controller.discard()
             return
-        self._passes = 0
+        self._passes, self._stepped = 0, True
         # A fused optimizer unscales by itself, later.
         scaled = trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self.decision = self.controller.step(grad_scale=trainer.scaler.get_scale() if scaled else 1.0)
@@ -130,6 +131,16 @@ class GnmrCallback(Callback):
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._tally.figures(len(self.controller.units)), on_step=True, on_epoch=False)
             self._tally = Tally()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Puts the loss of a step's last micro-batch and the rate into the records, where they are kept."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if self._stepped and self.controller is not None and self.controller.records and loss is not None:
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            self.controller.log(loss=float(loss), lr=float(rate))
+        self._stepped = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """To the 16-bit path."""

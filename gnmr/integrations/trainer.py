@@ -55,6 +55,9 @@ class GnmrCallback(TrainerCallback):
     - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it. Where
       a checkpoint has none, or one that does not fit, that is a `UserError`.
 
+    - With `record=FOLDER` among the options the records have the loss, rate and evaluations of the Trainer; a training
+      that resumes goes on in the same folder.
+
     - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to say
       what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. Where the
       loss is not finite by the low path of some units, they are put on the recovery path and the step is tried again.
@@ -98,6 +101,8 @@ class GnmrCallback(TrainerCallback):
         alone = trainer.accelerator.num_processes == 1  # each process would judge its own loss
         self._levels = Levels() if verdicts and alone else None
         self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # of this step: what they got
+        self._losses_of_step: list[torch.Tensor] = []
+        """Of its micro-batches; they add up to the step's."""
         self._options = None if controller is not None else options
         self._running = False
         self._resume_from: str | None = None
@@ -120,16 +125,26 @@ class GnmrCallback(TrainerCallback):
         if self._running and self.controller is not None:
             accelerator = self.trainer.accelerator
             self.controller.micro_step()
+            self._losses_of_step.append(loss)
             if self._levels is not None:
                 self._passes.append((args, kwargs, loss))
             if accelerator.sync_gradients:
                 scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
                 if self._levels is not None:
                     loss = self._blamed(training_step, self._levels, scale)
+                    self._losses_of_step = [of for *_, of in self._passes]  # of the second try, where there was one
                     self._passes.clear()
                 self.decision = self.controller.step(grad_scale=scale)
                 self._tally.add(self.decision, self.controller.max_o)
+                self._record(torch.stack(self._losses_of_step).sum().item())
+                self._losses_of_step.clear()
         return loss
+
+    def _record(self, loss: float) -> None:
+        """Of the step that was just taken, where records are kept; of several processes the first one's loss."""
+        controller, scheduler = self.controller, self.trainer.lr_scheduler
+        if controller is not None and controller.records:
+            controller.log(loss=loss, **({} if scheduler is None else {"lr": float(scheduler.get_last_lr()[0])}))
 
     def _blamed(self, training_step: Callable[..., torch.Tensor], levels: Levels, scale: float) -> torch.Tensor:
         """The loss of the step's last micro-batch; the step is tried again where that helps. Waits for the device."""
@@ -201,13 +216,20 @@ class GnmrCallback(TrainerCallback):
             if self._options is not None:
                 self.controller.detach()
             raise
-        self._running, self._tally = True, Tally()
+        self._running, self._tally, self.decision = True, Tally(), None
+        self._losses_of_step.clear()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
         if self.controller is not None and args.should_save and not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             save_state(self.controller, folder, state.global_step)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts the evaluation into the records, where they are kept and a step was taken."""
+        loss, controller = (kwargs.get("metrics") or {}).get("eval_loss"), self.controller
+        if self._running and controller is not None and controller.records and self.decision and loss is not None:
+            controller.log(val_loss=float(loss))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

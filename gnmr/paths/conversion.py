@@ -24,10 +24,14 @@ from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import KEPT, RECIPES, ExecutionPath, Gemm, Recipe
 from gnmr.paths.shared import SharedState
 from gnmr.paths.spec import PathSpec
-from gnmr.paths.units import check_unit, grouped, operator_names
+from gnmr.paths.units import check_unit, grouped, operator_names, unwrapped
 from gnmr.vocabulary import GEMMS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALIKE = ("torchtitan.models.common.linear.Linear",)
+"""Subclasses of `nn.Linear` that compute as it does, by full name: they can be given two paths too."""
+_WITH_PATHS: dict[tuple[type, type], type[PathLinear]] = {}
+"""What was made of such a class and a kind of `PathLinear`."""
 
 
 def convert(
@@ -54,11 +58,11 @@ def convert(
 
     ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
     16 bits, a pin that names no operator, a linear whose widths the tiles of a recipe do not divide, a linear that is a
-    subclass of `nn.Linear` (converted already, or another library's), sharded by anything but FSDP2's `fully_shard`,
-    quantized, of integers or complex, linears on several devices, a kind of unit that the model does not have, a
-    backend that cannot run the recipe here, and codes that would be kept of trainable weights. Warns of paths that make
-    little sense (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold` where they have no effect, and
-    where backend=auto falls back to simulation (`gnmr.paths.backends`).
+    subclass of `nn.Linear` (converted already, or another library's, but for torchtitan's plain one), sharded by
+    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
+    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
+    weights. Warns of paths that make little sense (`gnmr.paths.pair`), of `backend`, `weights` and `outlier_threshold`
+    where they have no effect, and where backend=auto falls back to simulation (`gnmr.paths.backends`).
     """
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low)
@@ -66,13 +70,14 @@ def convert(
     pins = _pinned_gemms(names, spec)
     of_pins = {gemms: pinned(spec, gemms) for gemms in dict.fromkeys(pins.values()) if gemms}
     known = [path for paths in ((low, recovery), *of_pins.values()) for path in paths]
+    integer = any(isinstance(path, Recipe) and path.integer for path in known)
+    kind = Int8Linear if integer else PathLinear
     for name, module in chosen.items():
-        _check_linear(name, module, model)
+        _check_linear(name, module, model, kind)
         for path in known:
             if isinstance(path, Recipe):
                 _check_widths(name, module, path)
     check_unit(names, spec.unit)
-    integer = any(isinstance(path, Recipe) and path.integer for path in known)
     if integer:
         _check_weights(spec.weights, known, chosen)
     _warn_without_effect(spec, low, integer)
@@ -85,7 +90,6 @@ def convert(
     routed = _routed(spec, low, recovery) if spec.unit == "gemm" else []
     routes = {gemms: _routes(spec, *both, chosen, device or here) for gemms, both in paths.items() if routed}
     shared = _shared_state(model, spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
-    kind = Int8Linear if integer else PathLinear
     operators = [
         _exchanged(module, kind, name=name, index=index, paths=paths[pins[name]], shared=shared)
         for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
@@ -114,7 +118,7 @@ def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, in
 def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, nn.Linear]:
     """The linears that the targets name. ValueError for patterns that name none."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names, empty = select(linears, spec.targets)
+    names, empty = _select(linears, spec.targets)
     if empty:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
         raise ValueError(
@@ -122,13 +126,24 @@ def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, n
             "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
         )
     if isinstance(low, Recipe):
-        names, empty = select(_without_kept(model, linears), spec.targets)
+        names, empty = _select(_without_kept(model, linears), spec.targets)
         if empty:
-            kept = sorted({name.rpartition(".")[2] for name in select(linears, empty)[0]})
+            kept = sorted({name.rpartition(".")[2] for name in _select(linears, empty)[0]})
             raise ValueError(
                 f"targets {empty}: recipes keep {', '.join(kept)} in 16 bits (output head and gates); name others"
             )
     return {name: linears[name] for name in names}
+
+
+def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """As `gnmr.names.select`, of names without what wrappers add to them."""
+    names = list(linears)
+    short = [unwrapped(name) for name in names]
+    if len(set(short)) < len(short):
+        return select(names, patterns)
+    found, empty = select(short, patterns)
+    own = dict(zip(short, names, strict=True))
+    return [own[name] for name in found], empty
 
 
 def _as_run(
@@ -213,7 +228,9 @@ def _exchanged(
     shared: SharedState,
 ) -> PathLinear:
     """The same module, with two paths and on the low one."""
-    module.__class__ = kind
+    made = _class_of(type(module), kind)
+    assert made is not None
+    module.__class__ = made
     assert isinstance(module, PathLinear)
     low, module.recovery = paths
     assert low is not None
@@ -280,14 +297,32 @@ def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, 
     }
 
 
-def _check_linear(name: str, module: nn.Linear, model: nn.Module) -> None:
+def _class_of(cls: type[nn.Linear], kind: type[PathLinear]) -> type[PathLinear] | None:
+    """What a linear of class `cls` becomes, where a plain one becomes a `kind`; None: it can have no paths."""
+    if cls is nn.Linear:
+        return kind
+    if issubclass(cls, PathLinear):  # made for it
+        return cls if issubclass(cls, kind) and "plain_class" in vars(cls) else None
+    if f"{cls.__module__}.{cls.__qualname__}" not in _ALIKE:
+        return None
+    if (cls, kind) not in _WITH_PATHS:
+        _WITH_PATHS[cls, kind] = type(kind.__name__, (kind, cls), {"plain_class": cls})
+    return _WITH_PATHS[cls, kind]
+
+
+def _check_linear(name: str, module: nn.Linear, model: nn.Module, kind: type[PathLinear]) -> None:
     """ValueError for a linear that cannot be given two paths, whatever they are."""
-    if isinstance(module, PathLinear):
+    if isinstance(module, PathLinear) and module.converted:
         raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
-    if type(module) is not nn.Linear:
+    if (made := _class_of(type(module), kind)) is None:
         raise ValueError(
             f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
             "targets, or make it a gnmr.Unit of your own"
+        )
+    if made is not type(module) and type(module) is not nn.Linear and "forward" in vars(module):
+        raise ValueError(
+            f"{name}: its forward was wrapped as it was (torchtitan's Module.parallelize), so paths would never be in "
+            "force; convert before, or have gnmr.integrations.torchtitan's converter build the model"
         )
     weight = module.weight
     shape, whole = tuple(weight.shape), (module.out_features, module.in_features)

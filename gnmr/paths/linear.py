@@ -94,6 +94,9 @@ class PathLinear(nn.Linear):
     `recovered` says which path is in force and is all that a switch changes: nothing is reallocated.
     """
 
+    plain_class = nn.Linear
+    """What `Plan.restore` makes of it again. Each class that a converted linear may have says it for itself."""
+
     operator_name: str
     index: int
     """Place in the plan."""
@@ -139,6 +142,11 @@ class PathLinear(nn.Linear):
         if not recovered or self.recovery is None:
             return self.low
         return self.mixed[recovered] if self.gemms else self.recovery
+
+    @property
+    def converted(self) -> bool:
+        """Whether it has its paths; a class of one's own may be built before `convert` gives it any."""
+        return "shared" in self.__dict__
 
     @property
     def path(self) -> ExecutionPath:
@@ -344,6 +352,8 @@ class PathLinear(nn.Linear):
         return {**self.__dict__, "_node": None, "read": None, "fault": None, "in_graphs": None, "tally": None}
 
     def extra_repr(self) -> str:
+        if not self.converted:
+            return super().extra_repr()
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
 

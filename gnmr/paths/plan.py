@@ -128,7 +128,16 @@ class Plan:
         `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations
         that it fuses, as in any model.
         """
-        blocks, why = list(blocks), missing(self.low, self.recovery)
+        blocks = list(blocks)
+        why = self.into_graphs(blocks)
+        for block in blocks:
+            block.compile(**options)
+        return why
+
+    def into_graphs(self, blocks: Iterable[nn.Module]) -> str | None:
+        """What `compile` does before it compiles: for a library that compiles the blocks itself, before their first
+        pass."""
+        why = missing(self.low, self.recovery)
         together = {unit_of(operator.operator_name, "block") for operator in self.operators}
         if self.recovery is not None and len(together) != len(self.units):
             why = "units are smaller than blocks, and each combination of their paths would be a graph"
@@ -140,8 +149,6 @@ class Plan:
             for operator in self.operators:
                 if operator in inside:
                     operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
-        for block in blocks:
-            block.compile(**options)
         return why
 
     @property
@@ -234,13 +241,13 @@ class Plan:
         return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
-        """Turns every operator back into the `nn.Linear` that it was; nothing is left to do the second time.
+        """Turns every operator back into the linear that it was; nothing is left to do the second time.
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).
         """
         for operator in self.operators:
-            if isinstance(operator, PathLinear) and type(operator) not in (PathLinear, Int8Linear):
+            if isinstance(operator, PathLinear) and "plain_class" not in vars(type(operator)):
                 raise ValueError(
                     f"{operator.operator_name} has become a {type(operator).__name__} since: undo that first (of a "
                     "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
@@ -248,13 +255,13 @@ class Plan:
         if self.shared.engine is not None:
             self.shared.engine.close()
         for operator in self.operators:
-            if not isinstance(operator, PathLinear):
+            if not (isinstance(operator, PathLinear) and operator.converted):
                 continue
             if isinstance(operator, Int8Linear):
                 operator.unstore()
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
-            operator.__class__ = nn.Linear  # type: ignore[assignment]
+            operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
 
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.

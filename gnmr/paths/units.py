@@ -54,8 +54,10 @@ _LACKING = {
     "layer": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
     "block": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
 }
-_WRAPPERS = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."
-"""What DistributedDataParallel and torch.compile put into names."""
+_WRAPPERS = re.compile(
+    r"^(?:(?:module|_orig_mod|_checkpoint_wrapped_module)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\."
+)
+"""What DistributedDataParallel, torch.compile and checkpoint_wrapper put into names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,18 +110,25 @@ def unit_of(name: str, unit: str) -> str:
     return name if found is None else found[0]
 
 
+def unwrapped(name: str) -> str:
+    """The name without what wrappers of modules add to it.
+
+    >>> unwrapped("module.layers.3._checkpoint_wrapped_module.attention.wo")
+    'layers.3.attention.wo'
+    """
+    return _WRAPPERS.sub("", name)
+
+
 def operator_names(names: Sequence[str]) -> list[str]:
-    """The operators' names without what wrappers add to them (peft, DistributedDataParallel, torch.compile): units are
-    called alike before and after.
+    """The operators' names without what wrappers add to them (peft, DistributedDataParallel, torch.compile, activation
+    checkpointing): units are called alike before and after.
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
     >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj"])
     ['layers.3.self_attn.q_proj']
     """
-    short = [
-        re.sub(_WRAPPERS, "", name).removeprefix("base_model.model.").removesuffix(".base_layer") for name in names
-    ]
+    short = [unwrapped(name).removeprefix("base_model.model.").removesuffix(".base_layer") for name in names]
     return short if len(set(short)) == len(short) else list(names)
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from gnmr.disk import no_link
 from gnmr.records.schema import RatioRows
-from gnmr.terminal import Picture, print_plain, shared, unread
+from gnmr.terminal import NARROW, Picture, print_plain, shared, unread
 
 LOG = "log.txt"
 """In a run's folder, what `mode="log"` writes."""
@@ -32,7 +32,6 @@ _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
 _MOST_SHOWN = 16  # in recovery, all of whom are shown else
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
-_NARROW = 64  # columns of a terminal below which there are two figures to a line, and of a unit its risk alone
 _LOSSES_KEPT = 512
 _SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -195,9 +194,9 @@ class View:
         if row:
             if line := _sparkline(list(self._losses), wide - len("loss ")):
                 parts.append(Text.assemble(("loss ", "dim"), line))
-            parts.append(self._figures(info, row, narrow=wide < _NARROW))
+            parts.append(self._figures(info, row, narrow=wide < NARROW))
         if ratios is not None and ratios.observed.any():
-            parts += _unit_tables(ratios, self._moves, narrow=wide < _NARROW)
+            parts += _unit_tables(ratios, self._moves, narrow=wide < NARROW)
         return Group(*parts)
 
     def _figures(self, info: RunInfo, row: dict[str, Any], narrow: bool) -> Table:

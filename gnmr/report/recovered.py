@@ -116,17 +116,19 @@ def recovered(arms: Mapping[str, Arm], *, control: str) -> Recovered | None:
     return Recovered(tuple(map(line, arms)), len(orders), gap, ppl, family, control)
 
 
-def shown(found: Recovered) -> RenderableType:
-    """A line an arm, with a bar, for the terminal."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("got back", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("95 % interval" if found.orders > 1 else "", justify="right", no_wrap=True)
+def shown(found: Recovered, narrow: bool = False) -> RenderableType:
+    """A line an arm, with a bar, for the terminal; `narrow`: without bars."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
+    table.add_column("", no_wrap=not narrow)
+    table.add_column("back" if narrow else "got back", justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("", no_wrap=True)
+    table.add_column(f"95 %{'' if narrow else ' interval'}" if found.orders > 1 else "", justify="right", no_wrap=True)
     table.add_column("spent", justify="right", no_wrap=True)
     for line in found.lines:
         between = "" if line.interval is None else f"{line.interval[0]:.0%} to {line.interval[1]:.0%}"
-        table.add_row(line.name, f"{line.closed:.0%}", Text(_bar(line.closed), "cyan"), between, f"{line.spent:.1%}")
+        bar = [] if narrow else [Text(_bar(line.closed), "cyan")]
+        table.add_row(line.name, f"{line.closed:.0%}", *bar, between, f"{line.spent:.1%}")
     return Group(table)
 
 

@@ -280,6 +280,9 @@ def _verdicts(arm: Arm) -> str:
 
 def _what(comparison: Comparison) -> str:
     kind, data = comparison.kind, comparison.runs[0].data
+    if kind.steps is None and kind.fingerprint is None:
+        steps = sorted({count(run.summary.get("steps")) for run in comparison.runs})
+        return f"Loops of one's own, of {', '.join(steps)} steps; their records do not say on which data."
     return (
         f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens ({count(kind.tokens)} in all), blocks of "
         f"{kind.seq_len}, data {data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "

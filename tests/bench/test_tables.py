@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 
 from gnmr.bench.figures import record
+from gnmr.report.family import judge
+from gnmr.report.family_notes import p_text
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "benchmarks" / "results").is_dir():
@@ -33,15 +35,50 @@ def test_committed_tables_are_what_the_committed_figures_give(tables: ModuleType
 
 
 def test_what_docs_say_of_compressed_gradients_is_recorded(tables: ModuleType) -> None:
-    figures = {one["name"]: one for one in tables._read("compressed.json")["figures"]}
+    rows = tables._lines("compressed.jsonl")
+    found = judge(tables._losses(rows), tables.CONTRASTS, low="never", high="dense")
     said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
-    gap, least = figures["gap, never - dense, nats"], figures["smallest effect at 80 % power"]
-    closed = figures["gap against random units: gap closed"]["value"]
-    assert f"costs {gap['value']:.4f} nats" in said and f"{100 * least['value']:.0f} % of the gap" in said
-    assert f"Recovering by `gap` closes {100 * closed:.0f} % of that" in said
-    assert f"GNMR's {100 * figures['GNMR against random units: gap closed']['value']:.0f} %" in said
-    for name in ("gap against random units", "gap against more rows"):
-        assert f"(p = {figures[f'{name}: gap closed']['note'].rpartition(' ')[2]}" in said
+    told = {(row.arm, row.control): row for row in found.rows}
+    share = {row.arm: round(100 * row.closed[0]) for row in found.rows if row.closed}
+    assert (
+        f"Never recovering costs {found.gap.estimate:.4f} nats" in said
+        and len(told) == 11
+        and "over eleven tests" in said
+    )
+    assert f"A fixed choice {share['pin']} %." in said and f"PowerSGD {share['PowerSGD']} %" in said
+    assert f"`pin_excess` of the same gap closes {share['pin and excess']} %, GNMR {share['GNMR']} %," in said
+    assert f"random units {share['random units']} %" in said and f"closes {share['gap']} % and is worse" in said
+    assert f"basis closes {share['random basis']} % of the gap and no feedback {share['no feedback']} %" in said
+    for pair, text in {
+        ("gap", "pin"): "is worse (p = {})",
+        ("PowerSGD", "more rows"): "sends as much (p = {})",
+        ("gap", "PowerSGD"): "than `gap` (p = {})",
+        ("gap", "more rows"): "than on a higher rank (p = {})",
+    }.items():
+        assert text.format(p_text(told[pair].p)) in said, pair
+    assert f"**Rank 13 {round(100 * found.fit.closed('more rows', 'never', 'dense')[0])} %.**" in said
+    for arm in ("pin", "pin and excess", "gap", "GNMR"):
+        assert told[arm, "random units"].verdict == "better"
+    assert {row["fork"]["arm"] for row in rows if "pins" in row} == {"pin"}
+    assert {tuple(row["pins"]) for row in rows if "pins" in row} == {
+        (
+            "layers.0.self_attn.v_proj",
+            "layers.0.self_attn.o_proj",
+            "layers.1.self_attn.v_proj",
+            "layers.2.self_attn.v_proj",
+        )
+    }
+
+
+def test_what_docs_say_of_a_compressed_steps_cost_is_recorded(tables: ModuleType) -> None:
+    figures = {one["name"]: one["value"] for one in tables._read("compressed-hook.json")["figures"]}
+    said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
+    low, recovery, refresh, power, mean = (
+        f"{figures[f'two processes: {arm}, CPU time over dense']:.2f}x"
+        for arm in ("low", "recovery", "refresh", "PowerSGD", "GreedyLore")
+    )
+    assert f"takes {low} the CPU time of a dense one, one that makes a new basis {refresh};" in said
+    assert f"that is {mean} on the mean. PowerSGD of the same rank takes {power}. Recovery takes {recovery}," in said
 
 
 def test_numbers_in_texts_are_what_the_committed_figures_give(tables: ModuleType) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,10 +39,18 @@ def in_hf(name: str) -> str:
     return f"model.{name}"
 
 
-def in_titan(name: str, newer: bool) -> str:
+LAYOUTS: dict[str, dict[str, str]] = {
+    "older": {"wq": "wq", "wk": "wk", "wv": "wv"},
+    "0.3": {"wq": "qkv_linear.wq", "wk": "qkv_linear.wkv", "wv": "qkv_linear.wkv"},
+    "0.3, fused": dict.fromkeys(("wq", "wk", "wv"), "qkv_linear.wqkv"),
+}
+"""What torchtitan's versions call the configs of queries, keys and values."""
+
+
+def in_titan(name: str, layout: str) -> str:
     _, number, part, short = name.split(".")
-    inside = "qkv_linear." if newer and short in ("q_proj", "k_proj", "v_proj") else ""
-    return f"layers.{number}.{'attention' if part == 'self_attn' else 'feed_forward'}.{inside}{TITAN[short]}"
+    own = LAYOUTS[layout].get(TITAN[short], TITAN[short])
+    return f"layers.{number}.{'attention' if part == 'self_attn' else 'feed_forward'}.{own}"
 
 
 def in_megatron(name: str) -> str:
@@ -77,20 +86,22 @@ def listed(found: Export, key: str) -> list[str]:
 def by_torchtitan_float8(found: Export, names: list[str]) -> set[str]:
     """torchtitan's module_filter_fn: not converted where any entry is a part of the name."""
     entries = listed(found, "filter_fqns")
-    for newer, head in ((False, "output"), (True, "lm_head")):
-        kept = {name for name in names if any(entry in in_titan(name, newer) for entry in entries)}
-        assert any(entry in head for entry in entries)
-    assert kept == {name for name in names if any(entry in in_titan(name, False) for entry in entries)}
-    return kept
+    assert all(any(entry in head for entry in entries) for head in ("output", "lm_head"))
+    return in_every_layout(names, lambda fqn: any(entry in fqn for entry in entries))
 
 
 def by_torchtitan_nvfp4(found: Export, names: list[str]) -> set[str]:
     """torchtitan's NVFP4LinearConverter: converted where the list is empty or any entry is a part of the name."""
     entries = listed(found, "fqns")
     assert entries and not any(entry in head for entry in entries for head in ("output", "lm_head"))
-    both = [{n for n in names if not any(entry in in_titan(n, newer) for entry in entries)} for newer in (False, True)]
-    assert both[0] == both[1]
-    return both[0]
+    return in_every_layout(names, lambda fqn: not any(entry in fqn for entry in entries))
+
+
+def in_every_layout(names: list[str], kept: Callable[[str], bool]) -> set[str]:
+    """The operators that are kept, which are the same in all versions."""
+    found = [{name for name in names if kept(in_titan(name, layout))} for layout in LAYOUTS]
+    assert found[0] == found[1] == found[2]
+    return found[0]
 
 
 def by_megatron(found: Export, names: list[str]) -> set[str]:
@@ -152,10 +163,16 @@ RULES: dict[str, Callable[[Export, list[str]], set[str]]] = {
 }
 
 
-def fused(names: set[str]) -> set[str]:
-    """With the operators that Megatron has in one linear with them."""
-    own = {in_megatron(name) for name in names}
-    return {name for name in LLAMA if in_megatron(name) in own}
+def fused(names: set[str], target: str) -> set[str]:
+    """With the operators that the target has in one linear with them."""
+    called = {"megatron": in_megatron, "torchtitan_float8": in_fused_titan, "torchtitan_nvfp4": in_fused_titan}
+    call = called.get(target, in_hf)
+    own = {call(name) for name in names}
+    return {name for name in LLAMA if call(name) in own}
+
+
+def in_fused_titan(name: str) -> str:
+    return in_titan(name, "0.3, fused")
 
 
 PINS = [
@@ -164,15 +181,20 @@ PINS = [
     {name: WHOLE for name in LLAMA if name.startswith("layers.1.")},
     {name: WHOLE for name in LLAMA if name.split(".")[1] in ("0", "10", "11")},
     {name: ["fprop"] for name in LLAMA if "self_attn" in name and not name.startswith("layers.2.")},
-    {name: WHOLE for name in LLAMA if name != "layers.11.self_attn.q_proj"},
+    {name: WHOLE for name in LLAMA if name != "layers.11.self_attn.o_proj"},
+    {"layers.1.self_attn.v_proj": WHOLE, "layers.11.mlp.down_proj": WHOLE},
 ]
 
 
 def check(target: str, pins: dict[str, list[str]]) -> None:
     plan, names = planned(pins), list(LLAMA)
+    if target == "torchtitan_nvfp4" and fused(set(pins), target) == set(names):
+        with pytest.raises(UserError, match="an empty fqns converts all"):
+            export(plan, target)
+        return
     found = export(plan, target)
     kept = RULES[target](found, names)
-    assert kept == set(found.kept) == (fused(set(pins)) if target == "megatron" else set(pins))
+    assert kept == set(found.kept) == fused(set(pins), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -211,10 +233,10 @@ def test_what_becomes_coarser_is_said() -> None:
     line = f"operators are kept whole: {now} of the GEMMs' arithmetic, the plan's pins are {then}"
     for target in set(TARGETS) - {"te_debug"}:
         assert export(down, target).notes == (line,)
-    query = export(planned({"layers.1.self_attn.q_proj": WHOLE}), "megatron")
-    assert "the plan's pins are" in query.notes[0] and query.notes[1].endswith(
-        "in one linear each: 2 operators more are kept"
-    )
+    for target, where in (("megatron", "in one linear each"), ("torchtitan_float8", "q, k and v in one linear")):
+        query = export(planned({"layers.1.self_attn.q_proj": WHOLE}), target)
+        assert "the plan's pins are" in query.notes[0]
+        assert query.notes[1].endswith(f"{where}: 2 operators more are kept")
     fp8 = planned({"layers.1.self_attn.o_proj": WHOLE}, recovery="fp8_hybrid")
     assert export(fp8, "ignore").notes == ("the plan's pins are on fp8_hybrid; here they are in 16 bits",)
 
@@ -320,3 +342,49 @@ def test_megatron_itself() -> None:
     recipe = config.RecipeConfig.from_config_dict(tree)
     contexts = {name: config.MatchContext(in_megatron(name), int(name.split(".")[1])) for name in LLAMA}
     assert {name for name in LLAMA if recipe.match_to_config_key(contexts[name]) == "bf16"} == set(PINS[1])
+
+
+def titan_config(fuse_qkv: bool) -> Any:
+    """The config of a LLaMA of twelve blocks, as torchtitan's registry makes it."""
+    attention = pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan is not installed")
+    from torchtitan.models.llama3 import llama3_configs
+
+    config = llama3_configs["1B"](attn_backend="flex")
+    config.layers = config.layers[:12]
+    for layer in config.layers:
+        qkv = layer.attention.qkv_linear
+        if not fuse_qkv:
+            layer.attention.qkv_linear = attention.QKVLinear.Config(
+                head_dim=qkv.head_dim, wq=replace(qkv.wqkv), wkv=replace(qkv.wqkv)
+            )
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+@pytest.mark.parametrize("pins", PINS, ids=len)
+def test_torchtitan_itself(pins: dict[str, list[str]], fuse_qkv: bool) -> None:
+    """Its converters of float8 and NVFP4; the latter's check for a GPU is left out."""
+    config, layout = titan_config(fuse_qkv), "0.3, fused" if fuse_qkv else "0.3"
+    from torchtitan.components.quantization import (
+        Float8Linear,
+        Float8LinearConverter,
+        NVFP4Linear,
+        NVFP4LinearConverter,
+    )
+    from torchtitan.models.common.linear import Linear
+
+    kept = fused(set(pins), "torchtitan_float8")
+    wanted = {"lm_head", *(in_titan(name, layout) for name in kept)}
+    entries = listed(export(planned(pins), "torchtitan_float8"), "filter_fqns")
+    Float8LinearConverter.Config(filter_fqns=entries, emulate=True).build().convert(config)
+    found = {fqn for fqn, one, *_ in config.traverse(Linear.Config) if not isinstance(one, Float8Linear.Config)}
+    assert found == wanted
+
+    config = titan_config(fuse_qkv)
+    converter = object.__new__(NVFP4LinearConverter)
+    entries = listed(export(planned(pins), "torchtitan_nvfp4"), "fqns")
+    converter.config = NVFP4LinearConverter.Config(fqns=entries)
+    converter.convert(config)
+    found = {fqn for fqn, one, *_ in config.traverse(Linear.Config) if not isinstance(one, NVFP4Linear.Config)}
+    assert found == wanted

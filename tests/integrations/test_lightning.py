@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear
+from gnmr.report.runs import load
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +48,12 @@ def test_what_the_log_shows_and_what_is_left(fits: ModuleType, tmp_path: Path) -
 
 
 def test_validation_is_on_the_16_bit_path(fits: ModuleType, tmp_path: Path) -> None:
-    """Whatever the path in force: E2M1 would show."""
-    module, callback = fits.Module(), fits.Noted(low="sim_e2m1", recovery="bf16")
+    """Whatever the path in force: E2M1 would show. Records have the step's loss."""
+    records = tmp_path / "records" / "mine-s0"
+    module, callback = fits.Module(), fits.Noted(low="sim_e2m1", recovery="bf16", record=records)
     fits.fit(tmp_path, module, callback, limit_train_batches=1, limit_val_batches=1)
+    run = load(records).check()
+    assert run.status == "done" and len(run.steps["loss"]) == 1 and run.steps["loss"][0] > 0
     with torch.no_grad():
         assert module.told == [
             pytest.approx((module.net(fits.X[:4]) - 2 * fits.X[:4]).square().mean().item(), rel=1e-6)

@@ -18,6 +18,7 @@ from gnmr.controller import Decision
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear
+from gnmr.report.runs import load
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -170,11 +171,15 @@ def test_what_the_log_shows(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_on_the_16_bit_path(tmp_path: Path) -> None:
-    """Whatever the path in force: E2M1 would show."""
-    model = lora_llama()
-    trainer, _ = made(model, tmp_path, {**LORA, "low": "sim_e2m1"}, max_steps=1, eval_strategy="steps", eval_steps=1)
+    """Whatever the path in force: E2M1 would show. Records have it, and the Trainer's loss and rate."""
+    model, records = lora_llama(), tmp_path / "records" / "mine-s0"
+    options = {**LORA, "low": "sim_e2m1", "record": records}
+    trainer, _ = made(model, tmp_path, options, max_steps=1, eval_strategy="steps", eval_steps=1, logging_steps=1)
     trainer.train()
+    run, (entry,) = load(records).check(), [one for one in trainer.state.log_history if "loss" in one]
+    assert run.status == "done" and run.steps["loss"].tolist() == [pytest.approx(entry["loss"], rel=1e-5)]
     told = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert run.evals["val_loss"].tolist() == [told]
     with torch.no_grad():
         logits = model(input_ids=TOKENS[:2]).logits[:, :-1]
     assert told == pytest.approx(F.cross_entropy(logits.flatten(0, 1), TOKENS[:2, 1:].flatten()).item(), rel=1e-5)

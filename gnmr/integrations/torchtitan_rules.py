@@ -1,0 +1,118 @@
+"""What torchtitan's integration is asked for and what it refuses, said without torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gnmr.errors import UserError
+from gnmr.extras import install
+from gnmr.names import select
+from gnmr.paths.recipes import KEPT
+
+SERIES = "0.3."
+"""Of the versions that this was written for and tried with."""
+_DEGREES = {
+    "tensor_parallel_degree": "of a shard a path would take scales and gradients by itself",
+    "pipeline_parallel_degree": "a rank sees the units of its own stages alone",
+    "context_parallel_degree": "it is not tried",
+    "expert_parallel_degree": "it is not tried",
+}
+
+
+def check_version() -> None:
+    """UserError where torchtitan is not installed, or is another than this was written for."""
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError as error:
+        raise UserError(f"gnmr.integrations.torchtitan needs torchtitan {SERIES}x: {install('torchtitan')}") from error
+    if not found.startswith(SERIES):
+        raise UserError(
+            f"torchtitan {found} is installed, and gnmr.integrations.torchtitan is written for {SERIES}x: "
+            "pip install 'torchtitan==0.3.0'"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ControlSection:
+    """The section `gnmr` of a Trainer's config: what is in `gnmr.ControlSpec` under the same names."""
+
+    signal: str = "gnmr_delta"
+    """Gives each unit's risk (docs/signals.md)."""
+    max_o: int = 4
+    """Most units on the recovery path at once."""
+    budget: float | None = None
+    """What they may cost together, a share of what recovery of everything costs."""
+    routing: str = "thresholded"
+    """thresholded, or ranked."""
+    alpha: float | None = 1.5
+    """Threshold of GNMR."""
+    beta: float | None = 1.3
+    """Threshold of dGNMR."""
+    warmup_steps: int = 0
+    """Steps in which every unit is on the recovery path."""
+    calibrate: float | None = None
+    """Share of the unit-steps that shall be over the threshold, which is learnt of the first 100 steps."""
+    seed: int = 0
+    """Of signals that draw, and of stochastic rounding."""
+    options: dict[str, float] = field(default_factory=dict)
+    """Options of the signal."""
+
+    def named(self) -> dict[str, Any]:
+        """For `gnmr.attach`."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "calibrate"}
+
+
+def refuse(config: Any) -> None:
+    """UserError for a Trainer's config under which norms or sets would be wrong, or a switch would do nothing."""
+    parallelism, training = config.parallelism, config.training
+    for name, why in _DEGREES.items():
+        if (degree := getattr(parallelism, name)) > 1:
+            raise UserError(f"GnmrTrainer: parallelism.{name}={degree} is not supported, {why}; use data parallelism")
+    if parallelism.spmd_backend == "full_dtensor":
+        raise UserError(
+            "GnmrTrainer: parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and "
+            "paths need plain tensors; use spmd_types or partial_dtensor"
+        )
+    if not training.disable_cuda_graphs:
+        raise UserError(
+            "GnmrTrainer: a captured CUDA graph replays the paths that it was captured on, so that switching would do "
+            "nothing; use training.disable_cuda_graphs=True"
+        )
+    if training.enable_cpu_offload:
+        raise UserError(
+            "GnmrTrainer: training.enable_cpu_offload=True is not supported, paths lie where parameters are and "
+            "compute where they are not; turn it off"
+        )
+
+
+def chosen(names: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Of the names of a model's linears those that get two paths: what `targets` name; without any all in numbered
+    layers, but gates and heads."""
+    if targets:
+        return select(names, targets)[0]
+    inside, _ = select(names, ["layers.*"])
+    return [name for name in inside if name.rpartition(".")[2] not in KEPT]
+
+
+def modules_of(fqn: str) -> list[str]:
+    """The modules that the config of this name builds: torchtitan has one config for the keys' and the values' linear.
+
+    >>> modules_of("layers.0.attention.qkv_linear.wkv"), modules_of("layers.0.attention.wo")
+    (['layers.0.attention.qkv_linear.wk', 'layers.0.attention.qkv_linear.wv'], ['layers.0.attention.wo'])
+    """
+    before, last = fqn[: -len("wkv")], fqn.rpartition(".")[2]
+    return [f"{before}wk", f"{before}wv"] if last == "wkv" else [fqn]
+
+
+def refuse_compiled(why: str | None, measures: Iterable[str]) -> None:
+    """UserError where torchtitan compiles each block as one graph, and the paths do not go into it."""
+    if why is None and (names := ", ".join(measures)):
+        why = f"the signal measures {names} between graphs"
+    if why is not None:
+        raise UserError(
+            f"GnmrTrainer: torchtitan compiles a block as one graph, and {why}; take unit='block' and recipes, or "
+            "leave model out of compile.components"
+        )

@@ -1,0 +1,214 @@
+"""In torchtitan's own Trainer, two processes under FSDP2; skipped where torchtitan is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gnmr.controller import Decision
+
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("torchtitan is not installed: it needs an environment of its own", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchtitan")]
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, SAVED = 8, 4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder, and of either rank what titan_loops saw."""
+    folder = tmp_path_factory.mktemp("titan")
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29761", "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "titan_loops.py", folder],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [worker.communicate(timeout=500)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in told)
+    return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_same(found: list[Decision], wanted: list[Decision], rtol: float) -> None:
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.units == theirs.units
+        np.testing.assert_allclose(mine.norm, theirs.norm, rtol=rtol)
+        np.testing.assert_array_equal(mine.active, theirs.active)
+        np.testing.assert_array_equal(mine.in_force, theirs.in_force)
+
+
+def test_the_sets_are_those_of_a_plain_loop(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Selective checkpointing, accumulation and FSDP2 against one process that has none of them."""
+    _, (first, second) = pair
+    assert len(first["whole"]) == STEPS == first["t"] and len({tuple(one.active) for one in first["whole"]}) > 3
+    assert_same(first["whole"], first["by hand"], 1e-3)
+    assert_same(second["whole"], first["whole"], 0)
+    assert all("_checkpoint_wrapped_module" in name for name in first["routed"]), "checkpointing came over the linears"
+    assert len(first["routed"]) == len(first["whole"][0].units) == 10
+
+
+def test_a_checkpoint_goes_on_with_the_same_sets(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, ranks = pair
+    for rank in ranks:
+        assert_same(rank["rest"], rank["whole"][SAVED:], 0)
+
+
+def test_evidence_counts_the_loss_as_torchtitan_divides_it(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Its loss is over the tokens of all ranks and gradients are summed: each rank's gap is a term of the whole."""
+    _, (first, _) = pair
+    for mine, theirs in zip(first["gap"], first["gap by hand"], strict=True):
+        assert (theirs.columns["gap"] > 0).all()
+        np.testing.assert_allclose(mine.columns["gap"], theirs.columns["gap"], rtol=1e-5)
+
+
+def test_checkpoints_that_do_not_fit_are_one_line(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, _) = pair
+    assert first["without state"].startswith("the checkpoint has no state of GnmrTrainer")
+    assert "checkpoint.exclude_from_loading=gnmr" in first["without state"]
+    assert "max_o=1 allows 1" in first["of other settings"]
+    assert first["of other settings"].endswith("use the model and paths it was saved with")
+
+
+def test_validation_is_in_16_bits(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, _) = pair
+    assert first["in 16 bits"] == [True, False]
+
+
+def test_blocks_are_compiled_as_one_graph_a_path(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, _) = pair
+    assert_same(first["compiled"], first["eager"], 1e-6)
+    assert any(one.in_force.any() for one in first["eager"]) and first["graphs"] == 2
+    assert first["compiled units"].startswith("GnmrTrainer: torchtitan compiles a block as one graph, and units are")
+
+
+def test_figures_stand_in_tensorboard(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, (first, _) = pair
+    (events,) = {file.parent for file in (folder / "gap").rglob("events.out.*")}
+    told = EventAccumulator(str(events))
+    told.Reload()
+    assert {"grad_norm", "gnmr/promotions", "gnmr/promotion_frac", "gnmr/max_risk"} <= set(told.Tags()["scalars"])
+    risks = [one.value for one in told.Scalars("gnmr/max_risk")]
+    np.testing.assert_allclose(risks, [one.risk.max() for one in first["gap"]], rtol=1e-6)
+
+
+# ---- in one process, without a group ----
+
+
+@pytest.fixture(scope="module")
+def titan() -> Any:
+    import gnmr.integrations.torchtitan as module
+
+    return module
+
+
+def spec_of(*converters: Any) -> Any:
+    from torchtitan.models.llama3 import model_registry
+
+    return model_registry("debugmodel", converters=list(converters))
+
+
+def test_linears_of_layers_are_exchanged_and_nothing_else(titan: Any) -> None:
+    from torchtitan.models.common.linear import Linear
+
+    config = spec_of(titan.GnmrConverter.Config()).model
+    kinds = {fqn: type(one) for fqn, one, *_ in config.traverse(Linear.Config)}
+    assert kinds.pop("lm_head") is Linear.Config
+    assert set(kinds.values()) == {titan.RoutedLinear.Config} and len(kinds) == 6 * 5
+    some = spec_of(titan.GnmrConverter.Config(paths={"targets": ["layers.1.feed_forward.w2", "wo"]})).model
+    ours = {fqn for fqn, one, *_ in some.traverse(Linear.Config) if isinstance(one, titan.RoutedLinear.Config)}
+    assert ours == {"layers.1.feed_forward.w2", *(f"layers.{i}.attention.wo" for i in range(6))}
+    one = next(x for fqn, x, *_ in config.traverse(Linear.Config) if fqn != "lm_head")
+    before = next(x for fqn, x, *_ in spec_of().model.traverse(Linear.Config) if fqn != "lm_head")
+    assert (one.in_features, one.out_features, one.bias) == (before.in_features, before.out_features, before.bias)
+    assert one.param_init.keys() == before.param_init.keys()
+
+
+def test_a_linear_without_controller_refuses_to_compute(titan: Any) -> None:
+    linear = titan.RoutedLinear.Config(in_features=4, out_features=4).build()
+    assert "RoutedLinear(in_features=4" in repr(linear)
+    with pytest.raises(titan.UserError, match="has linears for two paths and no controller; train it with"):
+        linear(torch.zeros(1, 4))
+
+
+def test_a_wrapped_forward_runs_the_paths_and_after_detach_the_plain_linear(titan: Any) -> None:
+    """`Module.parallelize` keeps the forward that the linear was built with."""
+    import gnmr
+
+    linear = titan.RoutedLinear.Config(in_features=32, out_features=32).build()
+    torch.nn.init.normal_(linear.weight)
+    kept = linear.forward
+    linear.forward = lambda input: kept(input)
+    model = torch.nn.Sequential(linear)
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", targets=["0"], max_o=1)
+    x = torch.randn(8, 32)
+    exact = torch.nn.functional.linear(x, linear.weight)
+    assert not torch.equal(model(x), exact)
+    controller.detach()
+    assert type(linear) is titan.Linear and torch.equal(model(x), exact)
+
+
+def test_what_is_refused_before_anything_is_built(titan: Any) -> None:
+    from torchtitan.components.lora import LoRAConverter
+    from torchtitan.components.quantization import Float8LinearConverter
+
+    mine = titan.GnmrConverter.Config()
+    float8 = Float8LinearConverter.Config(emulate=True)
+    for converters, line in (
+        ([float8, mine], "is a Float8Linear, and only torchtitan's plain Linear"),
+        ([titan.GnmrConverter.Config(paths={"low": "int99"})], "GnmrConverter: low"),
+        ([titan.GnmrConverter.Config(paths={"lov": "int4"})], "paths has no 'lov': did you mean low"),
+        ([titan.GnmrConverter.Config(paths={"low": "int4"}, plan="plan.json")], "leave paths out"),
+        ([titan.GnmrConverter.Config(plan="nowhere.json")], "plan=nowhere.json: there is no such file"),
+        (
+            [titan.GnmrConverter.Config(paths={"targets": ["q_proj"]})],
+            "there are lm_head, w1, w2",
+        ),
+        ([titan.GnmrConverter.Config(paths={"targets": ["lm_head"]})], "the output head stays in 16 bits"),
+        ([titan.GnmrConverter.Config(paths={"low": "llm_int8", "recovery": "bf16"})], "recipes of integers"),
+    ):
+        with pytest.raises(titan.UserError, match=line):
+            spec_of(*converters)
+    for converters, line in (
+        ([], "no linear has two paths: give model_registry converters="),
+        ([mine, float8], "take one converter or the other"),
+        ([mine, LoRAConverter.Config()], "another converter came behind"),
+    ):
+        config = titan.GnmrTrainer.Config(model_spec=spec_of(*converters))
+        config.training.disable_cuda_graphs = True
+        with pytest.raises(titan.UserError, match=line):
+            titan.GnmrTrainer(config)
+    assert not torch.distributed.is_initialized()
+
+
+def test_torchtitans_own_command_line_has_our_section(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.config import ConfigManager
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    words = ["--module", "torchtitan_loop", "--config", "bytes_llama", "--gnmr.max_o", "2", "--gnmr.budget", "0.1"]
+    config = ConfigManager().parse_args(words)
+    assert type(config) is titan.GnmrTrainer.Config
+    assert (config.gnmr.max_o, config.gnmr.budget, config.gnmr.alpha) == (2, 0.1, 1.3)
+    assert config.to_dict()["gnmr"]["max_o"] == 2

@@ -1,0 +1,149 @@
+"""What torchtitan's integration chooses and refuses, without torchtitan."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import gnmr
+from gnmr.errors import UserError
+from gnmr.integrations import torchtitan_rules as rules
+from gnmr.paths import PathLinear
+
+NAMES = [
+    *(
+        f"layers.{i}.{name}"
+        for i in range(2)
+        for name in ("attention.qkv_linear.wqkv", "attention.wo", "moe.router.gate")
+    ),
+    "lm_head",
+]
+
+
+def config(**changed: Any) -> SimpleNamespace:
+    parallelism: dict[str, Any] = dict.fromkeys(rules._DEGREES, 1) | {"spmd_backend": "spmd_types"}
+    training: dict[str, Any] = {"disable_cuda_graphs": True, "enable_cpu_offload": False}
+    for name, value in changed.items():
+        (parallelism if name in parallelism else training)[name] = value
+    return SimpleNamespace(parallelism=SimpleNamespace(**parallelism), training=SimpleNamespace(**training))
+
+
+@pytest.mark.parametrize("name", rules._DEGREES)
+def test_other_than_data_parallelism_is_refused(name: str) -> None:
+    rules.refuse(config())
+    with pytest.raises(
+        UserError, match=rf"^GnmrTrainer: parallelism.{name}=2 is not supported, .*use data parallelism$"
+    ):
+        rules.refuse(config(**{name: 2}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"disable_cuda_graphs": False}, "a captured CUDA graph replays .* use training.disable_cuda_graphs=True$"),
+        ({"spmd_backend": "full_dtensor"}, "use spmd_types or partial_dtensor$"),
+        ({"enable_cpu_offload": True}, "training.enable_cpu_offload=True is not supported"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(changed: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        rules.refuse(config(**changed))
+
+
+def test_another_version_or_none_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(rules, "version", absent)
+    with pytest.raises(UserError, match=r"needs torchtitan 0.3.x: pip install -e '.\[torchtitan\]'"):
+        rules.check_version()
+    monkeypatch.setattr(rules, "version", lambda _: "0.2.2")
+    with pytest.raises(UserError, match=r"^torchtitan 0.2.2 is installed"):
+        rules.check_version()
+    monkeypatch.setattr(rules, "version", lambda _: "0.3.1")
+    rules.check_version()
+
+
+def test_targets_choose_and_without_any_layers_do_but_gates_and_heads() -> None:
+    assert rules.chosen(NAMES, []) == [name for name in NAMES if name.endswith(("wqkv", "wo"))]
+    assert rules.chosen(NAMES, ["layers.1.attention.*"]) == NAMES[3:5]
+    assert rules.chosen(NAMES, ["lm_head"]) == ["lm_head"]
+    assert rules.chosen(NAMES, ["q_proj"]) == []
+
+
+def test_the_section_says_what_attach_takes() -> None:
+    section = rules.ControlSection(max_o=2, budget=1.0, signal="gap", options={"threshold": 2.0}, calibrate=0.01)
+    named = section.named()
+    assert "calibrate" not in named and set(named) < {one.name for one in fields(gnmr.ControlSpec)} | {"seed"}
+    controller = gnmr.attach(nn.Sequential(nn.Linear(8, 8)), targets=["0"], **named)
+    assert (controller.max_o, controller.spec.budget, controller.spec.signal) == (2, 1.0, "gap")
+    usual, spec = rules.ControlSection().named(), gnmr.ControlSpec()
+    assert all(getattr(spec, name) == value for name, value in usual.items() if name != "seed")
+
+
+def test_compiled_blocks_need_paths_that_go_into_graphs() -> None:
+    rules.refuse_compiled(None, [])
+    for why, measures in (("units are smaller than blocks", []), (None, ["gap_low"])):
+        with pytest.raises(UserError, match=r"one graph, and .*(smaller|gap_low).* take unit='block' and recipes"):
+            rules.refuse_compiled(why, measures)
+
+
+# ---- what it needs of conversion ----
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"wo": nn.Linear(16, 16)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention["wo"](x)
+
+
+def test_names_are_those_without_checkpointing() -> None:
+    model = nn.Sequential(*(checkpoint_wrapper(Block()) for _ in range(2)))
+    controller = gnmr.attach(model, targets=["1.attention.*"], observe="input_grad", max_o=1)
+    assert controller.names == ["1.attention.wo"]
+    assert [name for name, one in model.named_modules() if isinstance(one, PathLinear)] == [
+        "1._checkpoint_wrapped_module.attention.wo"
+    ]
+    model(torch.ones(2, 16)).sum().backward()
+    assert controller.step().norm[0] > 0
+
+
+class Linear(nn.Linear):
+    """Called as torchtitan's."""
+
+
+Linear.__module__, Linear.__qualname__ = "torchtitan.models.common.linear", "Linear"
+
+
+def test_torchtitans_linear_gets_two_paths_and_is_itself_again_afterwards() -> None:
+    model = nn.Sequential(Linear(16, 16))
+    controller = gnmr.attach(model, targets=["0"], max_o=1)
+    assert isinstance(model[0], PathLinear) and isinstance(model[0], Linear)
+    controller.detach()
+    assert type(model[0]) is Linear
+
+    model[0].forward = model[0].forward
+    with pytest.raises(ValueError, match="0: its forward was wrapped as it was"):
+        gnmr.attach(model, targets=["0"], max_o=1)
+
+    class Other(nn.Linear):
+        """Not torchtitan's."""
+
+    with pytest.raises(ValueError, match="0 is a Other: only a plain"):
+        gnmr.attach(nn.Sequential(Other(16, 16)), targets=["0"], max_o=1)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, True])
+def test_a_share_is_one(share: float) -> None:
+    with pytest.raises(ValueError, match=r"^share="):
+        gnmr.attach(nn.Sequential(nn.Linear(8, 8)), targets=["0"], max_o=1, share=share)
