@@ -311,6 +311,29 @@ def test_the_whole_run_of_two_processes_is_told_as_it_was_recorded() -> None:
     assert f"differ by {equal['largest_relative_difference_of_gradient_norms']:.0e} of themselves" in told
 
 
+def test_soaks_are_told_as_they_were_recorded() -> None:
+    told = " ".join((ROOT / "docs/distributed.md").read_text().split())
+    files = ("soak-kills-cpu.json", "soak-cpu.json")
+    often, rarely = (json.loads((ROOT / "benchmarks/results" / name).read_text()) for name in files)
+    for found in (often, rarely):
+        assert (found["processes"], found["parallel"]) == (4, "ddp")
+        assert found["disagreements"] == 0 and found["differences"] == []
+    assert f"killed {len(often['kills'])} times in {often['steps']:,} steps" in told
+    assert f"and {len(rarely['kills'])} times in {rarely['steps']:,} (" in told
+
+
+def test_the_whole_run_of_compressed_gradients_is_told_as_it_was_recorded() -> None:
+    page, record = ROOT / "docs/compressed.md", ROOT / "benchmarks/results/compressed-two-processes.json"
+    found, told = json.loads(record.read_text()), " ".join(page.read_text().split())
+    equal, one = found["equal"], found["one"]
+    assert found["two"] == one and all(not equal[key] for key in equal if key.startswith("different"))
+    assert (equal["losses"], equal["validation_losses"], equal["events"]) == (one["steps"], 2, one["events"])
+    assert f"all {one['steps']} losses, both validation losses, all {one['events']:,} promotions and releases" in told
+    assert f"perplexity {one['perplexity']:.2f}, {one['numbers_sent_frac']:.3f} of the numbers sent" in told
+    assert f"from the checkpoint of step {found['after_step']}," in told
+    assert f"killed in {found['commands']['killed'].partition(';')[0].rpartition('in ')[2]}," in told
+
+
 def test_every_command_has_its_help_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert set(re.findall(r"<!-- help: (\w+) -->", page)) == set(COMMANDS)
