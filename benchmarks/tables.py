@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gnmr.bench.compressed import CONTRASTS
+from gnmr.bench.rise import LATER
+from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
 from gnmr.report.family import judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
@@ -33,7 +35,7 @@ SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("pric
 CADENCE = ("price-cadence.json", "price-cadence-shipped.json")
 SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
-COMPRESSED = ("compressed.json", "compressed-hook.json")
+COMPRESSED = ("compressed.json", "compressed-hook.json", "compressed-rise.json")
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
 DIVERGENCE = ("divergence-search.json", "divergence-language.json", "divergence-survival.json")
 RIVALS = {"GNMR, 4 of 8 operators": "random, 4 of 8 operators", "GNMR, fprop of 6": "random, fprop of 6"}
@@ -300,6 +302,7 @@ def compressed() -> str:
         "",
         _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent").markdown(),
         *_hook(_read("compressed-hook.json")),
+        *_rise(_read("compressed-rise.json")),
     ]
     return "\n".join([*text, *_origin(records)])
 
@@ -334,6 +337,36 @@ def _hook(record: dict[str, Any]) -> list[str]:
         ]
         text.append(_row([f"all, a basis every {steps} steps" if arm == "GreedyLore" else arm, sends, *cells]))
     return [*text, ""]
+
+
+def _rise(record: dict[str, Any]) -> list[str]:
+    """What compressing one matrix does to the loss of a step."""
+    figures = {figure["name"]: figure for figure in record["figures"]}
+    bases = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
+    text = [
+        "## What compressing one matrix does to the loss of a step",
+        "",
+        "`gnmr bench rise`: in four steps of each base that never recovers, the rise of the held-out loss when one",
+        "matrix at a time takes the low path, against a dense step; what could tell it, by rank, and its sum over that",
+        "of the rises, of what is in nats. gnmr/bench/rise.py has the definitions, docs/compressed.md the derivation.",
+        "",
+        *_head(["estimate", *(f"{base}: Spearman" for base in bases), *(f"{base}: over rises" for base in bases)]),
+    ]
+    for score in RISES:
+        ranks = [f"{figures[f'{base}: Spearman, {score}']['value']:.2f}" for base in bases]
+        sums = [figures.get(f"{base}: {score} over rises") for base in bases]
+        text.append(_row([score, *ranks, *("-" if one is None else f"{one['value']:.2f}x" for one in sums)]))
+    text += ["", "All matrices in one step, and what is left of that rise after as many dense steps:", ""]
+    text += _head(
+        ["base", "rise, nats", *(f"{what}, {steps}" for what in ("held back", "lost") for steps in LATER[1:])]
+    )
+    for base in bases:
+        whole = figures[f"{base}: rise of all matrices in one step, nats"]
+        names = (f"{steps} dense steps, {what}" for what in ("held back", "lost") for steps in LATER[1:])
+        left = [f"{figures[f'{base}: left of the rise after {name}']['value']:.0%}" for name in names]
+        text.append(_row([base, f"{whole['value']:.4f}", *left]))
+    notes = (figures[f"{base}: rise of all matrices in one step, nats"]["note"] for base in bases)
+    return [*text, "", *(f"- {base}: {note}." for base, note in zip(bases, notes, strict=True)), ""]
 
 
 def fair() -> str:

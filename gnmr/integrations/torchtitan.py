@@ -125,16 +125,18 @@ class GnmrConverter(QuantizationConverter):
             spec = PathSpec(**(config.paths if plan is None else plan.paths()))
         except ValueError as error:
             raise UserError(f"GnmrConverter: {error}") from error
-        if any(isinstance(path, Recipe) and path.integer for path in named(spec)):
+        recipes = [path for path in named(spec) if isinstance(path, Recipe)]
+        if any(path.integer for path in recipes):
             raise UserError(f"GnmrConverter: low={spec.low}: recipes of integers are not supported under torchtitan")
         self._options = config.paths if plan is None else {"plan": plan}
         self._targets = spec.targets if plan is not None or "targets" in config.paths else []
+        self._recipes = bool(recipes)
 
     def convert(self, model_config: Any) -> Any:
         """The same config with other linears."""
         found = list(model_config.traverse(Linear.Config))
         names = [name for fqn, *_ in found for name in modules_of(fqn)]
-        wanted = set(chosen(names, self._targets))
+        wanted = set(chosen(names, self._targets, self._recipes))
         mine = [one for one in found if not wanted.isdisjoint(modules_of(one[0]))]
         if not mine:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
@@ -164,7 +166,7 @@ class GnmrTrainer(Trainer):
     """torchtitan's Trainer with a controller.
 
     - Norms are those of the whole step's gradient, over all ranks, before clipping; waits for the device once a step.
-    - Decisions are the same in every rank of data parallelism (FSDP2, HSDP).
+    - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
     - `Tally.figures` go to TensorBoard and W&B with torchtitan's own numbers, over the steps since the last ones.
     - Validation is on the 16-bit path. MFU is not told: part of the GEMMs are not BF16's.
     - Checkpoints hold the controller's state, and a run that goes on takes it over. One that has none is a `UserError`;

@@ -88,13 +88,11 @@ def refuse(config: Any) -> None:
         )
 
 
-def chosen(names: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Of the names of a model's linears those that get two paths: what `targets` name; without any all in numbered
-    layers, but gates and heads."""
-    if targets:
-        return select(names, targets)[0]
-    inside, _ = select(names, ["layers.*"])
-    return [name for name in inside if name.rpartition(".")[2] not in KEPT]
+def chosen(names: Sequence[str], targets: Sequence[str], recipes: bool) -> list[str]:
+    """Of the names of a model's linears those that get two paths: what `targets` name, without any all in numbered
+    layers. Gates and heads are among them where formats name them alone: `recipes` pass over them."""
+    found, _ = select(names, targets or ["layers.*"])
+    return [name for name in found if (targets and not recipes) or name.rpartition(".")[2] not in KEPT]
 
 
 def modules_of(fqn: str) -> list[str]:

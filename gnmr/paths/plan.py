@@ -482,6 +482,19 @@ class Plan:
         rows = [("unit", "operator", "low path", "recovery path"), *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip() for r in rows]
+        return "\n".join([*lines, *self._notes()])
+
+    def brief(self) -> str:
+        """The plan for a narrow terminal: operators below the paths that they have."""
+        told: dict[str, list[str]] = {}
+        for name, _, low, recovery in self.table():
+            told.setdefault(f"low path {low}, recovery path {recovery}:", []).append(f"  {name}")
+        lines = [line for paths, names in told.items() for line in (paths, *names)]
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What is to be said of the plan as a whole."""
+        lines = []
         if self.units and len(self.units) != len(self.operators):
             first, last = self.units[0].name, self.units[-1].name
             lines.append(f"{len(self.units)} units of {len(self.operators)} operators: {first} ... {last}")
@@ -496,7 +509,7 @@ class Plan:
             lines.append(f"weights {weights}: {own:,} bytes in their own dtype, {codes:,} of INT8 codes and scales")
             if weights == "instead":
                 lines.append("the recovery path and evaluation read codes times scale: W8A16, not the 16-bit weights")
-        return "\n".join(lines)
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are.

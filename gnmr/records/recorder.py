@@ -112,9 +112,9 @@ class Recorder:
         """As `RunWriter.sync`: the rows are on the disk, and this is what was counted of them."""
         return self._writer.sync()
 
-    def say(self, text: str) -> None:
-        """One line to whoever watches."""
-        self._view.say(text)
+    def say(self, text: str, narrow: str | None = None) -> None:
+        """As `View.say`, to whoever watches."""
+        self._view.say(text, narrow)
 
     def finish(self, status: str, reason: str | None = None, peak_memory_bytes: int | None = None) -> dict[str, Any]:
         """Ends the run and returns its summary; status as in `RunWriter.finish`. W&B comes after DONE.

@@ -125,10 +125,11 @@ class View:
         step = self._row.get("step")
         self._moves = {row["unit"]: row["event"] for row in rows if row["step"] == step and row["unit"] is not None}
 
-    def say(self, text: str) -> None:
-        """One line, above the picture; shown in every mode."""
+    def say(self, text: str, narrow: str | None = None) -> None:
+        """Lines, above the picture; shown in every mode. narrow: in their place where a terminal has few columns."""
+        few = self._console.is_terminal and self._console.width < NARROW
         with self._reader_may_leave():
-            print_plain(self._console, text)
+            print_plain(self._console, text if narrow is None or not few else narrow)
 
     @contextmanager
     def _reader_may_leave(self) -> Iterator[None]:
@@ -187,10 +188,10 @@ class View:
         progress.add_column(justify="right", no_wrap=True)
         left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
         progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
-        about = f"  {_of_what(info)}"
-        title = Text.assemble((info.name, "bold"), (about, "dim"), overflow="ellipsis", no_wrap=True)
-        parts: list[RenderableType] = [title, progress]
         wide = self._console.width
+        between = "\n" if wide < NARROW else "  "
+        title = Text.assemble((info.name, "bold"), (between + _of_what(info), "dim"), overflow="ellipsis", no_wrap=True)
+        parts: list[RenderableType] = [title, progress]
         if row:
             if line := _sparkline(list(self._losses), wide - len("loss ")):
                 parts.append(Text.assemble(("loss ", "dim"), line))
@@ -200,7 +201,8 @@ class View:
         return Group(*parts)
 
     def _figures(self, info: RunInfo, row: dict[str, Any], narrow: bool) -> Table:
-        ppl = f"{self._eval['val_ppl']:.2f} (step {self._eval['step']})" if self._eval else "–"
+        ppl = f"{self._eval['val_ppl']:.2f}" if self._eval else "–"
+        ppl += f" at {self._eval['step']}" if self._eval and not narrow else ""
         pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
         healing, skipped = row["num_active"] is None, row["nonfinite_total"]
         active = "healing" if healing else f"{row['num_active']}/{info.num_units}, max {info.max_o}"

@@ -154,7 +154,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         looping = False
         try:
             if newest is None:
-                recorder.say(str(parts.plan))
+                recorder.say(str(parts.plan), narrow=parts.plan.brief())
                 if isinstance(parts.compressed, GreedyLore):
                     recorder.say(str(parts.compressed))
             tree = told_config(config)

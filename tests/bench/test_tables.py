@@ -81,6 +81,38 @@ def test_what_docs_say_of_a_compressed_steps_cost_is_recorded(tables: ModuleType
     assert f"that is {mean} on the mean. PowerSGD of the same rank takes {power}. Recovery takes {recovery}," in said
 
 
+def test_what_docs_say_of_compression_in_nats_is_recorded(tables: ModuleType) -> None:
+    figures = {one["name"]: one["value"] for one in tables._read("compressed-rise.json")["figures"]}
+    said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
+    bases = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
+
+    def both(name: str, text: str) -> str:
+        return text.format(*(figures[f"{base}: {name}"] for base in bases))
+
+    assert {f"{figures[f'{base}: Spearman, fresh gradient']:.2f}" for base in bases} == {"0.99"}
+    assert "single matrices at 0.99 on both bases" in said
+    for name, text in {
+        "fresh gradient over rises": "their sum is {:.2f} and {:.2f} of the rises'",
+        "Spearman, momentum": "the wrong way round ({:.2f}, {:.2f})",
+        "Spearman, Adam's gap": "ranks them at {:.2f} and {:.2f}, and makes",
+        "Adam's gap over rises": "makes {:.0f} and {:.0f} times too much",
+        "Spearman, gap": "scale, is at {:.2f} and {:.2f}.",
+        "left of the rise after 1 dense steps, held back": "after one dense step {:.0%} and {:.0%}",
+    }.items():
+        assert both(name, text).replace("%", " %") in said, name
+    left = [
+        figures[f"{base}: left of the rise after {steps} dense steps, held back"]
+        for base in bases
+        for steps in (2, 4, 8)
+    ]
+    assert f"between {min(left):.0%} and {max(left):.0%} after two".replace("%", " %") in said
+    lost = [round(-100 * figures[f"{base}: left of the rise after 8 dense steps, lost"]) for base in bases]
+    assert (
+        f"by {lost[0]} % and {lost[1]} % of it" in said
+        and max(figures[f"{base}: momentum over rises"] for base in bases) < 0
+    )
+
+
 def test_numbers_in_texts_are_what_the_committed_figures_give(tables: ModuleType) -> None:
     texts, known = {page: page.read_text() for page in tables.TEXTS}, tables.numbers()
     for page, text in texts.items():

@@ -1,4 +1,7 @@
-"""Same model, data and options, same sets: in our runner, a plain loop, Trainer, Accelerate and Lightning."""
+"""Same model, data and options, same sets: in our runner, a plain loop, Trainer, Accelerate and Lightning.
+
+(In torchtitan's, which has a model of its own: test_torchtitan.py.)
+"""
 
 from __future__ import annotations
 

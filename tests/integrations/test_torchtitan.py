@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from gnmr.controller import Decision
+from gnmr.integrations.torchtitan_rules import ControlSection
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: it needs an environment of its own", allow_module_level=True)
@@ -88,6 +90,12 @@ def test_checkpoints_that_do_not_fit_are_one_line(pair: tuple[Path, list[dict[st
     assert "checkpoint.exclude_from_loading=gnmr" in first["without state"]
     assert "max_o=1 allows 1" in first["of other settings"]
     assert first["of other settings"].endswith("use the model and paths it was saved with")
+
+
+def test_paths_are_in_force_where_torchtitan_wraps_every_forward(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Its usual spmd_backend, of which FSDP2 alone needs a newer torch."""
+    _, ranks = pair
+    assert [rank["spmd_types"] for rank in ranks] == [(True, True)] * 2
 
 
 def test_validation_is_in_16_bits(pair: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -168,6 +176,59 @@ def test_a_wrapped_forward_runs_the_paths_and_after_detach_the_plain_linear(tita
     assert not torch.equal(model(x), exact)
     controller.detach()
     assert type(linear) is titan.Linear and torch.equal(model(x), exact)
+
+
+def small_spec(converter: Any, fuse_qkv: bool = True) -> Any:
+    """One block of the debug model."""
+    from torchtitan.models.common.attention import QKVLinear
+    from torchtitan.models.llama3 import model_registry
+
+    spec = model_registry("debugmodel")
+    del spec.model.layers[1:]
+    attention = spec.model.layers[0].attention
+    if not fuse_qkv:
+        qkv = attention.qkv_linear
+        attention.qkv_linear = QKVLinear.Config(head_dim=qkv.head_dim, wq=replace(qkv.wqkv), wkv=replace(qkv.wqkv))
+        attention.qkv_linear.wq.param_init = attention.qkv_linear.wkv.param_init = attention.wo.param_init
+    spec.model = converter.build().convert(spec.model)
+    return spec
+
+
+def test_a_plan_says_paths_and_pins(titan: Any, tmp_path: Path) -> None:
+    from gnmr.doctor.plan import PinPlan
+
+    shapes = {"attention.qkv_linear.wqkv": (256, 768), "attention.wo": (256, 256)}
+    shapes |= {f"feed_forward.{name}": (256, 768) for name in ("w1", "w3")} | {"feed_forward.w2": (768, 256)}
+    operators = {f"layers.0.{name}": shape for name, shape in shapes.items()}
+    pins = {"layers.0.feed_forward.w2": ["fprop"]}
+    plan = PinPlan(operators=operators, targets=["*"], low="sim_int8", recovery="bf16", pins=pins)
+    for name, other in (("plan", plan), ("other", replace(plan, operators={**operators, "layers.1.w": (8, 8)}))):
+        (tmp_path / f"{name}.json").write_text(other.text())
+
+    def attached(name: str) -> Any:
+        spec = small_spec(titan.GnmrConverter.Config(plan=str(tmp_path / f"{name}.json")))
+        model = spec.model.build()
+        model.init_weights()
+        config = titan.GnmrTrainer.Config(model_spec=spec, gnmr=ControlSection(max_o=2))
+        return titan._attached(model, titan._routing_of(spec.model), config)
+
+    controller = attached("plan")
+    assert set(controller.names) == set(operators)
+    assert [one.operator_name for one in controller.plan.operators if one.pinned == ("fprop",)] == [*pins]
+    with pytest.raises(titan.UserError, match=r"plan: is the plan of another model: of 6 operators; this one, of 5"):
+        attached("other")
+
+
+def test_what_targets_leave_out_of_a_shared_config_is_plain(titan: Any) -> None:
+    """torchtitan builds the keys' and the values' linear from one config."""
+    spec = small_spec(titan.GnmrConverter.Config(paths={"targets": ["wk", "wq"]}), fuse_qkv=False)
+    model = spec.model.build()
+    model.init_weights()
+    config = titan.GnmrTrainer.Config(model_spec=spec, gnmr=ControlSection(max_o=1))
+    controller = titan._attached(model, titan._routing_of(spec.model), config)
+    assert controller.names == [f"layers.0.attention.qkv_linear.{name}" for name in ("wq", "wk")]
+    values = model.layers["0"].attention.qkv_linear.wv
+    assert type(values) is titan.Linear and values(torch.ones(1, 256)).shape == (1, 768)
 
 
 def test_what_is_refused_before_anything_is_built(titan: Any) -> None:

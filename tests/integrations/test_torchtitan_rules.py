@@ -72,10 +72,13 @@ def test_another_version_or_none_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_targets_choose_and_without_any_layers_do_but_gates_and_heads() -> None:
-    assert rules.chosen(NAMES, []) == [name for name in NAMES if name.endswith(("wqkv", "wo"))]
-    assert rules.chosen(NAMES, ["layers.1.attention.*"]) == NAMES[3:5]
-    assert rules.chosen(NAMES, ["lm_head"]) == ["lm_head"]
-    assert rules.chosen(NAMES, ["q_proj"]) == []
+    inside = [name for name in NAMES if name.endswith(("wqkv", "wo"))]
+    for recipes in (False, True):
+        assert rules.chosen(NAMES, [], recipes) == inside
+        assert rules.chosen(NAMES, ["layers.1.attention.*"], recipes) == NAMES[3:5]
+        assert rules.chosen(NAMES, ["q_proj"], recipes) == []
+    assert rules.chosen(NAMES, ["lm_head", "wo", "gate"], False) == [NAMES[1], NAMES[2], NAMES[4], NAMES[5], "lm_head"]
+    assert rules.chosen(NAMES, ["*"], True) == inside
 
 
 def test_the_section_says_what_attach_takes() -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
 import torchtitan_loop as example
+from torchtitan.distributed import ParallelDims, utils
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
@@ -28,7 +29,7 @@ from torchtitan.trainer import Trainer
 import gnmr
 from gnmr.controller import Decision
 from gnmr.errors import UserError
-from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, RoutedLinear
+from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, RoutedLinear, _attached, _routing_of
 from gnmr.integrations.torchtitan_rules import ControlSection
 
 STEPS, SAVED, SIZE, ACCUMULATION, SEQ_LEN, LR, CLIP = 8, 4, 2, 2, 16, 5e-3, 0.5
@@ -118,6 +119,24 @@ def micro_batches() -> Iterator[Tensor]:
     return iter(library.batches)
 
 
+def parallelized(config: GnmrTrainer.Config) -> tuple[bool, bool]:
+    """Under torchtitan's usual spmd_backend, without FSDP2: whether every linear's forward was wrapped, and whether
+    every path ran."""
+    config.parallelism.spmd_backend = "spmd_types"
+    dims = ParallelDims.from_config(config.parallelism, torch.distributed.get_world_size())
+    utils.set_spmd_backend("spmd_types")
+    spec = config.model_spec
+    spec.model.update_from_config(config=config)
+    model = spec.model.build()
+    model.parallelize(dims)
+    model.init_weights()
+    linears = [one for one in model.modules() if isinstance(one, RoutedLinear)]
+    plan = _attached(model, _routing_of(spec.model), config).plan
+    with utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
+        model(next(micro_batches())[:, :-1])
+    return all("forward" in vars(one) for one in linears), all(one.read is not None for one in plan.operators)
+
+
 def refusal(config: GnmrTrainer.Config) -> str:
     try:
         trained(config)
@@ -172,6 +191,7 @@ def main(out: Path) -> None:
     trainer.close()
     seen["without state"] = refusal(configured(out / "bare", 2))
 
+    seen["spmd_types"] = parallelized(configured(out / "spmd", 2))
     rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # by hand it is one process

@@ -75,6 +75,9 @@ def test_a_pin_hits_what_it_names_and_no_other() -> None:
     assert f"layers.2.mlp.down_proj {mixed} fprop, wgrad (pinned) bf16" in text
     assert "layers.0.attn.q_proj Linear 16 -> 16 bf16 (pinned) none (pinned)" in text
     assert text[-1] == "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic"
+    brief = plan.brief().splitlines()
+    assert brief[-1] == text[-1] and "low path bf16 (pinned), recovery path none (pinned):" in brief
+    assert brief[brief.index("low path bf16 (pinned), recovery path none (pinned):") + 1] == "  layers.0.attn.q_proj"
     plan.restore()
     assert not any(isinstance(module, PathLinear) for module in model.modules()) and not hasattr(
         model.head_proj, "pinned"

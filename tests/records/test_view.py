@@ -59,7 +59,7 @@ def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
     assert "40/40" in text and "0:00 left" in text
     assert "1.23 M parameters, 4 units, cpu" in text
     assert re.search(r"loss\s+3\.2500", text) and re.search(r"lr\s+3\.33e-04", text)
-    assert re.search(r"val ppl\s+8\.03 \(step 40\)", text)
+    assert re.search(r"val ppl\s+8\.03 at 40", text)
     assert re.search(r"active\s+2/4, max 2\s+candidates\s+3", text)
     units = re.findall(r"^([●▲▽ ]) layers\.(\d)", text[text.rindex("in recovery") :], re.MULTILINE)
     assert units == [("●", "1"), (" ", "2"), (" ", "0"), (" ", "3")]  # in recovery on top; then inf first, NaN last
@@ -91,6 +91,7 @@ def picture(width: int, ratios: Any, row: dict[str, Any], events: list[dict[str,
     for loss in (4.0, 3.0, 2.0):
         view.step(row | {"loss": loss}, ratios)
     view.events(events)
+    view._eval = {"val_ppl": 238.61, "step": 1040}
     plain = Console(width=width, file=io.StringIO())
     plain.print(view._picture())
     return plain.file.getvalue()
@@ -107,6 +108,16 @@ def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, 
     marks = re.findall(r"^([●▲▽ ]) (layers\.\d)", text, re.MULTILINE)
     assert [mark for mark, _ in marks][:2] == ["▽", "▲"] and marks[1][1] == ratios.units[2][:8]
     assert "loss █▅▁" in text and ("gnmr" in text) == (width == 80) and "3.00" in text
+    assert "1.23 M parameters, 4 units, cpu" in text and "…" not in text
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_what_is_long_has_a_form_for_few_columns(width: int) -> None:
+    file = io.StringIO()
+    view = View("plain", console=Console(file=file, width=width, force_terminal=True, _environ={"TERM": "xterm"}))
+    view.say("one\ntwo", narrow="less")
+    view.say("always")
+    assert shown(file.getvalue()).split() == (["one", "two", "always"] if width == 80 else ["less", "always"])
 
 
 def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
