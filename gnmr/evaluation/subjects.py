@@ -296,7 +296,7 @@ def of_checkpoint(
     """A model of Hugging Face's, loaded or in training, with the tokenizer of `checkpoint`. UserError without one."""
     tokenizer = pretrained.open_tokenizer(checkpoint)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token")
+        raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
 
     def logits(tokens_BT: Tensor) -> Tensor:
         found: Tensor = model(input_ids=tokens_BT, use_cache=False).logits
