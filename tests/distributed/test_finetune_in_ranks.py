@@ -51,14 +51,13 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    "paths",
+    ("parallel", "paths"),
     [
-        ["paths.low=sim_int8", "paths.recovery=bf16"],
-        ["paths.low=llm_int8", "paths.recovery=bf16", "paths.weights=instead"],
+        ("ddp", ["paths.low=sim_int8", "paths.recovery=bf16"]),
+        ("fsdp", ["paths.low=llm_int8", "paths.recovery=bf16", "paths.weights=instead"]),
     ],
-    ids=["simulated", "codes"],
+    ids=["ddp", "fsdp, codes"],
 )
 def test_adapters_are_those_of_one_process(
     pair: Callable[..., list[Any]],
