@@ -196,22 +196,22 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     from gnmr.terminal import for_tables, print_plain
 
     console = for_tables()
-    print_plain(
-        console, "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative"
-    )
-    print_plain(console, "squared error of the gradient. The shade: how much of the largest in its column.")
-    console.print(operators_table(found, found.pins or found.choice().pins))
+    by_words = console.is_terminal
+    lead = "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
+    lead += "squared error of the gradient. The shade: how much of the largest in its column."
+    print_plain(console, lead, by_words)
+    console.print(operators_table(found, found.pins or found.choice().pins, console.width))
     if (more := len(found.operators) - SHOWN) > 0:
         print_plain(console, f"... and {more} operators more, which cost less: all in out= and html=")
     if not found.pins:
-        console.print(choices_table(found))
+        console.print(choices_table(found, console.width))
     for line in totals(found):
-        print_plain(console, line)
+        print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
         left = found.measured.cost
         print_plain(console, f"the plan expected {plan.expected[1]:.4g} nats to be left; measured here: {left:.4g}")
     print_plain(console, "")
-    print_plain(console, found.verdict())
+    print_plain(console, found.verdict(), by_words)
 
 
 def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> None:

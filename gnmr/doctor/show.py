@@ -17,11 +17,14 @@ from rich.text import Text
 from gnmr.doctor.choice import Choice
 from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, nats
 from gnmr.errors import printable
+from gnmr.terminal import NARROW
 from gnmr.vocabulary import GEMMS
 
 _SHADES = " ░▒▓█"
 _STEPS = (0.05, 0.2, 0.5)
 _STYLES = ("dim", "blue", "cyan", "yellow", "bold red")
+ALL_COLUMNS = 100
+"""Columns of a terminal from which all of the table's are shown."""
 SHOWN = 30
 """Operators of a table on the terminal."""
 _LABELS = {
@@ -42,19 +45,30 @@ def shade(value: float, largest: float) -> int:
     return 1 + sum(value >= step * largest for step in _STEPS)
 
 
-def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]]) -> Table:
-    """Operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●."""
+_HEADINGS = ("fprop", "± 95 %", "share", "input", "weight", "dgrad", "wgrad", "kept")
+
+
+def _columns(width: int) -> tuple[str, ...]:
+    """Which of the columns a terminal has room for beside whole names; what is left out is in diagnosis.json."""
+    if width < NARROW:
+        return "fprop", "kept"
+    return _HEADINGS if width >= ALL_COLUMNS else ("fprop", "share", "dgrad", "wgrad", "kept")
+
+
+def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]], width: int = ALL_COLUMNS) -> Table:
+    """Operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●. width:
+    columns of the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("operator", overflow="fold")
-    for heading in ("fprop", "± 95 %", "share", "input", "weight", "dgrad", "wgrad", "kept"):
+    shown = _columns(width)
+    for heading in shown:
         table.add_column(heading, justify="left" if heading == "kept" else "right", no_wrap=True)
     by_gemm = {gemm: {row.operator: row for row in found.rows if row.gemm == gemm} for gemm in GEMMS}
     largest = _largest(found)
     start = "model." if all(name.startswith("model.") for name in found.operators) else ""
     for row in found.worst[:SHOWN]:
         cells = [_shaded(by_gemm[gemm][row.operator], largest[gemm]) for gemm in ("dgrad", "wgrad")]
-        table.add_row(
-            Text(printable(row.operator.removeprefix(start))),
+        told: tuple[Text | str, ...] = (
             _shaded(row, largest["fprop"]),
             _short((row.interval[1] - row.interval[0]) / 2),
             _share(found.saved[row.operator, "fprop"], found.total),
@@ -63,20 +77,26 @@ def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]]) -> Tabl
             *cells,
             "●" if (own := list(kept.get(row.operator, ()))) == ["fprop"] else ",".join(own),
         )
+        by_heading = dict(zip(_HEADINGS, told, strict=True))
+        table.add_row(Text(printable(row.operator.removeprefix(start))), *(by_heading[name] for name in shown))
     return table
 
 
-def choices_table(found: Diagnosis) -> Table:
-    """What the plan and the usual guesses leave at the same cost."""
+def choices_table(found: Diagnosis, width: int = ALL_COLUMNS) -> Table:
+    """What the plan and the usual guesses leave at the same cost; in a narrow terminal without that of whole
+    operators."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("fprop in 16 bits", no_wrap=True)
-    for heading in ("of the GEMM time", "price left", "measured", "whole operators: price left"):
+    headings = ("of the GEMM time", "price left", "measured", "whole operators: price left")
+    shown = headings[1:3] if width < NARROW else headings
+    for heading in shown:
         table.add_column(heading, justify="right")
     for name, alone, whole in _choices(found):
         left = found.left.get(name)
         cells = [f"{_mean(one.share for one in alone):.1%}", nats(_mean(one.after for one in alone))]
         last = nats(_mean(one.after for one in whole)) if whole else "-"
-        table.add_row(_LABELS[name], *cells, "-" if left is None else nats(left), last)
+        told = (*cells, "-" if left is None else nats(left), last)
+        table.add_row(_LABELS[name], *(cell for head, cell in zip(headings, told, strict=True) if head in shown))
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +20,7 @@ import gnmr
 from gnmr.doctor.choice import arithmetic, choose
 from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
 from gnmr.doctor.plan import read_plan
+from gnmr.doctor.show import choices_table, operators_table
 from gnmr.errors import UserError
 from gnmr.paths import PathSpec, Recipe, convert
 
@@ -159,6 +162,17 @@ def test_guesses_spend_no_more_and_the_plan_leaves_less_by_price(found: Diagnosi
             assert one.share <= 0.2 and one.after >= choice.after - 1e-12
     assert list(guesses["last"][0].pins) == ["3", "5"] and len(guesses["random"]) == 5
     assert found.left["last"] > 0 and found.left["last"] != found.left["first"]
+
+
+@pytest.mark.parametrize("width", [100, 80, 50])
+def test_its_tables_fit_a_terminal(found: Diagnosis, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    console.print(operators_table(found, found.choice().pins, width), choices_table(found, width))
+    text = out.getvalue()
+    assert "…" not in text and all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert all(f" {name} " in text for name in found.operators), "whole names"
+    assert [head in text for head in ("± 95 %", "dgrad", "share")] == [width >= 100, width >= 80, width >= 80]
 
 
 def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_path) -> None:
