@@ -52,7 +52,7 @@ def test_every_choice_composes(group):
 def test_no_file_of_conf_is_left_out():
     """A new group needs a test here."""
     folders = {str(folder.relative_to(CONF)) for folder in CONF.rglob("*") if folder.is_dir()}
-    nested = {"preset/4", "preset/6", "preset/8", "preset/int8", "sweep/paper", "hydra/sweeper"}
+    nested = {"preset/4", "preset/6", "preset/8", "preset/int8", "sweep/paper", "hydra/sweeper", "hydra/hydra_logging"}
     assert folders == nested | {"experiment", "model", "scale", "sweep", "debug", "preset", "hydra"}
 
 
