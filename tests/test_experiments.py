@@ -110,7 +110,7 @@ of_sweeps = pytest.mark.xdist_group("sweeps")
 
 CELLS = {
     "act_quant_stress": 4,
-    "compressed_gradients": 4,
+    "compressed_gradients": 6,
     "demo": 5,
     "faults": 8,
     "fork": 8,
