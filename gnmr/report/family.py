@@ -232,6 +232,7 @@ def _statistics(residual_DN: np.ndarray, arms: Sequence[int]) -> tuple[np.ndarra
     mean = sum(one.sum(axis=1) for one in apart) / total
     between = sum(one.shape[1] * (one.mean(axis=1) - mean) ** 2 for one in apart) / (number - 1)
     within = sum(((one - one.mean(axis=1, keepdims=True)) ** 2).sum(axis=1) for one in apart) / (total - number)
+    between = np.where(between < 1e-20 * within, 0.0, between)  # rounding: those of two arms are each other's negatives
     return np.asarray(between / within), normal
 
 

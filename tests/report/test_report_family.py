@@ -168,6 +168,13 @@ def test_unequal_spread_is_refused_and_told_by_own_differences() -> None:
     assert row.difference.freedom == 4
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_residuals_of_two_arms_are_of_one_spread_whatever_rounding_leaves(seed: int) -> None:
+    """They are each other's negatives."""
+    model = fit(drawn({"never": 4.0, "always": 3.9}, 0.1, seed, blocks=3, wide={"always": 30.0}))
+    assert model is not None and model.assumptions[0] == 1
+
+
 def test_worse_arms_that_differ_more_over_blocks_are_refused_by_tukeys_test() -> None:
     """The balanced closed form; and values that are a product of arm and block."""
     values = drawn(ARMS, 0.1, 12)
