@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gnmr import config
 from gnmr.commands import train
 from gnmr.config.compose import conf_dir
 from gnmr.records.reader import read_json
+from gnmr.sweep.progress import Cell
 from gnmr.training import run as run_module
 
 SEEDS = "training.seed=0,1"
@@ -31,6 +34,16 @@ def cells(tmp_path: Path) -> dict[int, Path]:
 def done(tmp_path: Path) -> list[int]:
     """Seeds of the cells that are."""
     return [seed for seed, folder in cells(tmp_path).items() if (folder / "DONE").exists()]
+
+
+@pytest.mark.parametrize(("sent", "told"), [(None, "spent 3.0%"), (0.271, "sent 27.1%")])
+def test_a_line_tells_what_recovery_costs(tmp_path, sent, told):
+    cell = Cell([], config.load({"run_dir": str(tmp_path)}), 0)
+    (tmp_path / "DONE").touch()
+    summary = {"final_val_ppl": 36.19, "spent_gemm_frac": 0.03, "numbers_sent_frac": sent, "wall_time_s": 45.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    cell.look()
+    assert cell.line() == f"#0 {tmp_path.name}  ppl 36.19  {told}  0:00:45"
 
 
 @pytest.mark.usefixtures("composed_once")

@@ -115,7 +115,9 @@ def _figures(folder: Path) -> list[str]:
         summary = read_json(folder / "summary.json") or {}
         if (ppl := summary["final_val_ppl"]) is not None:
             told.append(f"ppl {ppl:.2f}")
-        if (spent := summary["spent_gemm_frac"]) is not None:
+        if (sent := summary.get("numbers_sent_frac")) is not None:  # what recovery costs where gradients are compressed
+            told.append(f"sent {sent:.1%}")
+        elif (spent := summary["spent_gemm_frac"]) is not None:
             told.append(f"spent {spent:.1%}")
         told.append(_hms(summary["wall_time_s"]))
     return told
