@@ -2,9 +2,9 @@
 
     forks       2-bit saved activations, never and always on the recovery path, from trained bases: what they cost after
                 20 and 40 steps, under the bases' beta2 of 0.999 and under 0.95
-    scratch     the same from the first step, 200 steps of a schedule of 1,000, and with a set drawn in every step or
-                held for 20: as the evidence was made (beta2 0.999) and with beta2 0.95; and rounded as ActNN does
-                (ranges of groups, stochastic)
+    scratch     the same from the first step, 200 steps of a schedule of 1,000, and with a set, drawn or by gap, that is
+                new in every step or held for 20: as the evidence was made (beta2 0.999) and with beta2 0.95; and
+                rounded as ActNN does (ranges of groups, stochastic). By gap, as what is saved alone has no price
     more        from scratch: ranges and stochastic rounding each alone; gradients clipped at 1.0
     lengths     from the records in runs/reference: the gap after 250 and 500 steps, and annealed runs of 500 steps
                 beside step 500 of 1,000
@@ -59,6 +59,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     ALWAYS: ("controller.signal=always_high", "controller.warmup_frac=1.0"),
     "random": ("controller.signal=random", _RANKED),
     "random held": ("controller.signal=random", _RANKED, "controller.hold=20"),
+    "by gap": ("controller.signal=gap", _RANKED),
+    "by gap held": ("controller.signal=gap", _RANKED, "controller.hold=20"),
     "stochastic": (_LOW, "paths.rounding=stochastic"),
     "ranges": (_LOW, "paths.group=256"),
     "ranges, stochastic": (_LOW, "paths.group=256", "paths.rounding=stochastic"),
@@ -68,11 +70,14 @@ _SAVED = ("paths.low=int2", "paths.recovery=int8", "paths.site=saved")
 _MODEL = ("model.outlier_channels.number=2", "model.outlier_channels.gain=20")
 PLAIN, FORGETTING, CLIPPED = "beta2 0.999", "beta2 0.95", "clip 1.0"
 """Optimizers: that of the evidence, and what differs."""
-_RANDOM = (("random held", "random"), ("random", NEVER), ("random held", NEVER))
+_SETS = (
+    *(("random held", "random"), ("random", NEVER), ("random held", NEVER)),
+    *(("by gap held", "by gap"), ("by gap", "random"), ("by gap held", "random held")),
+)
 _Families = dict[str, tuple[str, tuple[tuple[str, str], ...]]]
 FAMILIES: _Families = {
-    "switching, beta2 0.999": (PLAIN, _RANDOM),
-    "switching, beta2 0.95": (FORGETTING, _RANDOM),
+    "switching, beta2 0.999": (PLAIN, _SETS),
+    "switching, beta2 0.95": (FORGETTING, _SETS),
     "rounding": (PLAIN, (("ranges, stochastic", NEVER),)),
 }
 MORE: _Families = {
