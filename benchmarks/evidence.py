@@ -1,4 +1,4 @@
-"""The evidence on prices, forks and divergence from nothing: bases, prices against the truth, forks, survivors, tables.
+"""The evidence on prices, forks, fairness and divergence from nothing: bases, truths, forks, runs, survivors, tables.
 
     python benchmarks/evidence.py night [OUT]    everything that docs/results has of it: hours (make evidence)
     python benchmarks/evidence.py quick [OUT]    the same way on the shipped base: minutes (make evidence-quick)
@@ -22,16 +22,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BASES = {f"seed{seed}_{steps}": (seed, steps) for seed, steps in ((0, 100), (0, 500), (0, 1000), (0, 600), (1, 600))}
 """Seed and steps of each."""
 PAIR = ("seed0_600", "seed1_600")
-STEP, FORK, SMALL_FORK, TRUTH, SAMPLED = 0.2, 14.0, 7.0, 60.0, 20.0
+STEP, FORK, SMALL_FORK, TRUTH, SAMPLED, CADENCE = 0.2, 14.0, 7.0, 60.0, 20.0, 300.0
 """CPU seconds here (AMD EPYC, one thread): a step of a base, a fork of 40 steps of a base and of the shipped one, a
-low path's truth, a base's sampling."""
+low path's truth, a base's sampling and its cadences."""
 DIVERGENCE = {"search": 120.0, "survival": 900.0}
 """CPU seconds of parts of divergence.py."""
 _GNMR = ("-m", "gnmr")
@@ -45,9 +45,11 @@ class Step:
 
     name: str
     words: tuple[str, ...]
-    """Behind `python`; run in OUT/bases."""
+    """Behind `python`."""
     seconds: float
     """Of CPU, for what is left of it."""
+    where: Path | None = None
+    """Where it is run; None for OUT/bases."""
 
 
 def bases(_out: Path) -> list[Step]:
@@ -78,7 +80,10 @@ def night(out: Path) -> list[Step]:
         bench(out, "price-truth-late", "price", "truth", "seed0_1000,seed1_600", TRUTH * 2 * 9),
         bench(out, "price-sampling", "price", "sampling", pair, SAMPLED * 2),
         bench(out, "price-atlas", "price", "atlas", "seed0_600", FORK * 3 * (28 * 3 + 1), 3),
+        bench(out, "price-cadence", "price", "cadence", pair, CADENCE * 2),
         *(spend(out, scene, pair, 5) for scene in _scenes()),
+        fair(out, 5),
+        replace(bench(out, "fair-lengths", "fair", "lengths", "shipped", 10.0), where=ROOT),
         *(divergence(out, part, seconds) for part, seconds in DIVERGENCE.items()),
     ]
     return sorted(steps, key=lambda step: -step.seconds)
@@ -103,17 +108,31 @@ def spend(out: Path, scene: str, run: str, orders: int) -> Step:
     """Forks of a scene; those that are there are not counted."""
     from gnmr.bench.scenes import SCENES
 
-    rows = out / f"spend-{scene}" / "bench" / "spend.jsonl"
-    there = len(rows.read_text().splitlines()) if rows.exists() else 0
+    there = _rows(out / f"spend-{scene}" / "bench" / "spend.jsonl")
     left = max(len(SCENES[scene].arms()) * orders * len(run.split(",")) - there, 0)
     each = (SMALL_FORK if run == "shipped" else FORK) * SLOWER.get(scene, 1.0)
     return bench(out, f"spend-{scene}", "spend", scene, run, left * each, orders)
+
+
+def fair(out: Path, seeds: int) -> Step:
+    """Forks of 40 steps under two optimizers, and runs of 200 steps; those that are there are not counted."""
+    from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
+
+    runs = {(optimizer, arm) for optimizer, pairs in (FAMILIES | MORE).values() for arm in arms_of(pairs)}
+    each = {"forks": 4 * FORK, "scratch,more": len(runs) * WHOLE[-1] * STEP}
+    left = max(1 - _rows(out / "fair" / "bench" / "fair.jsonl") / (seeds * (4 + len(runs))), 0)
+    seconds = seeds * sum(each.values()) * left
+    return bench(out, "fair", "fair", "forks,scratch,more", "seed0_600", seconds, seeds)
 
 
 def divergence(out: Path, part: str, seconds: float) -> Step:
     """A part of divergence.py, which goes on within its own file."""
     name = f"divergence-{part}"
     return Step(name, (str(ROOT / "benchmarks" / "divergence.py"), str(out / f"{name}.json"), part), seconds)
+
+
+def _rows(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def _scenes() -> list[str]:
@@ -151,10 +170,10 @@ class Playing:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
         with (self.out / f"{step.name}.log").open("a") as log:
             command = [sys.executable, *step.words]
-            ran = subprocess.run(command, cwd=self.out / "bases", env=env, stdout=log, stderr=log, check=False)
-        rows = self.out / step.name / "bench" / "spend.jsonl"
+            where = step.where or self.out / "bases"
+            ran = subprocess.run(command, cwd=where, env=env, stdout=log, stderr=log, check=False)
         if ran.returncode == 0:
-            if rows.exists():
+            for rows in (self.out / step.name / "bench").glob("*.jsonl"):
                 shutil.copyfile(rows, self.out / f"{step.name}.jsonl")
             (self.out / f"{step.name}.done").touch()
         took = time.monotonic() - began
