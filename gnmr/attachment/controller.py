@@ -152,11 +152,11 @@ class AttachedController(Controller):
     def true_gap(self, backward: Callable[[], object]) -> Tensor:
         """The evidence `true_gap`: the gradients of both paths on one batch (corollary 1), (U,).
 
-        Call it before the step's own passes. `backward` runs them, forward and backward, and is called once a path.
+        Call it before the step's own passes. `backward` runs them, forward and backward, and is called once a path; of
+        several processes each its own, through the model that reduces gradients.
         Paths and generators are afterwards as they were, all gradients are None. Does not wait for the device.
         """
         self._check_attached()
-        self._check_alone("true_gap")
         with self.unmeasured():
             return self._passes().gap(backward)
 
@@ -192,7 +192,7 @@ class AttachedController(Controller):
             return self._passes().explain(loss_of_batch, self.t + 1, loss=loss, usual=usual, grad_scale=grad_scale)
 
     def _passes(self) -> Passes:
-        return Passes(self.plan, self._model, self.units, self._device)
+        return Passes(self.plan, self._model, self.units, self._device, self.ranks)
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
 from gnmr.controller import Unit
+from gnmr.controller.evidence import of_shards, part_of, summed
 from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.controller.ranks import Ranks
 from gnmr.paths import Plan
 
 
@@ -24,11 +26,14 @@ class Passes:
     model: nn.Module
     units: Sequence[Unit]
     device: torch.device
+    ranks: Ranks | None = None
+    """Those that may hold parts of the parameters."""
 
     def gap(self, backward: Callable[[], object]) -> Tensor:
         """See `AttachedController.true_gap`."""
         gradients: list[list[list[Tensor]]] = []
         distinct = Distinct(unit.parameters for unit in self.units)
+        ranks = of_shards(distinct.groups, self.ranks)
         devices = [self.device] if self.device.type == "cuda" else []
         for recovering in (False, True):
             # Dropout draws in each of them what the step will draw.
@@ -39,20 +44,19 @@ class Passes:
             # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
             gradients.append(
                 [
-                    [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in group]
+                    [part_of(torch.zeros_like(p) if p.grad is None else p.grad, p, ranks).float() for p in group]
                     for group in distinct.groups
                 ]
             )
             self.model.zero_grad(set_to_none=True)
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
-        return distinct.of_each(
-            torch.stack(
-                [
-                    sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
-                    for low, high in zip(*gradients, strict=True)
-                ]
-            )
+        gaps = torch.stack(
+            [
+                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+                for low, high in zip(*gradients, strict=True)
+            ]
         )
+        return distinct.of_each(summed(gaps, ranks))
 
     def explain(
         self,

@@ -18,8 +18,8 @@ from gnmr.controller.signals.base import Signal
 from gnmr.controller.spec import NO_CAP
 from gnmr.controller.units import Unit
 
-_OF_ONE_PROCESS = ("micro_square", "true_gap")
-"""Evidence that is no sum over ranks, or is not made one yet."""
+_OF_ONE_PROCESS = ("micro_square",)
+"""Evidence that is no sum over ranks."""
 
 
 def check_ranks(
@@ -32,13 +32,12 @@ def check_ranks(
             f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
             "controller ranks=gnmr.distributed.reduce.Ranks(), as gnmr.attach does"
         )
-    if sharded and "weight_std" in needs:
-        raise ValueError(f"weight_std: {sharded[0]} has sharded parameters (DTensor); use another signal, or DDP")
     if ranks is None or ranks.size == 1:
         return
     if wrong := [name for name in needs if name in _OF_ONE_PROCESS]:
         raise ValueError(
-            f"{', '.join(wrong)}: is measured in one process, here are {ranks.size}; use a signal of gradient norms, "
+            f"{', '.join(wrong)}: needs each micro-batch's own gradient, and {ranks.size} processes have the mean of "
+            "theirs alone; use a signal of gradient norms, "
             "of the paths' errors or of their prices (docs/distributed.md)"
         )
     if not isinstance(norms, (UnitNorms, OutputGradients)):

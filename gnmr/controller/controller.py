@@ -304,7 +304,7 @@ class Controller:
         if self._micro is not None:
             found["micro_square"] = self._micro.take() / grad_scale**2
         if "weight_std" in self.needs:
-            found["weight_std"] = weight_std(self.units)
+            found["weight_std"] = weight_std(self.units, self.ranks)
         return found
 
     def _own_evidence(self) -> set[str]:

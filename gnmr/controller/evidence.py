@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gnmr.controller.norms import Distinct
+from gnmr.controller.norms import Distinct, to_device
+from gnmr.controller.ranks import Ranks
 from gnmr.controller.units import Unit
 
 EVIDENCE: dict[str, str] = {
@@ -109,47 +110,82 @@ class MicroNorms:
         self._sum, self.count = None, 0
 
 
+def of_shards(groups: Sequence[Sequence[Tensor]], ranks: Ranks | None) -> Ranks | None:
+    """`ranks` where they hold parts of these parameters."""
+    return ranks if ranks is not None and any(ranks.is_sharded(p) for group in groups for p in group) else None
+
+
+def part_of(x: Tensor, of: Tensor, ranks: Ranks | None) -> Tensor:
+    """What this rank adds of `x`, a tensor of the parameter `of`: its part, nothing where another adds the same one."""
+    if ranks is None:
+        return x
+    own = ranks.local(x)
+    return own if ranks.counts(of) else own.flatten()[:0]
+
+
+def summed(values: Tensor, ranks: Ranks | None) -> Tensor:
+    """Over ranks: one collective."""
+    return values if ranks is None else ranks.sum({"values": values})["values"]
+
+
 class UpdateNorms:
     """Norms of what the optimizer does to the units' parameters. Keeps one copy of them over its step."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], ranks: Ranks | None = None) -> None:
+        """`ranks`: those that may hold parts of them; norms are then summed over ranks, a collective more."""
         self._distinct = Distinct(unit.parameters for unit in units)
         self._groups = self._distinct.groups
+        self._ranks = of_shards(self._groups, ranks)
         self._before: list[list[Tensor]] = []
 
     @torch.no_grad()
     def before(self) -> None:
         """Call right before the optimizer steps: keeps a copy of all units' parameters."""
-        self._before = [[p.detach().clone() for p in group] for group in self._groups]
+        self._before = [[part_of(p.detach(), p, self._ranks).clone() for p in group] for group in self._groups]
 
     @torch.no_grad()
     def after(self) -> Tensor:
         """(U,): norms of the difference to `before`."""
-        norms = []
+        found = []
         for group, before in zip(self._groups, self._before, strict=True):
             squares = [
-                (p.float() - q.float()).square().sum(dtype=torch.float64) for p, q in zip(group, before, strict=True)
+                (part_of(p, p, self._ranks).float() - q.float()).square().sum(dtype=torch.float64)
+                for p, q in zip(group, before, strict=True)
             ]
-            norms.append(torch.stack(squares).sum().sqrt())
+            found.append(torch.stack(squares).sum())
         self._before = []
-        return self._distinct.of_each(torch.stack(norms))
+        return self._distinct.of_each(summed(torch.stack(found), self._ranks).sqrt())
 
 
 @torch.no_grad()
-def weight_std(units: Sequence[Unit]) -> Tensor:
-    """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all)."""
-    stds, distinct = [], Distinct(unit.parameters for unit in units)
-    for group in distinct.groups:
-        matrices = [p for p in group if p.ndim >= 2] or list(group)
-        stds.append(torch.cat([p.detach().float().flatten() for p in matrices]).std(correction=0).double())
-    return distinct.of_each(torch.stack(stds))
+def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
+    """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all).
+
+    `ranks`: those that may hold parts of them; sums and squares go over ranks then, in a collective of their own.
+    """
+    distinct = Distinct(unit.parameters for unit in units)
+    weights = [[p for p in group if p.ndim >= 2] or list(group) for group in distinct.groups]
+    if (holders := of_shards(weights, ranks)) is None:
+        elements = [torch.cat([p.detach().float().flatten() for p in group]) for group in weights]
+        return distinct.of_each(torch.stack([one.std(correction=0).double() for one in elements]))
+    sums = []
+    for group in weights:
+        own = torch.cat([part_of(p.detach(), p, holders).double().flatten() for p in group])
+        sums.append(torch.stack([own.sum(), own.square().sum()]))
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64)
+    mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
+    return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())
 
 
 @torch.no_grad()
-def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tensor:
-    """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients."""
+def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Tensor:
+    """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients.
+
+    `ranks`: those that may hold parts of the parameters; counts go over ranks then, in a collective of their own.
+    """
     betas = {p: group["betas"][1] for group in optimizer.param_groups for p in group["params"] if "betas" in group}
-    shares, distinct = [], Distinct(unit.parameters for unit in units)
+    counts, distinct = [], Distinct(unit.parameters for unit in units)
+    holders = of_shards(distinct.groups, ranks)
     for group in distinct.groups:
         spikes = torch.zeros((), dtype=torch.float64, device=group[0].device)
         for parameter in group:
@@ -157,8 +193,10 @@ def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Tens
             second = state.get("exp_avg_sq")
             if second is None or parameter.grad is None:
                 continue
+            second, gradient = (part_of(one, parameter, holders) for one in (second, parameter.grad))
             # Without the correction every coordinate of the first steps is a spike: v starts at 0.
             corrected = second.float() / (1 - betas[parameter] ** state["step"])
-            spikes = spikes + (parameter.grad.float().square() > SPIKE * corrected).sum()
-        shares.append(spikes / sum(p.numel() for p in group))
-    return distinct.of_each(torch.stack(shares))
+            spikes = spikes + (gradient.float().square() > SPIKE * corrected).sum()
+        counts.append(spikes)
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in distinct.groups], dtype=torch.float64)
+    return distinct.of_each(summed(torch.stack(counts), holders) / to_device(numbers, counts[0].device))

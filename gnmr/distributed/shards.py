@@ -33,6 +33,17 @@ def local(x: Tensor) -> Tensor:
     return found
 
 
+def part(whole: Tensor, like: Tensor) -> Tensor:
+    """What lies of `whole`, which every rank has, where this rank's part of `like` does; both of one shape."""
+    if not is_sharded(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    found: Tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    return found
+
+
 def place(x: Tensor) -> tuple[int, ...]:
     """Which part of it this rank has: equal on ranks that have the same."""
     if not is_sharded(x):

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnmr.distributed.shards import local, part
 from gnmr.errors import UserError
 from gnmr.models.layers import GELUMLP, Block, Decoder, SwiGLU
 from gnmr.models.llama import Llama
@@ -49,9 +50,9 @@ def add_outlier_channels(model: Decoder, number: int, gain: float, generator: to
 class OutlierWindow:
     """Outlier channels in the live weights during the steps `start` to `stop`, both included; steps count from 1.
 
-    Call `begin_step` before each step. The model's function stays as it is at both switches: to rounding, and to the
-    last bit, BF16 included, where `gain` is a power of two, which is what to use. The optimizer's moments are left
-    alone: what it adds to a divided column during the window is multiplied by `gain` at its end.
+    Call `begin_step` before each step, in every process. The model's function stays as it is at both switches: to
+    rounding, and to the last bit, BF16 included, where `gain` is a power of two, which is what to use. The optimizer's
+    moments are left alone: what it adds to a divided column during the window is multiplied by `gain` at its end.
     """
 
     def __init__(
@@ -112,9 +113,11 @@ def _scale(model: Decoder, channels: list[Tensor], gain: float) -> None:
         scale = torch.ones(_width(source), device="cpu")
         scale[chosen] = gain
         for parameter in source.parameters():  # a norm's gain and bias, a linear's rows and bias
-            parameter.mul_(scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)))
+            rows = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
+            local(parameter).mul_(part(rows, parameter))
         for reader in readers:
-            reader.weight.div_(columns(scale).to(reader.weight.device))
+            of_columns = columns(scale).to(reader.weight.device).expand(reader.weight.shape)
+            local(reader.weight).div_(part(of_columns, reader.weight))
 
 
 def _pairs(model: Decoder) -> Iterator[tuple[nn.Module, list[nn.Linear], Callable[[Tensor], Tensor]]]:

@@ -521,6 +521,11 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: n
         raise UserError(
             f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
         )
+    if "true_gap" in needs and config.compression.name != "none" and config.parallel != "none":
+        raise UserError(
+            f"{key('true_gap')}: its passes would send gradients too, and change what "
+            f"compression.name={config.compression.name} remembers of them; use another signal"
+        )
     if "true_gap" in needs:
         number = sum(p.numel() for p in model.parameters())
         if number > _ORACLE_PARAMETERS:

@@ -7,9 +7,6 @@ from gnmr.distributed.launch import is_torchrun, started
 from gnmr.distributed.wrap import shards_of
 from gnmr.errors import UserError
 
-_SIGNALS_OF_WHOLE = ("spike_share", "update_norm", "weight_std", "jacobian")
-"""What reads whole weights or moments."""
-
 
 def refuse_processes(config: Config) -> None:
     """UserError where parallel=..., training.processes and the processes that were started do not fit together, and for
@@ -28,7 +25,8 @@ def refuse_processes(config: Config) -> None:
     refuse_compression(config, size)
     if size > 1:
         _refuse_batches(config, size)
-        _refuse_parts(config, size)
+        if config.paths.backend == "te":
+            raise UserError(f"paths.backend=te: is for one process so far, here are {size}")
 
 
 def _refuse_batches(config: Config, size: int) -> None:
@@ -44,23 +42,6 @@ def _refuse_batches(config: Config, size: int) -> None:
         )
     if kind == "hsdp" and (size % shards_of(size) or shards_of(size) < 2):
         raise UserError(f"parallel=hsdp: needs an even number of processes, 4 or more, here are {size}; use fsdp")
-
-
-def _refuse_parts(config: Config, size: int) -> None:
-    kind, model = config.parallel, config.model
-    whole: dict[str, tuple[object, bool]] = {
-        "optim.name": (config.optim.name, config.optim.name != "adamw"),
-        "optim.transform.name": (config.optim.transform.name, config.optim.transform.name is not None),
-        "model.outlier_channels.window": (model.outlier_channels.window, bool(model.outlier_channels.window)),
-    }
-    if config.paths.backend == "te":
-        raise UserError(f"paths.backend=te: is for one process so far, here are {size}")
-    for key, (value, wrong) in whole.items():
-        if wrong and kind != "ddp":
-            raise UserError(f"{key}={value}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
-    needed = {config.controller.signal, *config.records.evidence}
-    if kind != "ddp" and (names := sorted(needed & set(_SIGNALS_OF_WHOLE))):
-        raise UserError(f"{names[0]}: reads whole parameters, which parallel={kind} shards; use parallel=ddp")
 
 
 def refuse_compression(config: Config, size: int) -> None:

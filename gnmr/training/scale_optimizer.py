@@ -29,6 +29,8 @@ from torch.optim.optimizer import ParamsT
 
 from gnmr.checks import fraction, positive, require
 from gnmr.config import OptimConfig
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.shards import counts, is_sharded, local
 from gnmr.errors import told_as
 from gnmr.training.transforms.base import check_options
 
@@ -38,8 +40,9 @@ class SCALE(torch.optim.Optimizer):
     counts the outputs (0: linear, 1: embedding). Parameters with one dimension go through torch's fused AdamW kernel.
 
     Where the attribute `found_inf` (float scalar on the device, see `gnmr.training.optim.skip_where`) is set and not 0,
-    a step leaves weights and state as they are. Never waits for the device. State has the parameters' dtype; every
-    parameter has a `step`, because checkpoints want some state of each.
+    a step leaves weights and state as they are. Never waits for the device. Of sharded parameters (FSDP2: by rows) each
+    rank steps its own; of an embedding the squares are summed over ranks, a collective each.
+    State has the parameters' dtype; every parameter has a `step`, because checkpoints want some state of each.
     """
 
     def __init__(
@@ -120,13 +123,20 @@ class SCALE(torch.optim.Optimizer):
 
     def _normalized(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
-        state, direction = self.state[p], p.grad.float()
+        state, weight, direction = self.state[p], local(p), local(p.grad).float()
         if "exp_avg" in state:
-            direction = torch.lerp(state["exp_avg"].float(), direction, 1 - group["momentum"])
-            self._replace(state["exp_avg"], direction)
+            kept = local(state["exp_avg"])
+            direction = torch.lerp(kept.float(), direction, 1 - group["momentum"])
+            self._replace(kept, direction)
         inputs = [d for d in range(p.ndim) if d != group["output_dim"]]
-        update = direction / direction.square().mean(inputs, keepdim=True).sqrt().clamp(min=1e-8)
-        self._replace(p, (1 - group["lr"] * group["weight_decay"]) * p.float() - group["lr"] * update)
+        if group["output_dim"] and is_sharded(p):  # by rows, which are the inputs here
+            own = direction if counts(p) else direction[:0]
+            squares = own.square().sum(inputs, keepdim=True, dtype=torch.float64)
+            mean = (Ranks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
+        else:
+            mean = direction.square().mean(inputs, keepdim=True)
+        update = direction / mean.sqrt().clamp(min=1e-8)
+        self._replace(weight, (1 - group["lr"] * group["weight_decay"]) * weight.float() - group["lr"] * update)
         self._replace(state["step"], state["step"] + 1)
 
     def _replace(self, old: Tensor, new: Tensor) -> None:

@@ -37,7 +37,7 @@ from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms, to_device
 from gnmr.controller.packet import HostPacket
 from gnmr.data.batch import Batch, model_inputs
 from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.shards import local
+from gnmr.distributed.shards import is_sharded, local
 from gnmr.distributed.world import ALONE, World
 from gnmr.distributed.wrap import Wrapped
 from gnmr.models import Decoder
@@ -47,7 +47,7 @@ from gnmr.paths.units import module_of
 from gnmr.training.draws import Draws
 from gnmr.training.experts import Experts
 from gnmr.training.optim import clip_gradients, skip_where
-from gnmr.training.transforms.base import StepContext, Transform
+from gnmr.training.transforms.base import StepContext, Transform, tensor_norms
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Those that end a run well (`stopping`)."""
@@ -193,7 +193,7 @@ class TrainStep:
         self._wrapped = Wrapped(model) if wrapped is None else wrapped
         self._experts = Experts(model) if self._wrapped.fills and isinstance(model, Decoder) else None
         self._since: float | None = None
-        self._updates = UpdateNorms(controller.units) if "update_norm" in controller.needs else None
+        self._updates = UpdateNorms(controller.units, controller.ranks) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
         others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
@@ -263,7 +263,8 @@ class TrainStep:
         controller, step = self.controller, self.controller.t + 1
         evidence: dict[str, Tensor] = {}
         if "true_gap" in controller.needs:
-            evidence["true_gap"] = controller.true_gap(partial(self._passes, micro_batches))
+            passes = self._passes if self.world.size == 1 else self._own_passes
+            evidence["true_gap"] = controller.true_gap(partial(passes, micro_batches))
         loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in controller.plan.saturation().items()}
         sums: dict[str, Tensor] = {}
@@ -283,7 +284,7 @@ class TrainStep:
             norms=(of_each(norms[:number]), of_each(present[:number])), sums=sums if sums else None
         )
         if "spike_share" in controller.needs:
-            evidence["spike_share"] = spike_share(controller.units, self.optimizer)
+            evidence["spike_share"] = spike_share(controller.units, self.optimizer, controller.ranks)
         grad_norm = norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
 
@@ -295,7 +296,7 @@ class TrainStep:
             factor = self.transform.lr_factor(step)
         if self.clip_norm is not None:
             if self.transform is not None:
-                now = gradient_norms(self.parameters).square().sum().sqrt()
+                now = self._now().square().sum().sqrt()
             clip_gradients(self.parameters, now, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * factor
@@ -313,6 +314,10 @@ class TrainStep:
         return _Taken(
             host, loss, statistics, saved, predicted, spent, saturation, evidence, alone, skip, factor, gradients
         )
+
+    def _now(self) -> Tensor:
+        """Norm of each parameter's gradient as it is now, float64; over all shards, which is one collective more."""
+        return (tensor_norms if any(map(is_sharded, self.parameters)) else gradient_norms)(self.parameters)
 
     def _summed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """These and all else that a step sums over ranks, in one collective."""
@@ -470,6 +475,15 @@ class TrainStep:
                 (objective_of(self.model, loss) / divisor).backward()
             total = total + loss.detach() / divisor
         return total
+
+    def _own_passes(self, micro_batches: Sequence[Tensor | Batch]) -> None:
+        """Of several processes each its own, which reduce their gradients; nothing of it is measured."""
+        own = self._own(micro_batches)
+        for i, (block, divisor) in enumerate(own):
+            number, last = self.world.rank + i * self.world.size, i == len(own) - 1
+            with self._drawing(number), self._wrapped.accumulating(last):
+                loss = loss_of(self.model, block, self._wrapped.call)
+                (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
 
     def _mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """The forward passes alone."""

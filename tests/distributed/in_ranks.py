@@ -29,10 +29,13 @@ def serve(rank: int, size: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": f"{size}", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    import in_transforms  # which imports this
+
+    known = globals() | {"transformed": in_transforms.transformed}
     while (asked := pipe.recv()) is not None:
         name, options = asked
         try:
-            pipe.send((True, globals()[name](**options)))
+            pipe.send((True, known[name](**options)))
         except BaseException as error:
             if os.environ.get("GNMR_TRACE"):
                 traceback.print_exc()

@@ -107,8 +107,7 @@ def test_ranks_that_went_apart_end_in_one_line_on_each(pair: Pair, case: str, li
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"signal": "gsnr"}, "micro_square: is measured in one process, here are 2; use a signal of gradient norms"),
-        ({"record": ["true_gap"]}, "true_gap: is measured in one process, here are 2"),
+        ({"signal": "gsnr"}, "micro_square: needs each micro-batch's own gradient, and 2 processes have the mean"),
     ],
 )
 def test_signals_that_are_no_sums_are_refused_by_name(pair: Pair, options: dict[str, Any], line: str) -> None:

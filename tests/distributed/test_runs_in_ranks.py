@@ -352,8 +352,11 @@ MISTAKES = [
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
     ([*WORDS, "paths.backend=te"], "ddp", "paths.backend=te: is for one process so far, here are 2"),
-    ([*WORDS, "optim.transform.name=agc"], "fsdp", "optim.transform.name=agc: reads whole parameters"),
-    ([*WORDS, "controller.signal=gsnr"], "ddp", "controller: micro_square: is measured in one process, here are 2"),
+    (
+        [*WORDS, "controller.signal=gsnr"],
+        "ddp",
+        "controller: micro_square: needs each micro-batch's own gradient, and 2",
+    ),
 ]
 
 

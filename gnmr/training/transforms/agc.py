@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.checks import positive, true_or_false
-from gnmr.training.transforms.base import StepContext, Transform, scale_gradient
+from gnmr.distributed.shards import is_sharded, local
+from gnmr.training.transforms.base import StepContext, Transform, norms_of, scale_gradient
 
 
 class AGC(Transform):
@@ -40,14 +41,28 @@ class AGC(Transform):
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
-        for p in self.own(parameters):
-            if p.grad is not None and id(p) not in self._free:
-                bound = self.clip * _unit_norms(p).clamp(min=self.floor)
-                scale_gradient(p.grad, (bound / _unit_norms(p.grad).clamp(min=1e-6)).clamp(max=1.0))
+        clipped = [p for p in self.own(parameters) if p.grad is not None and id(p) not in self._free]
+        weights, gradients = _unit_norms(clipped, clipped), _unit_norms([p.grad for p in clipped], clipped)
+        for p, of_weight, of_gradient in zip(clipped, weights, gradients, strict=True):
+            assert p.grad is not None
+            bound = self.clip * of_weight.clamp(min=self.floor)
+            scale_gradient(p.grad, (bound / of_gradient.clamp(min=1e-6)).clamp(max=1.0))
         return None
 
 
-def _unit_norms(tensor: Tensor) -> Tensor:
-    """Norm of each row, keeping dimensions; of the whole where there is one dimension. float32."""
-    dims = tuple(range(1, tensor.ndim)) or None
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=torch.float32)
+def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Norm of each row of these, keeping dimensions; of the whole where there is one dimension. float32.
+
+    FSDP2 shards by rows, so each rank has those of its own; of one dimension they are summed over ranks.
+    """
+    of_whole = {}
+    if vectors := [i for i, p in enumerate(parameters) if p.ndim == 1 and is_sharded(p)]:
+        norms = norms_of([tensors[i] for i in vectors], [parameters[i] for i in vectors])
+        of_whole = dict(zip(vectors, norms.float().unbind(), strict=True))
+    found = []
+    for i, tensor in enumerate(tensors):
+        assert tensor is not None
+        dims = tuple(range(1, tensor.ndim)) or None
+        rows = torch.linalg.vector_norm(local(tensor), dim=dims, keepdim=True, dtype=torch.float32)
+        found.append(of_whole.get(i, rows))
+    return found

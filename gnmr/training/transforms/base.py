@@ -3,6 +3,9 @@
 A transform runs between backward and the optimizer: it may change the gradients, skip the update, and scale the
 learning rate. It switches no path; the controller reads the gradients before it.
 
+Of a model whose parameters are sharded (FSDP2) each rank changes its own parts, by numbers of the whole: `tensor_norms`
+sums over ranks, and whoever goes through elements takes `local` ones.
+
 Two rules hold for all of them. Nothing waits for the device: decisions are tensors. And a step whose loss or gradient
 is not finite changes no state: new state is *selected* (`Transform.remember`), never multiplied by a flag, because
 0 * NaN = NaN. What such a step leaves in `.grad` does not matter: the caller skips the update.
@@ -19,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnmr.controller.norms import flags
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.shards import counts, is_sharded, local
 from gnmr.errors import UserError
 
 
@@ -92,19 +98,37 @@ def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
-    """Norm of each parameter's gradient, (P,) float64, accumulated in float32; 0 where there is none. NaN passes."""
+    """Norm of each parameter's gradient, (P,) float64, accumulated in float32; 0 where there is none. NaN passes.
+
+    `order` is 2 or Inf. Where parameters are sharded: of the whole ones, the same on every rank, by one collective.
+    """
+    return norms_of([p.grad for p in parameters], parameters, order)
+
+
+def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
+    """`tensor_norms` of these, each of its parameter's shape and in the same shards."""
+    there = [None if one is None or local(one).numel() == 0 else local(one) for one in tensors]
     norms = iter(
-        torch._foreach_norm([p.grad for p in parameters if p.grad is not None], order, dtype=torch.float32)
-        if any(p.grad is not None for p in parameters)
+        torch._foreach_norm([one for one in there if one is not None], order, dtype=torch.float32)
+        if any(one is not None for one in there)
         else ()
     )
     zero = torch.zeros((), device=parameters[0].device)
-    return torch.stack([next(norms) if p.grad is not None else zero for p in parameters]).double()
+    found = torch.stack([next(norms) if one is not None else zero for one in there]).double()
+    if not any(is_sharded(p) for p in parameters):
+        return found
+    if order == torch.inf:
+        Ranks().take_largest(found)
+        return found
+    counted = flags([counts(p) for p in parameters], found.device)
+    return Ranks().sum({"squares": torch.where(counted, found.square(), 0.0)})["squares"].sqrt()
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """gradient <- factor * gradient, rounded once: the product of a bf16 gradient is formed in float32."""
-    gradient.copy_(gradient.float().mul_(factor))
+    """gradient <- factor * gradient, rounded once: the product of a bf16 gradient is formed in float32. Of one that is
+    sharded this rank's part, by one factor or one for each of its rows."""
+    own = local(gradient)
+    own.copy_(own.float().mul_(factor))
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:

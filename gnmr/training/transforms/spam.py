@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.checks import positive, require, whole
+from gnmr.distributed.shards import local
 from gnmr.training.transforms.base import StepContext, Transform
 
 
@@ -54,9 +55,9 @@ class SPAM(Transform):
             for p in self.own(parameters):
                 state = context.optimizer.state.get(p, {})
                 if p.grad is not None and "exp_avg_sq" in state:
-                    v = state["exp_avg_sq"].float()
+                    v, gradient = local(state["exp_avg_sq"]).float(), local(p.grad)
                     bound = torch.where(v > 0, self.threshold * v, torch.inf).sqrt_()
-                    p.grad.copy_(p.grad.float().clamp_(-bound, bound))
+                    gradient.copy_(gradient.float().clamp_(-bound, bound))
         return None
 
     def lr_factor(self, step: int) -> float:
@@ -73,6 +74,7 @@ def reset_moments(context: StepContext, every: int) -> None:
         kind = type(context.optimizer).__name__
         raise ValueError(f"spam and stable_spam reset Adam's moments: they need optim.name=adamw, not {kind}")
     if context.step % every == 0:
-        tensors = [t for state in context.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        states = context.optimizer.state.values()
+        tensors = [local(t) for state in states for t in state.values() if isinstance(t, Tensor)]
         if tensors:
             torch._foreach_zero_(tensors)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.checks import fraction, whole
+from gnmr.distributed.shards import local
 from gnmr.training.transforms.base import StepContext, tensor_norms
 from gnmr.training.transforms.gradient_stabilizer import GradientStabilizer
 from gnmr.training.transforms.spam import reset_moments
@@ -58,7 +59,8 @@ class StableSPAM(GradientStabilizer):
         bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
         for p, bound, factor in zip(parameters, bounds.float(), (bounds / top).float(), strict=True):
             if p.grad is not None:
-                wide = p.grad.float()
-                p.grad.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
+                own = local(p.grad)
+                wide = own.float()
+                own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
         return super().__call__(parameters, context)

@@ -1,0 +1,122 @@
+"""Gradient transforms, SCALE, windows of outliers and signals of whole weights, on shards: as on whole parameters."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_transforms import OPTIONS, transformed
+
+from gnmr.config import Config
+from gnmr.training.transforms import TRANSFORMS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from everything import everything
+
+pytestmark = [
+    pytest.mark.xdist_group("pair"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
+]
+WORDS = ("training.accumulation=2", "training.batch_size=1", "training.dtype=float32")
+
+
+def assert_near(ours: Any, theirs: Any, rtol: float = 1e-5) -> None:
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_near(ours[key], theirs[key], rtol)
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_near(one, other, rtol)
+    elif isinstance(ours, torch.Tensor):
+        largest = theirs.double().abs().max().item() if theirs.numel() else 0.0
+        torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=rtol * largest)
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, rel=rtol, nan_ok=True)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_a_transform_of_shards_is_that_of_the_whole(pair: Callable[..., list[Any]], how: str) -> None:
+    """Norms, clipped elements, rows and memory; of every transform, each of which does something here."""
+    assert OPTIONS.keys() == TRANSFORMS.keys()
+    plain = transformed()
+    assert all(float(share) > 0 for share in plain["spikes"][-1])
+    for name in (None, *TRANSFORMS):
+        alone, ranks = transformed(transform=name), pair("transformed", how=how, transform=name)
+        for rank in ranks:
+            assert isinstance(rank, dict), rank
+            assert_near(rank, alone)
+        if name == "skip_step":
+            assert any(alone["skips"])
+        elif name is not None:
+            pairs = zip(alone["gradients"], plain["gradients"], strict=True)
+            assert not all(torch.allclose(one, other) for one, other in pairs), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            *("optim.transform.name=stable_spam", "optim.clip_norm=0.3", "optim.transform.options.reset_every=4"),
+            "records.evidence=[weight_std,spike_share,update_norm]",
+        ],
+        [
+            *("optim.name=scale", "optim.lr=1e-3", "model.outlier_channels.number=2"),
+            *("model.outlier_channels.gain=16", "model.outlier_channels.window=[2,6]"),
+        ],
+    ],
+    ids=["transform", "scale, outliers"],
+)
+def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    alone = everything(train(tmp_path / "one", *WORDS, *words))
+    sound = everything(train(tmp_path / "sound", *WORDS))
+    config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS, *words)
+    assert pair("train", config=config, parallel="fsdp", stop=5) == [128 + signal.SIGTERM] * 2
+    told = pair("train", config=config, parallel="fsdp")
+    assert isinstance(told[0], list), told
+    found = everything(tmp_path / "run")
+    assert_near(found["state"]["model"], alone["state"]["model"], 1e-4)
+    assert_near([row["loss"] for row in found["steps"]], [row["loss"] for row in alone["steps"]])
+    assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
+    for name in ("weight_std", "spike_share", "update_norm"):
+        values = [[row.get(name) for row in one["ratios"]] for one in (found, alone)]
+        assert_near(*values, 1e-3)
+        assert any(values[0]) == (name in words[-1])
+    with pytest.raises(AssertionError):
+        assert_near(alone["state"]["model"], sound["state"]["model"], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_gradients_of_both_paths_are_taken_by_all_together(
+    pair: Callable[..., list[Any]],
+    tiny: Callable[..., Config],
+    train: Callable[..., Path],
+    tmp_path: Path,
+    parallel: str,
+) -> None:
+    """true_gap of one process over four micro-batches, and of two over two each, before the step's own passes."""
+    words = ["controller.signal=oracle", "controller.routing=ranked", "training.steps=4", *WORDS[1:]]
+    words += ["training.accumulation=4", "records.evidence=[true_gap]"]
+    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
+    assert isinstance(told[0], list), told
+    alone, found = everything(train(tmp_path / "one", *words)), everything(tmp_path / "run")
+    gaps = [[row["true_gap"] for row in one["ratios"]] for one in (found, alone)]
+    assert len({*gaps[1]}) > 7 and min(gaps[1]) > 0
+    assert_near(*gaps, 1e-3)
+    assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
