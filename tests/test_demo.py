@@ -55,7 +55,7 @@ def test_what_the_docs_show_is_what_its_records_say():
         demo.show(found, "20 steps", narrow)
     lines = Text.from_ansi(narrow.file.getvalue()).plain.splitlines()
     assert all(len(line.rstrip()) <= 50 for line in lines) and "…" not in "".join(lines)
-    assert any(re.fullmatch(r"price +23% +12% to 33% +9.2%", line.strip()) for line in lines), lines
+    assert any(re.fullmatch(r"price +25% +16% to 33% +9.2%", line.strip()) for line in lines), lines
     said = " ".join(out.getvalue().split())
     for page in ("README.md", "docs/quickstart.md"):
         (block,) = re.findall(r"^```text\n(2-bit inputs.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
