@@ -43,6 +43,7 @@ from gnmr.report.statistics import stat
 
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _HEAD = "<!-- made from the records by gnmr report claims=...; do not edit -->"
+_SENT = "numbers_sent_frac"
 _PHASES = {"end": "at the end", "low": "after the arm's steps", "healed": "after healing in 16 bits"}
 
 
@@ -192,7 +193,7 @@ def _values(arm: Arm, phase: str) -> Values:
 
 def _page(one: Tested) -> str:
     claim, family = one.claim, one.family
-    columns = ["arm", "against", "n", "promoted", "perplexity", "difference [95 %]", "p (Holm)"]
+    columns = ["arm", "against", "n", _share(one), "perplexity", "difference [95 %]", "p (Holm)"]
     columns += ["gap closed [95 %]", f"p, equal to {100 * MARGIN:.0f} %", "verdict"]
     table = Table(claim.title, columns)
     named = {arm: cells for arm in (claim.low, claim.high) if (cells := _of_arm(one, arm))}
@@ -209,12 +210,22 @@ def _page(one: Tested) -> str:
 
 
 def _of_arm(one: Tested, name: str) -> list[str]:
-    """n, promoted, perplexity; of pooled cells no perplexity, which is of one cell."""
+    """n, `_share`, perplexity; of pooled cells no perplexity, which is of one cell."""
     arms, values = one.arms[name], one.values[name]
-    routed = [arm.promoted for arm in arms if arm.promoted is not None and arm.routed]
+    sent = [found for arm in arms if (found := arm.mean(_SENT)) is not None]
+    shares = sent or [arm.promoted for arm in arms if arm.promoted is not None and arm.routed]
     shown = stat(math.exp(value) if value < 700 else math.inf for value in values.values())
-    promoted = percent(sum(routed) / len(routed)) if routed else NOTHING
-    return [str(len(values)), promoted, NOTHING if one.cells else measure(shown, 2)]
+    return [
+        str(len(values)),
+        percent(sum(shares) / len(shares)) if shares else NOTHING,
+        NOTHING if one.cells else measure(shown, 2),
+    ]
+
+
+def _share(one: Tested) -> str:
+    """What an arm spends: promoted unit-steps, or numbers that it sends where gradients are compressed."""
+    sends = any(arm.mean(_SENT) is not None for arms in one.arms.values() for arm in arms)
+    return "sends" if sends else "promoted"
 
 
 def numbers(one: Tested) -> dict[str, str]:
@@ -223,7 +234,7 @@ def numbers(one: Tested) -> dict[str, str]:
     controls = [row.arm for row in family.rows]
     found = {f"{name}/{key}": text for key, text in _family_numbers(one).items()}
     for arm in one.arms:
-        of_arm = dict(zip(("n", "promoted", "perplexity"), _of_arm(one, arm), strict=True))
+        of_arm = dict(zip(("n", _share(one), "perplexity"), _of_arm(one, arm), strict=True))
         found |= {f"{name}/{arm}/{key}": text for key, text in of_arm.items()}
     for row in family.rows:
         arm = row.arm if controls.count(row.arm) == 1 else f"{row.arm} - {row.control}"
