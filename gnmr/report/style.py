@@ -12,7 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which stay apart for colour-blind readers."""
+"""Okabe and Ito's."""
+LINES = ("-", "-", "--", ":", "--", ":", "-")
+"""Of each colour: thin lines of these colours alone do not stay apart for colour-blind readers."""
+_NEXT = {"-": "--", "--": ":", ":": "-"}
 INK, FAINT, BAND = "#222222", "#8A8A8A", "#D9D9D9"
 STYLE: Any = {
     "font.size": 9,
@@ -40,13 +43,12 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def looks(labels: Iterable[str], sixteen_bit: Container[str] = ()) -> Looks:
-    """One colour each; where the colours are used up they come again dashed, then dotted. 16-bit arms are grey."""
-    number, labels = len(COLOURS), list(labels)
-    others = [label for label in labels if label not in sixteen_bit]
-    found = {
-        label: {"color": COLOURS[place % number], "ls": ("-", "--", ":")[place // number % 3]}
-        for place, label in enumerate(others)
-    }
+    """A colour and a line each; used up, the colours come again with other lines. 16-bit arms are grey."""
+    labels, lines, found = list(labels), list(LINES), {}
+    for place, label in enumerate(label for label in labels if label not in sixteen_bit):
+        at = place % len(COLOURS)
+        found[label] = {"color": COLOURS[at], "ls": lines[at]}
+        lines[at] = _NEXT[lines[at]]
     return {label: found.get(label, {"color": FAINT, "ls": "-"}) for label in labels}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,36 @@ def test_names_from_what_differs() -> None:
 def test_sixteen_bits_are_grey_and_take_no_colour() -> None:
     found = looks(["bf16", "int4"], {"bf16"})
     assert found["bf16"]["color"] == "#8A8A8A" and found["int4"] == looks(["int4"])["int4"]
+
+
+# Linear RGB as it is seen without one kind of cone (Machado, Oliveira and Fernandes 2009), at full severity.
+SEEN = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # of sRGB, white at 1
+
+
+def lab(colour: str, seen: list[list[float]]) -> np.ndarray:
+    """CIELAB of a colour as it is seen."""
+    rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.array(XYZ) @ np.clip(np.array(seen) @ linear, 0, 1)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_arms_of_one_line_style_stay_apart_for_the_colour_blind(seen: str) -> None:
+    """20 in CIELAB: green and pink, orange and vermilion are 18 apart without M cones, green and sky 16 without S."""
+    arms = looks([f"arm {place}" for place in range(21)])
+    assert len({(one["color"], one["ls"]) for one in arms.values()}) == 21
+    first = [*arms.values()][:7]
+    for one, other in combinations(first, 2):
+        if one["ls"] == other["ls"]:
+            apart = lab(one["color"], SEEN[seen]) - lab(other["color"], SEEN[seen])
+            assert np.linalg.norm(apart) > 20, (one, other)
 
 
 def test_a_short_last_bin_is_no_cliff() -> None:

@@ -196,6 +196,11 @@ def test_a_phone_in_the_dark(phone: Any, report: Path) -> None:
     until(phone, lambda: phone.execute_script(told)[0] == "#15181c")
     phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     until(phone, lambda: phone.execute_script(told)[0] == "#fff")
+    phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    style = "getComputedStyle(document.querySelector('{}'))"
+    told = f"return [{style.format('th')}.position, {style.format('h3')}.breakAfter]"
+    assert phone.execute_script(told) == ["static", "avoid"], "a sticky head is empty on the next sheet"
+    phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
     assert phone.get_log("browser") == []
 
 
