@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
+from textwrap import wrap
 from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console, ConsoleRenderable, RenderHook
@@ -86,8 +87,12 @@ def wiping() -> None:
 
 
 def print_plain(console: Console, text: str, by_words: bool = False) -> None:
-    """The text as it is: no markup, no emoji; without `by_words` no line break of the console's own."""
-    console.print(Text(text), soft_wrap=not by_words)
+    """The text as it is: no markup, no emoji. Without `by_words` no line break of ours, with it none inside
+    a word, however long: a path stays whole."""
+    if by_words:
+        lines = (wrap(line, console.width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+        text = "\n".join("\n".join(line) for line in lines)
+    console.print(Text(text), soft_wrap=True)
 
 
 def unread() -> None:

@@ -66,6 +66,10 @@ def test_what_nobody_copies_breaks_between_words_on_a_terminal() -> None:
         console = Terminal(file=out, force_terminal=terminal, width=50, _environ={})
         print_plain(console, line, by_words=console.is_terminal)
         assert [one.rstrip() for one in out.getvalue().splitlines()] == lines
+    out = io.StringIO()
+    console = Terminal(file=out, force_terminal=True, width=50, _environ={})
+    print_plain(console, f"page: /{'p' * 60}/a.html is written", by_words=True)
+    assert f"/{'p' * 60}/a.html" in out.getvalue(), "a path stays whole"
 
 
 MANY_PICTURES = """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr import output
 from gnmr.commands.progress import showing
 from gnmr.commands.words import Parser, optional, path, text, whole
-from gnmr.errors import UserError, told_as, writing
+from gnmr.errors import UserError, printable, told_as, writing
 from gnmr.extras import install
 from gnmr.untrusted import exists
 
@@ -88,11 +88,8 @@ def main(argv: list[str]) -> int:
     blocks = blocks_of(
         subject, data, batches=asked.batches, held_out=asked.held_out, length=asked.block, size=asked.batch_size
     )
-    print(
-        f"gnmr: {subject.name}: {asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens "
-        f"on {subject.device}",
-        flush=True,
-    )
+    size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
+    _say(f"gnmr: {subject.name}: {size} on {subject.device}")
     began = time.perf_counter()
     found = _diagnosed(subject, blocks, asked, plan, low)
     origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
@@ -191,6 +188,14 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
     }
 
 
+def _say(line: str) -> None:
+    """A line now; a terminal that is too narrow breaks it between words."""
+    from gnmr.terminal import for_tables, print_plain
+
+    print_plain(console := for_tables(), printable(line), by_words=console.is_terminal)
+    sys.stdout.flush()
+
+
 def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     from gnmr.doctor.show import SHOWN, choices_table, operators_table, totals
     from gnmr.terminal import for_tables, print_plain
@@ -202,14 +207,15 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     print_plain(console, lead, by_words)
     console.print(operators_table(found, found.pins or found.choice().pins, console.width))
     if (more := len(found.operators) - SHOWN) > 0:
-        print_plain(console, f"... and {more} operators more, which cost less: all in out= and html=")
+        print_plain(console, f"... and {more} operators more, which cost less: all in out= and html=", by_words)
     if not found.pins:
         console.print(choices_table(found, console.width))
     for line in totals(found):
         print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
         left = found.measured.cost
-        print_plain(console, f"the plan expected {plan.expected[1]:.4g} nats to be left; measured here: {left:.4g}")
+        expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
+        print_plain(console, f"{expected}; measured here: {left:.4g}", by_words)
     print_plain(console, "")
     print_plain(console, found.verdict(), by_words)
 
@@ -234,11 +240,11 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
                 continue
             files[one.file] = one.text
             for note in one.notes:
-                print(f"{one.file}: {note}")
+                _say(f"{one.file}: {note}")
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
         output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
-        print(f"page: {asked.html}")
+        _say(f"page: {asked.html}")
     if asked.out is not None:
         with writing(f"out={asked.out}"):
             asked.out.mkdir(exist_ok=True)
@@ -246,4 +252,4 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
             output.write_text(asked.out / name, content, f"out={asked.out / name}", follow=False)
         numbers = asked.out / NUMBERS
         output.write_json(numbers, origin | found.tree(), f"out={numbers}", follow=False)
-        print(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
+        _say(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
