@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gnmr.bench.compressed import CONTRASTS
+from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
 from gnmr.bench.rise import LATER
 from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
@@ -371,7 +372,7 @@ def _rise(record: dict[str, Any]) -> list[str]:
 
 def fair() -> str:
     """docs/results/fair.md"""
-    rows = _lines("fair.jsonl")
+    rows, families = _lines("fair.jsonl"), _read("fair.json")
     recorded = _read("fair-lengths.json")
     figures = {figure["name"]: figure for figure in recorded["figures"]}
     apart = figures["recorded: gap after 500 steps less that after 250"]
@@ -389,23 +390,10 @@ def fair() -> str:
         "",
         f"In the last steps of {len(stuck)} forks and runs with beta2 0.999 at most {max(stuck):.0%} of Adam's second",
         f"moments fell, of {len(moved)} with 0.95 {min(moved):.0%} to {max(moved):.0%}: they are bfloat16,",
-        "which rounds a thousandth away. From scratch, one seed: nothing is tested; seeds spread by 0.03 nats.",
+        "which rounds a thousandth away.",
         "",
-        *_head(["optimizer", "arm", "after 100 steps", "after 200", "gap closed after 200"]),
+        *_from_scratch({figure["name"]: figure for figure in families["figures"]}),
     ]
-    whole = {(r["cell"]["optimizer"], r["cell"]["arm"]): r["after"] for r in rows if r["cell"]["base"] == "scratch"}
-    for (optimizer, arm), after in sorted(whole.items()):
-        never, always = (whole[optimizer, bound]["200"] for bound in ("never", "always"))
-        text.append(
-            _row(
-                [
-                    optimizer,
-                    arm,
-                    *(f"{after[n]:.3f}" for n in ("100", "200")),
-                    f"{(never - after['200']) / (never - always):.0%}",
-                ]
-            )
-        )
     text += [
         "",
         "## A trained base",
@@ -444,14 +432,53 @@ def fair() -> str:
         *(_row([arm, f"{loss:.0%}", f"{low:.0%}"]) for arm, (loss, low) in own.items()),
     ]
     commits = ",".join(dict.fromkeys(r["commit"] for r in rows))
-    origin = [*_origin([recorded])]
+    origin = [*_origin([families, recorded])]
     origin[-1:] = [
-        f"- benchmarks/results/fair.jsonl: rows of commits {commits}, the same machine and PyTorch:",
-        "  `gnmr bench fair only=forks,scratch run=seed0_600 training.threads=1`",
+        f"- benchmarks/results/fair.jsonl: rows of commits {commits}.",
         "- benchmarks/results/spend-sim_e2m1.jsonl: as docs/results/spend.md.",
         "",
     ]
     return "\n".join([*text, "", *origin])
+
+
+def _from_scratch(figures: dict[str, Any]) -> Iterator[str]:
+    """Families of `gnmr bench fair only=scratch,more`: arms, what is tested, and what could have been seen."""
+    last, names = f", {WHOLE[-1]} steps", FAMILIES | MORE
+    arms = [f"after {step}" for step in WHOLE]
+    yield f"Runs of {WHOLE[-1]} steps of a schedule of 1,000, from scratch; blocks are seeds. The gap is never's loss"
+    yield "less always's, a share of it is what an arm closes, and each family is one model of all its arms."
+    yield ""
+    yield from _head(["family", "arm", *arms, "gap closed \\[95 %\\]", "second moments that fall"])
+    for family, (_, contrasts) in names.items():
+        for arm in arms_of(contrasts):
+            losses = (f"{figures[f'{family}, {step} steps: loss, {arm}']['value']:.3f}" for step in WHOLE)
+            fell = figures[f"{family}{last}: second moments that fell, {arm}"]["value"]
+            yield _row([family, arm, *losses, _share_of(figures.get(f"{family}{last}: {arm}")), f"{fell:.0%}"])
+    yield ""
+    yield from _head(["family", "arm", "against", "share of the gap \\[95 %\\]", "n", "test (p by Holm)"])
+    for family, (_, contrasts) in names.items():
+        for arm, control in contrasts:
+            if (one := figures.get(f"{family}{last}: {arm} - {control}")) is not None:
+                yield _row([family, arm, control, _share_of(one), str(one["n"]), one["note"]])
+    yield ""
+    for family in names:
+        if (gap := figures.get(f"{family}{last}: gap")) is None:
+            continue
+        between = f"{gap['low']:.3f} to {gap['high']:.3f}, {gap['note']}"
+        told = f"- {family}: always is better by {gap['value']:.3f} nats ({between})"
+        least = figures.get(f"{family}{last}: smallest effect at 80 % power")
+        yield told + ("." if least is None else f"; smallest effect {least['value']:.0%} of it; {least['note']}.")
+    if (cost := figures.get("cost of switching: beta2 0.999 less 0.95")) is not None:
+        yield f"- Random less random held, nats, under beta2 0.999 less under 0.95: {cost['value']:+.3f}"
+        yield f"  ({cost['low']:+.3f} to {cost['high']:+.3f}, {cost['note']})."
+
+
+def _share_of(one: dict[str, Any] | None) -> str:
+    if one is None:
+        return "-"
+    return f"{one['value']:.0%}" + (
+        "" if one["low"] is None else f" ({100 * one['low']:.0f} to {100 * one['high']:.0f})"
+    )
 
 
 def _ranks() -> tuple[dict[str, tuple[float, float]], float, float]:
