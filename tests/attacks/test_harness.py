@@ -96,6 +96,7 @@ def test_cases_are_counted_and_evenly_chosen() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("attacks")  # one arena
 def test_children_that_hang_crash_or_leave_others_behind(arena: Arena) -> None:
     assert arena.run("--version").code == 0
     assert arena.run(fresh=True).code == 2

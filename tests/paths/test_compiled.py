@@ -355,6 +355,7 @@ def test_a_model_of_hugging_faces_under_a_controller() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.xdist_group("inductor")  # whose start takes ten seconds
 @pytest.mark.parametrize("low", ["sim_e2m1", "mxfp8", "mxfp4"])
 def test_inductor_rounds_to_the_same_values(low: str) -> None:
     # In FP32, where nothing is left out between fused operations.
