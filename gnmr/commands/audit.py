@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import Namespace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
 from gnmr.commands.progress import showing
-from gnmr.commands.words import Parser, names_of, optional, path, text, whole
+from gnmr.commands.words import Parser, names_of, needs, optional, path, text, whole
 from gnmr.errors import UserError, printable, told_as
-from gnmr.extras import install
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
@@ -74,8 +72,8 @@ def main(argv: list[str]) -> int:
     run = exists(Path(place).expanduser() / "config.yaml")
     if run and asked.plan is not None:
         raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
-    if not run and find_spec("transformers") is None:
-        raise UserError(f"audit: transformers not installed: {install('finetune')}")
+    if not run:
+        needs("audit", "transformers")
     found, subject = _audited(asked, place, run)
     _show(found, subject.name, asked.table)
     if asked.out is not None:

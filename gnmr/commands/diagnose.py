@@ -6,16 +6,14 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
 from gnmr.commands.progress import showing
-from gnmr.commands.words import Parser, optional, path, text, whole
+from gnmr.commands.words import Parser, needs, optional, path, text, whole
 from gnmr.errors import UserError, printable, told_as, writing
-from gnmr.extras import install
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
@@ -76,8 +74,8 @@ def main(argv: list[str]) -> int:
         raise UserError("recipe: the plan says which; leave one of them out")
     _check_places(asked)
     run = exists(Path(place).expanduser() / "config.yaml")
-    if not run and (missing := [name for name in ("transformers",) if find_spec(name) is None]):
-        raise UserError(f"diagnose: {', '.join(missing)} not installed: {install('finetune')}")
+    if not run:
+        needs("diagnose", "transformers")
     plan, low = _asked_paths(asked, Path(place).expanduser() if run else None)
 
     from gnmr.evaluation.blocks import blocks_of

@@ -8,14 +8,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr import output
-from gnmr.commands.words import Parser, names_of, optional, text, whole
+from gnmr.commands.words import Parser, names_of, needs, optional, text, whole
 from gnmr.errors import UserError, writing
-from gnmr.extras import install
 from gnmr.untrusted import exists
 from gnmr.vocabulary import TASKS
 
@@ -73,8 +71,7 @@ def main(argv: list[str]) -> int:
         return 2
     asked, place = parser.of_one_place(argv, "checkpoint or run folder")
     asked.tasks = [*TASKS] if asked.tasks is None else asked.tasks
-    if missing := [name for name in ("lm_eval", "transformers", "peft") if find_spec(name) is None]:
-        raise UserError(f"eval: {', '.join(missing)} not installed: {install('finetune')}")
+    needs("eval", "lm_eval", "transformers", "peft")
     is_run = exists(Path(place).expanduser() / "config.yaml")
     name = "scores.json" if asked.path == "16bit" else f"scores-{asked.path}.json"
     out = Path(asked.out or (Path(place) / name if is_run else name)).expanduser()

@@ -7,15 +7,23 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gnmr import checks
 from gnmr.errors import UserError, nearest, told_as
+from gnmr.extras import install
 from gnmr.records.find import named
 
 Read = Callable[[str, str], Any]
 """Name and text of an option -> its value; ValueError where the text makes none."""
+
+
+def needs(command: str, *packages: str) -> None:
+    """UserError where a package of the extra `finetune` is missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise UserError(f"{command}: {', '.join(missing)} not installed: {install('finetune')}")
 
 
 class Parser(argparse.ArgumentParser):

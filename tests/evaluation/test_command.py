@@ -122,7 +122,7 @@ def test_mistakes_in_one_line(words, line, gnmr, checkpoint, task_data, tmp_path
 
 
 def test_without_its_packages(gnmr, monkeypatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "lm_eval" else object())
+    monkeypatch.setattr("gnmr.commands.words.find_spec", lambda name: None if name == "lm_eval" else object())
     assert (
         gnmr("eval", "nowhere").mistake
         == "eval: lm_eval not installed: pip install -e '.[finetune]' in gnmr's checkout"
