@@ -485,9 +485,3 @@ def _of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | No
     if abs(gain - 1) > 0.1:
         said += f", {gain:.3g} times it"
     return Cause("output", said, "look at the scales that multiply the product")
-
-
-def of_gemm(found: dict[tuple[str, str, str], Measured], operator: str, gemm: str) -> dict[str, Measured]:
-    """What was measured of one GEMM, by operand."""
-    own = ((operand, found.get((operator, gemm, operand))) for operand in READS[gemm])
-    return {operand: one for operand, one in own if one is not None}

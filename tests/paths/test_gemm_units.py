@@ -17,7 +17,6 @@ from gnmr.paths.units import module_of
 from gnmr.vocabulary import GEMMS, RECIPES
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(GEMMS, k) for k in range(4))]
-CODES = {"input": "int8/row/codes", "weight": "int8/row/codes"}
 
 
 def model(width: int = 16, seed: int = 0) -> nn.Sequential:
