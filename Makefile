@@ -52,7 +52,7 @@ test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
 test-slow: $(READY)  ## the tests that make test leaves out, a sample of the attacks among them: pytest ARGS
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: $(READY)  ## every test once, as CI runs them: make test with a coverage report, then make test-slow
+test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test with a coverage report, then make test-slow
 	$(MAKE) test ARGS="--cov=gnmr $(ARGS)"
 	$(MAKE) test-slow
 
