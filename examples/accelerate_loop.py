@@ -1,6 +1,7 @@
 """GNMR in a loop under Hugging Face's Accelerate: LoRA on a frozen base in INT8, risky layers in BF16.
 
     python examples/accelerate_loop.py [--steps 20]
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py      # two processes, on CPUs too
 
 A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network. The three lines of
 ours are numbered.
@@ -39,9 +40,9 @@ def main(argv: list[str] | None = None) -> None:
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     model = peft.get_peft_model(LlamaForCausalLM(config), lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2)
-    blocks = torch.utils.data.DataLoader(library_blocks(steps * BATCH * ACCUMULATION), batch_size=BATCH, shuffle=True)
-
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=not torch.cuda.is_available())
+    number = steps * BATCH * ACCUMULATION * accelerator.num_processes
+    blocks = torch.utils.data.DataLoader(library_blocks(number), batch_size=BATCH, shuffle=True)
     model, optimizer, blocks = accelerator.prepare(model, optimizer, blocks)
     controller = gnmr.attach(  # 1: after the adapters are there and the model is on its device
         model, low="llm_int8", recovery="bf16", unit="block", observe="adapter", targets=["*_proj.base_layer"],
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
                 # carry the loss scale here: controller.step(grad_scale=accelerator.scaler.get_scale())
                 decision = controller.step()
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                print(f"step {decision.step:3d}  loss {loss.item():.3f}  in recovery next: {controller.active}")
+                accelerator.print(f"step {decision.step:3d}  loss {loss.item():.3f}  in recovery {controller.active}")
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,11 +1,13 @@
 """GNMR in a Hugging Face Trainer: LoRA on a frozen base in INT8, risky layers in BF16.
 
     python examples/hf_trainer.py [--steps 20] [--folder FOLDER]
+    torchrun --nproc-per-node 2 examples/hf_trainer.py --folder FOLDER      # two processes
 
 A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network.
 """
 
 import argparse
+import os
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -61,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
+            ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
         )
         trainer = Trainer(model, args, train_dataset=Blocks(words.steps * BATCH * ACCUMULATION))
         routing = {"unit": "block", "observe": "adapter", "targets": ["*_proj.base_layer"]}

@@ -1,11 +1,13 @@
 """GNMR in Lightning's Trainer: a small LLaMA learns the bytes of Python's library, kept in 4 bits for backward.
 
     python examples/lightning_loop.py [--steps 20] [--folder FOLDER]
+    torchrun --nproc-per-node 2 examples/lightning_loop.py --folder FOLDER      # two processes
 
 Needs the extra lightning, no network. What is ours is one callback.
 """
 
 import argparse
+import os
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -49,7 +51,7 @@ class Printed(L.Callback):
     """What stands in the Trainer's log, ours too."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, _: object, __: object, i: int) -> None:
-        if (i + 1) % ACCUMULATION == 0:
+        if (i + 1) % ACCUMULATION == 0 and trainer.is_global_zero:
             told = "  ".join(f"{name} {float(value):.3f}" for name, value in sorted(trainer.logged_metrics.items()))
             print(f"step {trainer.global_step:3d}  {told}")
 
@@ -61,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     words = parser.parse_args(argv)
 
     torch.manual_seed(0)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as temporary:
         trainer = L.Trainer(
             max_steps=words.steps,
@@ -69,13 +72,14 @@ def main(argv: list[str] | None = None) -> None:
             callbacks=[GnmrCallback(low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3), Printed()],
             log_every_n_steps=1,
             accelerator="cpu",
-            devices=1,
+            devices=processes,
+            strategy="ddp" if processes > 1 else "auto",
             default_root_dir=words.folder or temporary,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        blocks = library_blocks(words.steps * BATCH * ACCUMULATION)
+        blocks = library_blocks(words.steps * BATCH * ACCUMULATION * processes)
         trainer.fit(Bytes(), torch.utils.data.DataLoader(blocks, batch_size=BATCH, shuffle=True))
 
 

@@ -224,6 +224,17 @@ class AttachedController(Controller):
         """Whether this process records (`attach(record=FOLDER)`), so that `log` has somewhere to go."""
         return self._recording is not None
 
+    @property
+    def recorded(self) -> bool:
+        """Whether this process or, of several, another one does."""
+        return self._recording is not None or self._recorded_elsewhere
+
+    def finish(self) -> None:
+        """The recorded run is done; `detach` ends it so too."""
+        if self._recording is not None:
+            self._recording.finish()
+        self._recording, self._recorded_elsewhere = None, False
+
     def log(self, **figures: float) -> None:
         """Puts loss, lr, tokens or val_loss beside the step that was taken last, where `attach` was given a folder to
         record to (gnmr/recording.py); of several processes the first one records. ValueError for other figures."""
@@ -260,9 +271,7 @@ class AttachedController(Controller):
 
     def detach(self) -> None:
         """Gives the model its plain linears back; the controller is of no use afterwards. A recorded run is done."""
-        if self._recording is not None:
-            self._recording.finish()
-            self._recording = None
+        self.finish()
         self.plan.restore()
         self._detached = True
         if isinstance(self.norms, OutputGradients):

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 from gnmr.attachment import AttachedController, attach
 from gnmr.controller import Decision
 from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.distributed import world
+from gnmr.distributed.reduce import Ranks
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, nearest
 from gnmr.extras import install
@@ -168,6 +170,8 @@ class GnmrTrainer(Trainer):
     - Norms are those of the whole step's gradient, over all ranks, before clipping; waits for the device once a step.
     - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
     - `Tally.figures` go to TensorBoard and W&B with torchtitan's own numbers, over the steps since the last ones.
+    - With `gnmr.record=FOLDER` the first rank keeps records of loss, rate and tokens too; a run that goes on from a
+      checkpoint goes on in them. One all-reduce of the loss a step.
     - Validation is on the 16-bit path. MFU is not told: part of the GEMMs are not BF16's.
     - Checkpoints hold the controller's state, and a run that goes on takes it over. One that has none is a `UserError`;
       checkpoint.exclude_from_loading=["gnmr"] begins anew with it.
@@ -190,7 +194,7 @@ class GnmrTrainer(Trainer):
         refuse(config)
         routing = _routing_of(config.model_spec.model)
         super().__init__(config)
-        self._passes, self._tally = 0, Tally()
+        self._passes, self._losses, self._tally = 0, list[Tensor](), Tally()
         (model,) = self.model_parts
         self.controller = _attached(model, routing, config)
         compiled = config.compile.enable and "model" in config.compile.components
@@ -215,10 +219,12 @@ class GnmrTrainer(Trainer):
                     f"checkpoint.exclude_from_loading={STATE}"
                 ) from error
             raise
+        if self.step >= self.config.training.steps:
+            self.controller.finish()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """As torchtitan's, with our figures behind its own."""
-        self._passes = 0
+        self._passes, self._losses = 0, []
         super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
             figures = self._tally.figures(len(self.controller.units))
@@ -230,11 +236,21 @@ class GnmrTrainer(Trainer):
         """As torchtitan's; behind the step's last, norms, decision and switches."""
         loss: Tensor = super().forward_backward_step(**passes)
         self.controller.micro_step()
+        self._losses.append(loss.detach().clone())
         self._passes += 1
         if self._passes == self.gradient_accumulation_steps:
             self.decision = self.controller.step()
             self._tally.add(self.decision, self.controller.max_o)
+            if self.controller.recorded:
+                self._record()
         return loss
+
+    def _record(self) -> None:
+        """The step's figures; each loss is a part of that of all ranks."""
+        total = Ranks().sum({"loss": torch.stack(self._losses).sum()})["loss"].item()
+        if self.controller.records:
+            rate = next(iter(self.optimizers)).param_groups[0]["lr"]
+            self.controller.log(loss=total, lr=float(rate), tokens=self.ntokens_seen * world.size())
 
     def _validate(self, validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with self.controller.plan.high_precision():
@@ -291,8 +307,10 @@ class _State(Stateful):
         self._controller = controller
 
     def state_dict(self) -> dict[str, Any]:
-        file = io.BytesIO()
-        torch.save(self._controller.state_dict(), file)
+        file, state = io.BytesIO(), self._controller.state_dict()
+        if self._controller.recorded:  # the first rank knows how far the records are, any may write this
+            state["record"] = world.World(world.rank(), world.size()).from_first(lambda: state["record"])
+        torch.save(state, file)
         return {"controller": file.getvalue()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

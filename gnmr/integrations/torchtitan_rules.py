@@ -59,10 +59,13 @@ class ControlSection:
     """Of signals that draw, and of stochastic rounding."""
     options: dict[str, float] = field(default_factory=dict)
     """Options of the signal."""
+    record: str = ""
+    """Folder for the records of the run, which `gnmr report` reads; empty: none are kept."""
 
     def named(self) -> dict[str, Any]:
         """For `gnmr.attach`."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "calibrate"}
+        names = [one.name for one in fields(self) if one.name != "calibrate" and (one.name != "record" or self.record)]
+        return {name: getattr(self, name) for name in names}
 
 
 def refuse(config: Any) -> None:

@@ -53,3 +53,11 @@ def test_its_checks_pass_on_two_processes(
     assert written["finished"] and written["checks"] == found and written["processes"] == 2
     alone["runs"]["losses"][-1] *= 1.1
     assert not gpu_parallel.against(alone["runs"], alone["runs"] | {"losses": [1.0] * 4})["passed"]
+
+
+def test_its_words_compose(tmp_path: Path) -> None:
+    """The real size, with the hardware's FP8 too."""
+    for words, kind in ((gpu_parallel.WORDS, "hsdp"), ([*gpu_parallel.WORDS, *gpu_parallel.FP8], "fsdp")):
+        config = gpu_parallel._config([*words, f"data.path={tmp_path}"], 8, kind)
+        assert (config.parallel, config.training.accumulation, config.model.hidden_size) == (kind, 8, 768)
+    assert gpu_parallel.kinds(8) == ["ddp", "fsdp", "hsdp"] and gpu_parallel.kinds(2) == ["ddp", "fsdp"]

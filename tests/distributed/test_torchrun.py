@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def words(tiny_words: list[str], tmp_path: Path) -> list[str]:
-    steps = ["training.steps=60", "training.checkpoint_every=10", "training.eval_every=60", "training.accumulation=2"]
+    steps = ["training.steps=30", "training.checkpoint_every=5", "training.eval_every=30", "training.accumulation=2"]
     return ["train", *tiny_words, *steps, f"run_dir={tmp_path / 'run'}"]
 
 
@@ -53,14 +53,14 @@ def test_a_rank_that_dies_is_restarted_by_torchrun_and_the_run_is_the_same(
     folder = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     process = subprocess.Popen([*torchrun, "-m", "gnmr", *words, "parallel=fsdp"], stderr=subprocess.PIPE, text=True)
-    waited_for(folder / "checkpoints" / "step-00000020", process)
+    waited_for(folder / "checkpoints" / "step-00000010", process)
     os.kill(rank_1_of(process.pid), signal.SIGKILL)
     _, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     assert [line for line in told.splitlines() if line.startswith("gnmr: run FAILED: another process ended")], told
     assert len(read_json(folder / "header.json")["resumed"]) == 1
     steps = read_jsonl(folder / "steps.jsonl")
-    assert [row["step"] for row in steps] == list(range(1, 61))
+    assert [row["step"] for row in steps] == list(range(1, 31))
     there = everything(folder)
     assert gnmr(*words[:-1], f"run_dir={tmp_path / 'alone'}").code == 0
     alone = everything(tmp_path / "alone")
@@ -72,7 +72,7 @@ def test_a_run_starts_its_own_processes_and_one_that_dies_ends_it_in_one_line(wo
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "gnmr", *words, "parallel=ddp", "training.processes=2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    waited_for(folder / "checkpoints" / "step-00000010", process)
+    waited_for(folder / "checkpoints" / "step-00000005", process)
     os.kill(rank_1_of(process.pid), signal.SIGKILL)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -16,6 +16,7 @@ import torch
 
 from gnmr.controller import Decision
 from gnmr.integrations.torchtitan_rules import ControlSection
+from gnmr.records.reader import read_json, read_jsonl
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: it needs an environment of its own", allow_module_level=True)
@@ -74,6 +75,26 @@ def test_a_checkpoint_goes_on_with_the_same_sets(pair: tuple[Path, list[dict[str
     _, ranks = pair
     for rank in ranks:
         assert_same(rank["rest"], rank["whole"][SAVED:], 0)
+
+
+def test_records_have_the_loss_of_all_ranks_and_go_on_from_a_checkpoint(
+    pair: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, (first, _) = pair
+    rows, again = (read_jsonl(folder / "records" / f"{name}-s0" / "steps.jsonl") for name in ("first", "titan"))
+    assert [row["step"] for row in again] == [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    assert len(read_json(folder / "records" / "titan-s0" / "header.json")["resumed"]) == 1
+    assert (folder / "records" / "titan-s0" / "DONE").exists()
+    assert [row["num_active"] for row in rows] == [int(one.in_force.sum()) for one in first["whole"]]
+    assert rows[-1]["tokens"] == STEPS * 2 * 2 * 2 * 16 and {row["lr"] for row in rows} == {5e-3}
+    told = EventAccumulator(str(min(file.parent for file in (folder / "run").rglob("events.out.*"))))
+    told.Reload()
+    (name,) = (tag for tag in told.Tags()["scalars"] if tag.endswith("global_avg_loss"))
+    theirs = {one.step: one.value for one in told.Scalars(name)}
+    assert [theirs[row["step"]] for row in rows] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
 
 
 def test_evidence_counts_the_loss_as_torchtitan_divides_it(pair: tuple[Path, list[dict[str, Any]]]) -> None:

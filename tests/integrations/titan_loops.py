@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -148,8 +149,14 @@ def refusal(config: GnmrTrainer.Config) -> str:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(450, exit=True)  # where one of two waits for the other
-    config = configured(out / "run")
+    config, records = configured(out / "run"), out / "records" / "titan-s0"
+    config.gnmr.record = str(records)
     run, weights = trained(config)
+    config.gnmr.record = ""
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        shutil.copytree(records, out / "records" / "first-s0")
+        (records / "DONE").unlink()  # as of a run that was killed behind its last checkpoint
     seen: dict[str, Any] = {"whole": run.seen, "t": run.step}
     seen["routed"] = [name for name, one in run.model_parts[0].named_modules() if isinstance(one, RoutedLinear)]
 
@@ -158,6 +165,7 @@ def main(out: Path) -> None:
     seen["in 16 bits"] = [*validated, run.controller.plan.shared.high_precision]
 
     again = configured(out / "run")
+    again.gnmr.record = str(records)
     again.checkpoint.load_step = SAVED
     seen["rest"] = trained(again)[0].seen
     foreign = configured(out / "run", signal="grad_norm", options={"threshold": 1.0}, max_o=1)
@@ -192,7 +200,6 @@ def main(out: Path) -> None:
     seen["without state"] = refusal(configured(out / "bare", 2))
 
     seen["spmd_types"] = parallelized(configured(out / "spmd", 2))
-    rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # by hand it is one process
     if rank == 0:
