@@ -109,10 +109,10 @@ class AttachedController(Controller):
             self.plan.end_step()
             self._measured = True
 
-    def micro_step(self, fraction: float | None = None) -> None:
+    def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """As `Controller.micro_step`."""
         self.follow()
-        super().micro_step(fraction)
+        super().micro_step(fraction, gradients)
 
     def _own_evidence(self) -> set[str]:
         return super()._own_evidence() | self._evidence.names

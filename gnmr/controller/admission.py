@@ -18,8 +18,8 @@ from gnmr.controller.signals.base import Signal
 from gnmr.controller.spec import NO_CAP
 from gnmr.controller.units import Unit
 
-_OF_ONE_PROCESS = ("micro_square",)
-"""Evidence that is no sum over ranks."""
+_OF_OWN_GRADIENTS = ("micro_square",)
+"""Evidence of what several processes hand out the mean of."""
 
 
 def check_ranks(
@@ -34,7 +34,7 @@ def check_ranks(
         )
     if ranks is None or ranks.size == 1:
         return
-    if wrong := [name for name in needs if name in _OF_ONE_PROCESS]:
+    if not ranks.tells_own and (wrong := [name for name in needs if name in _OF_OWN_GRADIENTS]):
         raise ValueError(
             f"{', '.join(wrong)}: needs each micro-batch's own gradient, and {ranks.size} processes have the mean of "
             "theirs alone; use a signal of gradient norms, "

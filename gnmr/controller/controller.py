@@ -190,13 +190,14 @@ class Controller:
         """Units on the recovery path now, in unit order."""
         return [name for name, active in zip(self.names, self._active, strict=True) if active]
 
-    def micro_step(self, fraction: float | None = None) -> None:
+    def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """Call it after each micro-batch's backward pass; only signals that need micro_square make it do anything.
 
         `fraction`: the part of the step's loss that this micro-batch is, for all of them or none; None: all are equal.
+        `gradients`: see `MicroNorms.add`.
         """
         if self._micro is not None:
-            self._micro.add(fraction)
+            self._micro.add(fraction, gradients)
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """Observes this step's gradients and routes the units for the next one. Waits for the device once.
@@ -262,6 +263,8 @@ class Controller:
             found = {"square": square, "observed": observed}
         if plain is None:
             plain = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._micro is not None:
+            found["micro"] = self._micro.parts()
         settings = self.t, self.names, self.max_o, self.t_lock, self.trigger, self.warmup_steps
         return found | {"agreement": ranks.agreement(settings, self._active, plain)}
 
@@ -301,7 +304,9 @@ class Controller:
         else:
             norm, observed = self.norms() if norms is None or not isinstance(self.norms, UnitNorms) else norms
         found = {"norm": norm / grad_scale, "observed": observed}
-        if self._micro is not None:
+        if sums is not None and "micro" in sums:
+            found["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / grad_scale**2
+        elif self._micro is not None:
             found["micro_square"] = self._micro.take() / grad_scale**2
         if "weight_std" in self.needs:
             found["weight_std"] = weight_std(self.units, self.ranks)

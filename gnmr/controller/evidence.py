@@ -6,7 +6,7 @@ bool. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -73,24 +73,34 @@ class MicroNorms:
         self.count = 0
 
     @torch.no_grad()
-    def add(self, fraction: float | None = None) -> None:
+    def add(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """Call it after each micro-batch's backward pass. `fraction`: the part of the step's mean loss that it ran on;
-        None: as much as the others."""
+        None: as much as the others. `gradients`: this process's own by the parameter's id, where what the parameters
+        have by now is the mean of several processes."""
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)
             for i, parameter in enumerate(group):
-                if parameter.grad is None:
+                gradient = parameter.grad if gradients is None else gradients.get(id(parameter))
+                if gradient is None:
                     continue
                 earlier = before[i]
-                own = parameter.grad.float() if earlier is None else parameter.grad.float() - earlier.float()
+                own = gradient.float() if earlier is None else gradient.float() - earlier.float()
                 square = square + own.square().sum(dtype=torch.float64)
-                before[i] = parameter.grad.clone()
+                before[i] = gradient.clone()
             squares.append(square if fraction is None else square / fraction**2)
         now = torch.stack(squares)
         self._weighted = fraction is not None
         self._sum = now if self._sum is None else self._sum + now
         self.count += 1
+
+    def parts(self) -> Tensor:
+        """(U + 1,): what this process adds to the sum of all, and its number of micro-batches; a new step begins. All
+        were added with their `fraction`."""
+        total, count = self._sum, float(self.count)
+        assert total is not None and self._weighted
+        self.reset()
+        return torch.cat([self._distinct.of_each(total), torch.full_like(total[:1], count)])
 
     def take(self) -> Tensor:
         """(U,): the step's mean, and a new step begins. ValueError where fewer than two micro-batches were added."""

@@ -22,6 +22,11 @@ class Ranks(Protocol):
         """What part of the step's loss each one's own is."""
         ...
 
+    @property
+    def tells_own(self) -> bool:
+        """Whether the loop tells each process's own gradients before they are reduced (`Controller.micro_step`)."""
+        ...
+
     def is_sharded(self, x: Tensor) -> bool:
         """Whether ranks hold parts of it."""
         ...

@@ -49,10 +49,10 @@ def reaching() -> Iterator[None]:
 class Ranks:
     """The processes of torch.distributed's default group, as a controller sees them (`gnmr.controller.ranks`)."""
 
-    def __init__(self, share: float | None = None) -> None:
+    def __init__(self, share: float | None = None, tells_own: bool = False) -> None:
         """`share`: what part of the step's loss a rank's own is, of which its backward pass starts; None: 1 / size, for
-        losses that DDP and FSDP take the mean of."""
-        self._share = share
+        losses that DDP and FSDP take the mean of. `tells_own`: see `gnmr.controller.ranks`."""
+        self._share, self.tells_own = share, tells_own
 
     @property
     def size(self) -> int:

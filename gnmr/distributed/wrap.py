@@ -36,6 +36,9 @@ class Wrapped:
         self.workers = 1
         """Over how many workers gradients are a mean."""
         self.compressed: GreedyLore | PowerSgd | None = None
+        self.own: dict[int, Tensor] | None = None
+        """What this process's last backward pass left of each parameter before it was reduced, by the parameter's id;
+        None: it is not kept (`keep_own`)."""
         self.fills = False
         """Whether what no process used has a gradient of zeros, and not none."""
 
@@ -43,6 +46,9 @@ class Wrapped:
     def repeatable(self) -> bool:
         """Whether passes of the bare model in this process alone give the step's gradients."""
         return self.workers == 1
+
+    def keep_own(self) -> None:
+        """From now on `own` is kept, where DDP reduces: one copy of the gradients more."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch: gradients are reduced in the `last` alone."""
@@ -103,9 +109,15 @@ class _DDP(Wrapped):
 
         def timed(bucket: Any) -> Any:
             self.arrived = time.perf_counter()
+            if self.own is not None:
+                pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+                self.own |= {id(parameter): gradient.clone() for parameter, gradient in pairs}
             return allreduce_hook(None, bucket) if compressed is None else compressed.hook(bucket)  # type: ignore[arg-type]
 
         self._outer.register_comm_hook(None, lambda _, bucket: timed(bucket))
+
+    def keep_own(self) -> None:
+        self.own = {}
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self._outer.no_sync()

@@ -193,7 +193,8 @@ def _routed(
         between = plan.compile(blocks_of(model))
         place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
         say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
-    compressed, ranks = build_compression(config, model, world), Ranks() if world.size > 1 else None
+    compressed = build_compression(config, model, world)
+    ranks = Ranks(tells_own=config.parallel == "ddp") if world.size > 1 else None
     controller = _controller(config, model, plan, ranks, compressed)
     faults = build_faults(config, plan)
     if faults is not None:

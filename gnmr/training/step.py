@@ -193,6 +193,8 @@ class TrainStep:
         self._wrapped = Wrapped(model) if wrapped is None else wrapped
         self._experts = Experts(model) if self._wrapped.fills and isinstance(model, Decoder) else None
         self._since: float | None = None
+        if "micro_square" in controller.needs and world.size > 1:
+            self._wrapped.keep_own()
         self._updates = UpdateNorms(controller.units, controller.ranks) if "update_norm" in controller.needs else None
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         in_units = {id(p) for unit in controller.units for p in unit.parameters}
@@ -447,7 +449,10 @@ class TrainStep:
                 with self._wrapped.accumulating(last):
                     (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
             self._wrapped.after(last)
-            self.controller.micro_step(1 / divisor if packed else None)
+            if self._wrapped.own is None:
+                self.controller.micro_step(1 / divisor if packed else None)
+            else:
+                self.controller.micro_step(self._wrapped.workers / divisor, self._wrapped.own if last else None)
             part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"

@@ -354,7 +354,7 @@ MISTAKES = [
     ([*WORDS, "paths.backend=te"], "ddp", "paths.backend=te: is for one process so far, here are 2"),
     (
         [*WORDS, "controller.signal=gsnr"],
-        "ddp",
+        "fsdp",
         "controller: micro_square: needs each micro-batch's own gradient, and 2",
     ),
 ]

@@ -119,21 +119,27 @@ def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_the_gradients_of_both_paths_are_taken_by_all_together(
+@pytest.mark.parametrize(
+    ("signal_", "evidence", "parallel"),
+    [("oracle", "true_gap", "ddp"), ("oracle", "true_gap", "fsdp"), ("gsnr", "micro_square", "ddp")],
+)
+def test_what_takes_passes_or_gradients_of_its_own_is_that_of_one_process(
     pair: Callable[..., list[Any]],
     tiny: Callable[..., Config],
     train: Callable[..., Path],
     tmp_path: Path,
+    signal_: str,
+    evidence: str,
     parallel: str,
 ) -> None:
-    """true_gap of one process over four micro-batches, and of two over two each, before the step's own passes."""
-    words = ["controller.signal=oracle", "controller.routing=ranked", "training.steps=4", *WORDS[1:]]
-    words += ["training.accumulation=4", "records.evidence=[true_gap]"]
+    """One process over four micro-batches, and two over two each: true_gap takes passes of its own, micro_square the
+    gradient of each micro-batch, the last of them before it is reduced."""
+    words = [f"controller.signal={signal_}", "controller.routing=ranked", "training.steps=4", *WORDS[1:]]
+    words += ["training.accumulation=4", f"records.evidence=[{evidence}]"]
     told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
     assert isinstance(told[0], list), told
     alone, found = everything(train(tmp_path / "one", *words)), everything(tmp_path / "run")
-    gaps = [[row["true_gap"] for row in one["ratios"]] for one in (found, alone)]
-    assert len({*gaps[1]}) > 7 and min(gaps[1]) > 0
-    assert_near(*gaps, 1e-3)
+    values = [[row[evidence] for row in one["ratios"]] for one in (found, alone)]
+    assert len({*values[1]}) > 7 and min(values[1]) > 0
+    assert_near(*values, 1e-3)
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
