@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from gnmr.errors import UserError
 from gnmr.report.arms import QUANTIZER, Arm, plain_adamw, same, tell, telling, varying
@@ -191,7 +192,8 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for run in runs:
         groups[_kind(run)][run.arm, run.hash].append(run)
     comparisons = [
-        Comparison(kind, [_arm(name, group) for (name, _), group in arms.items()]) for kind, arms in groups.items()
+        Comparison(kind, [arm for (name, _), group in arms.items() for arm in _arms(name, group)])
+        for kind, arms in groups.items()
     ]
     for siblings in by_experiment(comparisons).values():
         _label(siblings)
@@ -275,6 +277,19 @@ def _kind(run: Run) -> Kind:
 def _order(kind: Kind) -> tuple[str, int, str, int, str]:
     place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
     return kind.experiment, place, kind.scale, kind.tokens or 0, f"{kind.fingerprint} {kind.base}"
+
+
+def _arms(name: str, runs: list[Run]) -> list[Arm]:
+    """One arm; where another commit repeats seeds to their end, as a run beside the reference arms does, one a commit:
+    the one with most runs has the name, the others say which they are."""
+    of_commit: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        of_commit[run.commit].append(run)
+    done = [{run.seed for run in group if run.status == "done"} for group in of_commit.values()]
+    if not any(one & other for one, other in combinations(done, 2)):
+        return [_arm(name, runs)]
+    first, *others = sorted(of_commit.items(), key=lambda found: (-len(found[1]), found[0]))
+    return [_arm(name, first[1]), *(_arm(f"{name} at {commit}", group) for commit, group in others)]
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:

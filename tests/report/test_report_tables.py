@@ -365,6 +365,21 @@ def test_a_seed_run_twice_counts_once(write_run: Write, comparisons: Callable, t
     assert "repeats a seed" in notes(quality(comparison))
 
 
+def test_a_run_of_another_commit_stands_beside_the_arm_whose_seed_it_repeats(
+    write_run: Write, comparisons: Callable, tmp_path: Path
+) -> None:
+    write_run(arm="int4", seed=0, val_ppl=44.0, header={"commit": "9876543210abcdef"}).rename(tmp_path / "mine")
+    for seed in (0, 1):
+        write_run(arm="int4", seed=seed, val_ppl=40.0)
+    (comparison,) = comparisons()
+    assert [(arm.label.split()[1:], arm.seeds) for arm in comparison.arms] == [
+        ([], [0, 1]),
+        (["at", "9876543210"], [0]),
+    ]
+    assert row(quality(comparison), "int4 at 9876543210")["val perplexity"].startswith("44.00")
+    assert "repeats a seed" not in notes(quality(comparison))
+
+
 @pytest.mark.parametrize(
     "other, says",
     [
