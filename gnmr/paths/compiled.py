@@ -53,12 +53,22 @@ def missing(*paths: object) -> str | None:
 
 
 def graph_linear(recipe: Recipe) -> GraphLinear:
-    """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees."""
+    """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees.
+
+    Dynamo keeps graphs by code and tells functions of one definition apart by their arguments alone, not by what they
+    enclose: so the recipe is an argument too, or a second model of a process would have the graphs of the first.
+    """
     context_kind = _CodesContext if recipe.backend == "scaled_mm" else _ValuesContext
     read = _Read()
 
     def linear(
-        input: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor, dtype: torch.dtype | None, keeps: bool
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tally: Tensor,
+        dtype: torch.dtype | None,
+        keeps: bool,
+        _recipe: str,
     ) -> Tensor:
         x = input
         if dtype is not None:

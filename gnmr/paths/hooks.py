@@ -17,9 +17,9 @@ from gnmr.paths.recipes import Cast, Recipe
 
 Casts: TypeAlias = dict[Any, tuple[Any, CastStats]]
 """The casts that were made of one tensor, by `GemmContext.key`."""
-GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool], Tensor]
-"""(input, weight, bias, tally, dtype that autocast computes in, whether wgrad will run) -> output: a linear that
-torch.compile takes into its graph (`compiled.py`)."""
+GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool, str], Tensor]
+"""(input, weight, bias, tally, dtype that autocast computes in, whether wgrad will run, its recipe in full) -> output:
+a linear that torch.compile takes into its graph (`compiled.py`)."""
 
 
 class FaultInjection(Protocol):

@@ -119,8 +119,9 @@ class PathLinear(nn.Linear):
     """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
     same tensor, or of a tensor that is kept as it is its place."""
     _node: weakref.ref[Any] | None
-    in_graphs: tuple[GraphLinear, ...] | None
-    """What runs the low and the recovery path within graphs of torch.compile's; None: between them."""
+    in_graphs: tuple[tuple[str, GraphLinear], ...] | None
+    """The recipes of the low and the recovery path, and what runs each in graphs of torch.compile's; None: between
+    them."""
     tally: Tensor | None
     """Leaf whose gradient are the counts of the casts in graphs."""
 
@@ -173,8 +174,8 @@ class PathLinear(nn.Linear):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
             linears, tally = self.in_graphs, self.tally
             assert linears is not None and tally is not None
-            linear = linears[1] if self.recovering else linears[0]  # Dynamo of 2.11 has no index that is a bool
-            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps)
+            recipe, linear = linears[1] if self.recovering else linears[0]  # Dynamo of 2.11 has no index that is a bool
+            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps, recipe)
         return self._between_graphs(input)
 
     def _fits_graph(self, input: Tensor) -> bool:

@@ -144,7 +144,8 @@ class Plan:
         if any(operator.pinned for operator in self.operators):
             why = "pinned operators have paths of their own, and each block would be graphs by itself"
         if why is None:
-            graphs = tuple(graph_linear(path) for path in (self.low, self.recovery) if isinstance(path, Recipe))
+            recipes = [path for path in (self.low, self.recovery) if isinstance(path, Recipe)]
+            graphs = tuple((repr(recipe), graph_linear(recipe)) for recipe in recipes)
             inside = {module for block in blocks for module in block.modules()}
             for operator in self.operators:
                 if operator in inside:

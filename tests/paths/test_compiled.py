@@ -112,6 +112,17 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
+def test_a_second_model_of_a_process_has_the_graphs_of_its_own_recipe() -> None:
+    """Dynamo keeps graphs by code, and has no guard on what a function encloses."""
+    mine = [Recipe.of("mine", {"fprop": {"input": word}}) for word in ("e4m3/tensor", "e2m1/tensor")]
+    found = []
+    for low in ("fp8_hybrid", "mxfp8", *mine):
+        (net, plan), (compiled, other) = pair(low, "bf16")
+        found.append(step(compiled, other))
+        assert other.in_graphs and same(found[-1], step(net, plan)), low
+    assert not any(same(one, other) for i, one in enumerate(found) for other in found[:i])
+
+
 @pytest.mark.filterwarnings("ignore:the recovery path")  # coarser, here and there
 @pytest.mark.parametrize("low", GRAPHS)
 def test_every_recipe_gives_the_same_gradients_and_counts_to_the_last_bit(low: str) -> None:
