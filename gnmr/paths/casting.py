@@ -64,6 +64,7 @@ def quantize(
     `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
     delayed scale is that of the tensor.
     """
+    # One function above 60 lines: its pieces share scratch memory, which parts of it would have to hand to each other.
     source = x
     if cast.hadamard:
         x = rotated(x, contraction_dim)  # a new tensor, on which the values are written

@@ -153,17 +153,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             (recorder.say if config.records.live == "log" else say)(line)
         looping = False
         try:
-            if newest is None:
-                recorder.say(str(parts.plan), narrow=parts.plan.brief())
-                if isinstance(parts.compressed, GreedyLore):
-                    recorder.say(str(parts.compressed))
-            tree = told_config(config)
-            with world.agreed():
-                recorder.start(
-                    OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), config.experiment_name
-                )
-                if parts.stress:
-                    recorder.faults(fault_rows(parts))
+            _begin(recorder, parts, command, anew=newest is None)
             loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
             looping = True
             with signals_collected() as stop:
@@ -191,6 +181,20 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         say(f"{reason}; the same command continues it")
         assert loop.stopped is not None
         raise SystemExit(128 + loop.stopped)
+
+
+def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
+    """What the records begin with; `anew`: not behind a checkpoint."""
+    if anew:
+        recorder.say(str(parts.plan), narrow=parts.plan.brief())
+        if isinstance(parts.compressed, GreedyLore):
+            recorder.say(str(parts.compressed))
+    tree = told_config(parts.config)
+    with parts.world.agreed():
+        name = parts.config.experiment_name
+        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), name)
+        if parts.stress:
+            recorder.faults(fault_rows(parts))
 
 
 def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
