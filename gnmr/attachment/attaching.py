@@ -90,6 +90,7 @@ def attach(
     was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
+    # Above 60 lines with its arguments: what an error takes back stands beside what it takes back from.
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     if isinstance(record, str) and record in EVIDENCE:
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")

@@ -138,16 +138,15 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         what = "in several processes" if world.size > 1 else "with compressed gradients"
         told.append(f"verdicts: none {what}, a step that spikes is not run again")
-    started_before = world.from_first(lambda: stored(folder / "steps.jsonl") is not None)
+    goes_on = world.from_first(lambda: stored(folder / "steps.jsonl") is not None) or newest is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
-    resume_step = counters.step if newest is not None or started_before else None
     with ExitStack() as stack:
         stack.enter_context(handled(ending(), _raise))
         recorder: Recorder | Silent = Silent()
         with world.agreed():
             if world.first:
-                recorder = Recorder(info, config.records, resume_step, counted)
+                recorder = Recorder(info, config.records, counters.step if goes_on else None, counted)
         stack.enter_context(recorder)
         for line in told:
             (recorder.say if config.records.live == "log" else say)(line)
