@@ -14,6 +14,7 @@ from gnmr import __version__, config
 from gnmr.commands import COMMANDS, train
 from gnmr.config import compose as composing
 from gnmr.config.compose import compose, conf_dir
+from gnmr.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -315,3 +316,10 @@ def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):
     (package / "conf" / "config.yaml").touch()
     monkeypatch.setattr(composing, "__file__", str(package / "config" / "compose.py"))
     assert conf_dir() == package / "conf"
+
+
+def test_a_word_that_takes_back_what_a_scale_brings_is_no_size_of_a_checkpoint():
+    made = config.load({"model": {"name": "pretrained", "checkpoint": "somewhere"}})
+    train.refuse_sizes(made, ["model.outlier_channels.number=0", "model.adapter.rank=4"])
+    with pytest.raises(UserError, match=r"model.outlier_channels.number: has no effect on model=pretrained"):
+        train.refuse_sizes(made, ["model.outlier_channels.number=2"])

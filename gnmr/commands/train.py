@@ -278,7 +278,9 @@ def refuse_sizes(config: Config, words: Sequence[str]) -> None:
     """
     if config.model.checkpoint is None:
         return
-    for key in (word.lstrip("+").partition("=")[0] for word in words):
+    for key, _, value in (word.lstrip("+").partition("=") for word in words):
+        if (key, value) == ("model.outlier_channels.number", "0"):  # takes back what a scale brings
+            continue
         if key.startswith("model.") and key.split(".")[1] not in ("name", "checkpoint", "adapter"):
             raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
 
