@@ -84,28 +84,28 @@ def test_shards_leave_the_same_weights_and_sets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [("ddp", "none"), ("fsdp", "none"), ("none", "fsdp")])
+@pytest.mark.parametrize("ways", [("ddp", "none"), ("fsdp", "none", "fsdp"), ("none", "fsdp")], ids="-".join)
 def test_a_run_goes_on_with_another_number_of_processes(
     pair: Callable[..., list[Any]],
     tiny: Callable[..., Config],
     train: Callable[..., Path],
     alone: dict[str, Any],
     tmp_path: Path,
-    first: str,
-    then: str,
+    ways: tuple[str, ...],
 ) -> None:
     folder = tmp_path / "run"
     config = tiny(f"run_dir={folder}", *WORDS)
-    if first == "none":
+    for way in ways[:-1]:
+        if way == "none":
+            train(folder, *WORDS)
+            cut_off(folder)
+        else:
+            assert pair("train", config=config, parallel=way, stop=5) == [128 + signal.SIGTERM] * 2
+            assert read_jsonl(folder / "steps.jsonl")[-1]["step"] == 5, "both end behind the step in which one got it"
+    if ways[-1] == "none":
         train(folder, *WORDS)
-        cut_off(folder)
     else:
-        assert pair("train", config=config, parallel=first, stop=5) == [128 + signal.SIGTERM] * 2
-        assert read_jsonl(folder / "steps.jsonl")[-1]["step"] == 5, "both end behind the step in which one got it"
-    if then == "none":
-        train(folder, *WORDS)
-    else:
-        assert isinstance(pair("train", config=config, parallel=then)[0], list)
+        assert isinstance(pair("train", config=config, parallel=ways[-1])[0], list)
     found = left(folder)
     assert differences(alone["state"]["model"], found["state"]["model"]) == []
     assert differences(alone["state"]["optimizer"], found["state"]["optimizer"]) == []
