@@ -7,6 +7,7 @@ logits_BTV = model(tokens_BT)
 model.auxiliary_loss        # where it is not None, training adds it to the cross-entropy of these logits
 """
 
+from gnmr import half
 from gnmr.config import ModelConfig
 from gnmr.models.gpt import GPT
 from gnmr.models.layers import Decoder
@@ -22,6 +23,7 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
 
     Its weights are undefined until `init_weights` or `load_state_dict`.
     """
+    half.provide()
     return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gnmr import half
 from gnmr.config.model import AdapterConfig
 from gnmr.errors import UserError
 from gnmr.extras import install
@@ -147,6 +148,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
     folder = local(checkpoint, where)
     check_files(folder)
+    half.provide()
     found: Any
     with quiet(), _one_line(where):
         from transformers import AutoModelForCausalLM

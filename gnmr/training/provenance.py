@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import gnmr
+from gnmr import half
 from gnmr.config import Config, DataConfig, to_dict
 from gnmr.records.machine import cpu_name
 
@@ -25,11 +26,12 @@ _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, CPU threads in use, and the device's name."""
+    """Processor, cores, CPU threads in use, the device's name, and how the CPU multiplies 16-bit tensors."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "products": "in FP32" if half.lacking() else "16-bit",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 
