@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure
+from gnmr.bench.rows import put, resume
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.controller.signals.base import Context
@@ -36,6 +37,7 @@ from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.linear import PathLinear
 from gnmr.training.build import Parts, training_blocks, validation
 from gnmr.training.fork import Forks
+from gnmr.training.provenance import commit
 from gnmr.training.step import loss_of
 from gnmr.training.steps import Steps
 from gnmr.vocabulary import GEMMS
@@ -96,10 +98,7 @@ def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int
     config, plan, model = parts.config, parts.plan, parts.model
     size = config.training.batch_size
     blocks = _blocks(parts, MEASURED + HELD_OUT)
-    model.eval()
-    for operator in plan.operators:
-        operator.switch(True)
-    scores, sampled = _scores(parts, blocks[:MEASURED].split(size), strides)
+    scores, sampled = scored(parts, strides)
 
     def losses() -> np.ndarray:
         with torch.no_grad():
@@ -122,6 +121,14 @@ def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int
         float((losses() - high).mean()),
         sampled,
     )
+
+
+def scored(parts: Parts, strides: Sequence[int] = ()) -> tuple[dict[str, np.ndarray], dict[int, np.ndarray]]:
+    """Scores of `MEASURED` blocks by name, and prices by stride; (operators,) each. Every operator is in recovery."""
+    parts.model.eval()
+    for operator in parts.plan.operators:
+        operator.switch(True)
+    return _scores(parts, _blocks(parts, MEASURED).split(parts.config.training.batch_size), strides)
 
 
 def _blocks(parts: Parts, count: int) -> Tensor:
@@ -147,7 +154,7 @@ def _scores(
         backward()
         sampled[stride] = meter.by_operator()["fprop"].numpy().copy()
         model.zero_grad(set_to_none=True)
-    meter = plan.price(["price_fprop"], tokens=1)
+    meter = plan.price(["price_fprop", "price_dgrad", "price_wgrad"], tokens=1)
     probe = plan.probe(["gap_low", "mse", "underflow"])
     with _modelopt(plan.operators) as modelopt:
         backward()
@@ -159,6 +166,8 @@ def _scores(
     return {
         "price": own["fprop"].numpy().copy(),
         "price, by elements": own["fprop_elements"].numpy().copy(),
+        "dgrad's error": own["dgrad"].numpy().copy(),
+        "wgrad's error": own["wgrad"].numpy() * np.array(norms) ** 2,
         "gradient norm": np.array(norms),
         "update norm": np.array([_update_norm(parts.optimizer, operator.weight) for operator in plan.operators]),
         "gap": seen["gap_low"].numpy(),
@@ -219,7 +228,8 @@ def truth(setting: Setting) -> list[Figure]:
 
 
 def _of_truth(where: str, found: Truth, costs: Mapping[Item, float]) -> list[Figure]:
-    above, price = int((found.rises > 2 * found.errors).sum()), found.scores["price"]
+    above, scores = int((found.rises > 2 * found.errors).sum()), {name: found.scores[name] for name in SCORES}
+    price = scores["price"]
     total = found.rises.sum()
     note = (
         f"{above} of {len(price)} operators rise by more than two standard errors ({found.errors.mean():.0e} nats); "
@@ -229,9 +239,9 @@ def _of_truth(where: str, found: Truth, costs: Mapping[Item, float]) -> list[Fig
         Figure(
             f"{where}: Spearman, {name}", spearman(score, found.rises), "", n=len(price), note=note * (name == "price")
         )
-        for name, score in found.scores.items()
+        for name, score in scores.items()
     ]
-    for name, score in {**found.scores, "the truth itself": found.rises}.items():
+    for name, score in {**scores, "the truth itself": found.rises}.items():
         kept = _chosen(found.operators, score, costs)
         figures.append(
             Figure(f"{where}: rises in {SHARE:.0%} of the GEMMs, {name}", found.rises[kept].sum() / total, "%")
@@ -319,33 +329,69 @@ def _held(logs_TU: np.ndarray, every: int) -> np.ndarray:
     return price.log().numpy()
 
 
+@dataclass(frozen=True)
+class Pinned:
+    """A fork of a base: which GEMM of which operator is in 16 bits, none where both are empty."""
+
+    base: str
+    operator: str
+    gemm: str
+    order: int
+
+
 def atlas(setting: Setting) -> list[Figure]:
-    """What training gains of one GEMM in 16 bits: loss of a fork without less that with, after its low stretch."""
-    figures = []
-    for base, forks in bases(setting):
-        low, orders = "sim_e2m1", range(setting.repeats or 3)
-        found = measured(forks.parts(forked(forks, low)), setting, f"atlas: {base}, prices")
-        gains = {gemm: np.zeros((len(found.operators), len(orders))) for gemm in GEMMS}
-        work = [(i, gemm, order) for order in orders for gemm in GEMMS for i in range(len(found.operators))]
-        without = {order: _fork_loss(forks, forked(forks, low, f"fork.order={order}"), {}) for order in orders}
-        for i, gemm, order in setting.over(work, f"atlas: {base}, forks"):
-            pins = {found.operators[i]: [gemm]}
-            gains[gemm][i, order] = without[order] - _fork_loss(forks, forked(forks, low, f"fork.order={order}"), pins)
-        for gemm, values in gains.items():
-            mean, spread = values.mean(axis=1), values.std(axis=1, ddof=1).mean() if len(orders) > 1 else float("nan")
-            note = f"gains add up to {mean.sum():.4f} nats; standard deviation over orders {spread:.4f}"
-            for name in ("price", "gradient norm", "gap", "MSE"):
-                rank = spearman(found.scores[name], mean)
-                figures.append(
-                    Figure(
-                        f"{base}, {low}, {gemm}: Spearman, {name}",
-                        rank,
-                        "",
-                        n=len(orders),
-                        note=note * (name == "price"),
-                    )
-                )
-    return figures
+    """What training gains of one GEMM in 16 bits: loss of a fork without less that with, after its low stretch.
+
+    `repeats` orders. Each fork is a row in `runs_dir/bench/price-atlas.jsonl`; a second call goes on behind the first.
+    """
+    file, opened = Path(setting.config.runs_dir) / _ATLAS, dict(bases(setting))
+    known, orders = resume(file, Pinned), range(setting.repeats or ATLAS_ORDERS)
+    found = {}
+    for base, forks in opened.items():
+        parts = forks.parts(forked(forks, ATLAS_LOW))
+        found[base] = [operator.operator_name for operator in parts.plan.operators], scored(parts)[0]
+    for base, order in ((base, order) for order in orders for base in opened):
+        names, forks = found[base][0], opened[base]
+        cells = [Pinned(base, "", "", order), *(Pinned(base, name, gemm, order) for gemm in GEMMS for name in names)]
+        for cell in setting.over([cell for cell in cells if cell not in known], f"atlas: {base}, order {order}"):
+            pins = {cell.operator: [cell.gemm]} if cell.gemm else {}
+            loss = _fork_loss(forks, forked(forks, ATLAS_LOW, f"fork.order={order}"), pins)
+            known[cell] = put(file, {"fork": asdict(cell), "loss": loss, "commit": commit()})
+    losses = {cell: float(row["loss"]) for cell, row in known.items()}
+    return [figure for base, (names, scores) in found.items() for figure in _gains(base, names, scores, losses, orders)]
+
+
+ATLAS_LOW, ATLAS_ORDERS = "sim_e2m1", 3
+_ATLAS = Path("bench", "price-atlas.jsonl")
+OWN = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
+"""What measures each GEMM."""
+
+
+def _gains(
+    base: str,
+    names: Sequence[str],
+    scores: Mapping[str, np.ndarray],
+    losses: Mapping[Pinned, float],
+    orders: Sequence[int],
+) -> Iterator[Figure]:
+    """Of each GEMM the rank correlation of scores with mean gains, and of one order's gains with the others'."""
+    for gemm in GEMMS:
+        gains = np.array(
+            [[losses[Pinned(base, "", "", k)] - losses[Pinned(base, name, gemm, k)] for k in orders] for name in names]
+        )
+        mean, where = gains.mean(axis=1), f"{base}, {ATLAS_LOW}, {gemm}"
+        clear, n = 0, len(orders)
+        if n > 1:
+            error = np.sqrt(
+                gains.var(axis=1, ddof=1).mean() / n
+            )  # pooled: three orders give an operator none of its own
+            clear = int((mean > 2 * error).sum())
+            apart = [spearman(gains[:, k], np.delete(gains, k, axis=1).mean(axis=1)) for k in range(n)]
+            yield Figure(f"{where}: Spearman, one order with the others", float(np.mean(apart)), "", n=n)
+        note = f"gains add up to {mean.sum():.4f} nats; {clear} of {len(names)} above two standard errors"
+        for score in dict.fromkeys((OWN[gemm], "price", "gradient norm", "update norm", "gap", "MSE")):
+            rank = spearman(scores[score], mean)
+            yield Figure(f"{where}: Spearman, {score}", rank, "", n=n, note=note * (score == OWN[gemm]))
 
 
 def _fork_loss(forks: Forks, config: Config, pins: dict[str, list[str]]) -> float:

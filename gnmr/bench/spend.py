@@ -34,7 +34,7 @@ import numpy as np
 from scipy import stats
 
 from gnmr.bench.figures import Figure
-from gnmr.bench.price import bases, forked, measured, pins_per_cost
+from gnmr.bench.price import bases, forked, pins_per_cost, scored
 from gnmr.bench.rows import put, resume
 from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
@@ -78,7 +78,7 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     for base, order in blocks:
         todo = [cell for cell in cells(base, name, scene, order) if cell not in known]
         if todo and base not in found:
-            found[base] = _measured(opened[base], setting, scene, f"spend: {base}, {name}, prices")
+            found[base] = _measured(opened[base], scene)
         for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
             known[cell] = put(file, _run(opened[base], cell, scene, found[base]))
     return _figures(scene, [cell for base, order in blocks for cell in cells(base, name, scene, order)], known)
@@ -94,10 +94,10 @@ class _Measured:
     costs: Mapping[Item, float]
 
 
-def _measured(forks: Forks, setting: Setting, scene: Scene, what: str) -> _Measured:
+def _measured(forks: Forks, scene: Scene) -> _Measured:
     parts = forks.parts(forked(forks, scene.low, *scene.words))
     costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
-    scores = measured(parts, setting, what).scores if scene.pins else {}
+    scores = scored(parts)[0] if scene.pins else {}
     return _Measured([operator.operator_name for operator in parts.plan.operators], scores, costs)
 
 

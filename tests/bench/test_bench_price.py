@@ -17,6 +17,7 @@ from gnmr.bench.figures import Figure
 from gnmr.bench.rows import read_rows
 from gnmr.bench.scenes import SCENES, Scene
 from gnmr.bench.setting import Setting
+from gnmr.config import Config
 from gnmr.config.compose import compose
 from gnmr.errors import UserError
 from gnmr.training.fork import Forks
@@ -178,8 +179,45 @@ def test_arms_of_unequal_spread_are_told_by_their_own_differences() -> None:
 
 def measured_of(forks: Forks, scene: Scene) -> spend._Measured:
     """Of a scene without its scores, which take a minute: the operators in their order, whoever asks."""
-    found = spend._measured(forks, Setting(compose([]), [], 1), replace(scene, pins=()), "a test")
+    found = spend._measured(forks, replace(scene, pins=()))
     return replace(found, scores=dict.fromkeys(scene.pins, np.arange(len(found.operators))))
+
+
+def test_atlas_forks_one_gemm_at_a_time_and_goes_on_where_it_stopped(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the shipped base, with losses that are what the price says, a block's own, and a little noise."""
+    noise, made = np.random.default_rng(0), []
+    setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)), repeats=2)
+    forks = Forks("shipped")
+    parts = forks.parts(price.forked(forks, "sim_e2m1"))
+    names = [operator.operator_name for operator in parts.plan.operators]
+    scores = price.scored(parts)[0]
+    assert (scores["wgrad's error"] > 0).all() and (scores["dgrad's error"] > 0).all()
+    gains = dict(zip(names, scores["price"], strict=True))
+
+    def loss(_: Forks, config: Config, pins: dict[str, list[str]]) -> float:
+        ((name, (gemm,)),) = pins.items() or [("", ("",))]
+        made.append((config.fork.order, gemm, name))
+        return 3 + config.fork.order - (gains[name] if gemm == "fprop" else 0) + noise.normal(0, 1e-7)
+
+    monkeypatch.setattr(price, "_fork_loss", loss)
+    monkeypatch.setattr(price, "scored", lambda _: (scores, {}))
+    figures = {figure.name: figure for figure in price.atlas(setting)}
+    assert made == [
+        (order, gemm, name) for order in (0, 1) for gemm, name in ([("", "")] + [(g, n) for g in GEMMS for n in names])
+    ]
+    assert figures["shipped, sim_e2m1, fprop: Spearman, price"].value > 0.95
+    assert figures["shipped, sim_e2m1, fprop: Spearman, one order with the others"].value > 0.95
+    assert abs(figures["shipped, sim_e2m1, wgrad: Spearman, wgrad's error"].value) < 0.6
+    assert "28 of 28 above" in figures["shipped, sim_e2m1, fprop: Spearman, price"].note
+    assert f"add up to {sum(gains.values()):.4f} nats" in figures["shipped, sim_e2m1, fprop: Spearman, price"].note
+    file = tmp_path / "bench/price-atlas.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:100]) + '{"fork": {"ba')
+    made.clear()
+    again = {figure.name: figure for figure in price.atlas(setting)}
+    assert len(made) == 2 * 85 - 100
+    assert again["shipped, sim_e2m1, fprop: Spearman, price"].value > 0.95
 
 
 EFFECT = {"never": 0.0, "always": 1.0, **dict.fromkeys(scenes.WHOLE, 0.5), "price": 0.9, "random": 0.3, "last": 0.88}
