@@ -99,7 +99,7 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweeper = hydra.compose("config", [f"sweep={sweep}", *base], return_hydra_config=True).hydra.sweeper
     seed = "fork.order" if sweep in ("demo", "fork") else "training.seed"
-    assert len(sweeper.params.get(seed, "").split(",")) in (3, 5), "a sweep names three or five of them"
+    assert len(sweeper.params.get(seed, "").split(",")) in (3, 5, 10), "a sweep names three of them or more"
     combinations = combinations_of([f"{seed}=0", *words], sweeper.params, sweeper.arms)
     return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
 
@@ -114,6 +114,7 @@ CELLS = {
     "demo": 5,
     "faults": 8,
     "fork": 8,
+    "from_scratch": 6,
     "hold": 6,
     "neighbours": 18,
     "operands": 4,
