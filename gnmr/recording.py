@@ -32,7 +32,7 @@ from gnmr import __version__
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.records.machine import cpu_name
-from gnmr.records.reader import read_json, stored
+from gnmr.records.reader import calibrated_trigger, read_json, stored
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, RatioRows
 from gnmr.records.writer import RunWriter
 
@@ -85,8 +85,9 @@ class Recording:
         """A copy of the controller records nothing."""
         return type(None), ()
 
-    def step(self, decision: Decision, spent: tuple[float, float]) -> None:
-        """What the controller saw and did in a step; `spent`: of `Plan.spent`."""
+    def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
+        """What the controller saw and did in a step; `spent`: of `Plan.spent`. `calibrated`: the trigger that was found
+        in this step or before."""
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -94,6 +95,9 @@ class Recording:
             )
         self._flush()
         self._step = decision.step
+        if calibrated is not None and (calibrated_trigger(self._header) or (0, 0.0))[1] != calibrated:
+            self._header["calibrated"] = {"after_step": decision.step, "trigger": calibrated}
+            self._writer.write_header(self._config, self._header)
         now = time.perf_counter()
         norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
@@ -164,6 +168,7 @@ class Recording:
         earlier = told.get("resumed")
         again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
         told["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
+        self._header = told
         self._writer.write_header(self._config, told)
         there = self._writer.num_steps == step  # written already, with all that was logged of it
         self._row, self._step, self._seen = None if there else row, step, time.perf_counter()

@@ -383,3 +383,40 @@ def test_options_that_no_spec_takes_are_refused(how: dict[str, Any], error: type
     model = net()
     with pytest.raises(error, match=message):
         gnmr.attach(model, **how)
+
+
+# ---- whose line a warning shows ----
+
+
+def no_gradient(**how: Any) -> None:
+    attached(net(), **how).step()
+
+
+def nothing_to_learn_from() -> None:
+    controller = attached(net(), signal="zscore")
+    controller.calibrate(steps=2)
+    for _ in range(2):
+        controller.step()
+
+
+WARNS = {
+    "max_o=8 caps nothing": lambda: attached(net(), max_o=8),
+    "alpha: has no effect": lambda: attached(net(), signal="gap", alpha=2.0),
+    "weights='beside': has no effect": lambda: attached(net(), weights="beside"),
+    "share is above": lambda: attached(net(), signal="round_robin", options={"share": 0.9}),
+    "no unit has a gradient": no_gradient,
+    "no gradient reached any unit's output": lambda: no_gradient(observe="input_grad"),
+    "no unit had a risk above 0": nothing_to_learn_from,
+}
+
+
+@pytest.mark.parametrize("text", WARNS)
+def test_a_warning_shows_the_loops_line(text: str) -> None:
+    with pytest.warns(UserWarning) as seen:
+        WARNS[text]()
+    assert [one.filename for one in seen if text in str(one.message)] == [__file__]
+
+
+def test_under_a_command_it_shows_ours(tmp_path: Any, gnmr: Any) -> None:
+    outcome = gnmr("train", "debug=smoke", "controller.max_o=7", "model.num_layers=1", f"runs_dir={tmp_path}")
+    assert "gnmr: warning: max_o=7 caps nothing" in outcome.err and ".py" not in outcome.err

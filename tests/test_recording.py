@@ -15,6 +15,8 @@ import gnmr
 from gnmr.errors import UserError
 from gnmr.paths import PathLinear
 from gnmr.records.ledger import check_records
+from gnmr.report import risk
+from gnmr.report.comparisons import compare
 from gnmr.report.runs import load
 
 
@@ -206,3 +208,39 @@ def _signal(context):
     from gnmr.controller.signals import SIGNALS
 
     return SIGNALS["grad_norm"](context)
+
+
+def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):
+    """Of a loop that goes on from a checkpoint too; the report holds risks against it."""
+    folder, model = tmp_path / "study" / "mine-s0", net()
+    header = folder / "header.json"
+
+    def steps(controller, numbers):
+        for step in numbers:
+            (model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean() * step).backward()
+            controller.step()
+            controller.log(loss=1.0)
+            model.zero_grad()
+
+    controller = gnmr.attach(model, targets=["?"], max_o=2, record=folder)
+    controller.calibrate(fraction=0.2, steps=6)
+    steps(controller, range(1, 6))
+    state = deepcopy(controller.state_dict())
+    assert "calibrated" not in json.loads(header.read_text()) and controller.calibrated is None
+    steps(controller, range(6, 9))
+    found = controller.calibrated
+    assert json.loads(header.read_text())["calibrated"] == {"after_step": 6, "trigger": found}
+    controller.detach()
+    check_records(folder)
+    run = load(folder).check()
+    assert risk.trigger(run) == found and risk.thresholds(compare([run])[0].arms[0], run)["gnmr"] == [(7, 1.5 * found)]
+
+    header_before = json.loads(header.read_text())
+    (folder / "DONE").unlink()
+    again = gnmr.attach(model, targets=["?"], max_o=2, record=folder)
+    again.calibrate(fraction=0.2, steps=6)
+    again.load_state_dict(state)
+    steps(again, range(6, 18))
+    told = json.loads(header.read_text())
+    assert told["calibrated"] == {"after_step": 11, "trigger": again.calibrated}, "it calibrates anew"
+    assert told["resumed"] and told["units"] == header_before["units"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from gnmr.attachment.controller import AttachedController
 from gnmr.attachment.units import costs_of, norms_of, units_of
+from gnmr.caller import users_level
 from gnmr.controller import ControlSpec, Unit
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.controller.signals.base import fraction_of, whole
@@ -106,7 +107,8 @@ def attach(
     _check_request(model, paths, control)
     if unread := control.unread():
         warnings.warn(
-            f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it", stacklevel=2
+            f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it",
+            stacklevel=users_level(),
         )
     if pins is not None:
         pins.refuse_other(where, operator_shapes(model, paths))
@@ -130,6 +132,7 @@ def attach(
         )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
+        controller.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
         converted.store(paths.weights)  # late: it cannot be undone to the bit
         controller.follow()  # or the units would hold the 16-bit weights
         if folder is not None:
@@ -194,5 +197,5 @@ def _check_trained(plan: Plan, units: Sequence[Unit], control: ControlSpec) -> N
             f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
             "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
             "site='forward', does)",
-            stacklevel=3,
+            stacklevel=users_level(),
         )

@@ -21,6 +21,7 @@ from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
 from gnmr.paths.units import module_of
 from gnmr.recording import Recording
+from gnmr.vocabulary import GEMMS
 
 
 class AttachedController(Controller):
@@ -39,6 +40,8 @@ class AttachedController(Controller):
     """
 
     plan: Plan
+    plan_of: str | None = None
+    """What the plan that was attached is of, as it says itself."""
     _detached = False
     _recording: Recording | None = None
     _recorded_elsewhere = False
@@ -57,6 +60,13 @@ class AttachedController(Controller):
         self._linked = Linked(model, [*plan.operators, *around], read)
         self._evidence = PathEvidence(plan, self._path_needs(), probe_tokens, price_tokens)
         self._begin()
+
+    def _told(self) -> str:
+        """With the GEMMs that are pinned, and whose plan says so."""
+        pinned = sum(len(operator.pinned) for operator in self.plan.operators)
+        of = "" if self.plan_of is None else f" by the plan of {self.plan_of}"
+        gemms = f"{pinned} of {len(GEMMS) * len(self.plan.operators)} GEMMs pinned{of}"
+        return super()._told() + (f", {gemms}" if pinned or of else "")
 
     def _path_needs(self) -> tuple[str, ...]:
         """Evidence that may be the paths' to measure."""
@@ -216,7 +226,7 @@ class AttachedController(Controller):
         self._begin()
         decision = super().apply(host)
         if self._recording is not None and spent is not None:
-            self._recording.step(decision, spent)
+            self._recording.step(decision, spent, self.calibrated)
         return decision
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from gnmr.caller import users_level
 from gnmr.controller.evidence import missing
 from gnmr.controller.norms import UnitNorms
 from gnmr.controller.observed import OutputGradients
@@ -81,7 +82,7 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
         warnings.warn(
             f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
             "paper a quarter of them)",
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 

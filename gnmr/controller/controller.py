@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.caller import users_level
 from gnmr.controller.admission import budget_left, check_ranks, check_signal, unit_names, warn_of_cap
 from gnmr.controller.calibration import NO_TRIGGER, Calibration
 from gnmr.controller.decision import Decision, Event, few
@@ -31,9 +32,10 @@ from gnmr.controller.packet import HostPacket
 from gnmr.controller.policy import Budget, Choice, decide
 from gnmr.controller.ranks import Ranks
 from gnmr.controller.signals import build_signal
+from gnmr.controller.signals.always import AlwaysHigh, AlwaysLow
 from gnmr.controller.signals.base import TINY, BlindSignal, Context, Evidence, SignalBase, positive, whole
 from gnmr.controller.signals.history import all_finite
-from gnmr.controller.spec import ControlSpec
+from gnmr.controller.spec import NO_CAP, ControlSpec
 from gnmr.controller.units import Unit
 
 
@@ -146,12 +148,21 @@ class Controller:
 
     def __repr__(self) -> str:
         """What it is and where it is."""
-        signal = self.spec.signal_name
         names = self.active
         now = f"{len(names)} in recovery{f': {few(names)}' if names else ''}"
-        how = "calibrating" if self._calibration is not None else f"trigger {self.trigger:.4g}"
-        told = f"{len(self.units)} units, signal {signal}, {how}, max_o={self.max_o}"
-        return f"<{type(self).__name__} of {told}; step {self.t}: {now}>"
+        return f"<{type(self).__name__} of {len(self.units)} units, {self._told()}; step {self.t}: {now}>"
+
+    def _told(self) -> str:
+        """How units are chosen."""
+        spec = self.spec
+        if not any(unit.recoverable for unit in self.units):
+            return "static"
+        if isinstance(self.signal, AlwaysLow | AlwaysHigh):
+            return f"static ({spec.signal_name})"
+        trigger = "calibrating" if self._calibration is not None else f"trigger {self.trigger:.4g}"
+        budget = [] if spec.budget is None else [f"budget={spec.budget:g}"]
+        cap = [] if self.max_o >= NO_CAP else [f"max_o={self.max_o}"]
+        return ", ".join([f"signal {spec.signal_name}", "ranked" if self.ranked else trigger, *budget, *cap])
 
     def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
         """Sets `trigger` by this loop's own norms: over it is `fraction` of the unit-steps of the next `steps` steps.
@@ -182,8 +193,14 @@ class Controller:
             return
         if math.isnan(trigger):
             trigger = self.spec.trigger
-            warnings.warn(f"calibrate: no unit had a risk above 0; the trigger is {trigger:g}, as before", stacklevel=4)
+            text = f"calibrate: no unit had a risk above 0; the trigger is {trigger:g}, as before"
+            warnings.warn(text, stacklevel=users_level())
         self.trigger, self._calibration = trigger, None
+
+    @property
+    def calibrated(self) -> float | None:
+        """The trigger that `calibrate` found; None before it has, and where it was not called."""
+        return self.trigger if self._calibrated and self._calibration is None else None
 
     @property
     def active(self) -> list[str]:
@@ -218,7 +235,7 @@ class Controller:
         decision = self.apply(self.observe(self.measure(grad_scale) | given).to_host())
         if not self._advised and (advice := self._advice(decision)):
             self._advised = True
-            warnings.warn(advice, stacklevel=2)
+            warnings.warn(advice, stacklevel=users_level())
         return decision
 
     def discard(self) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from gnmr.caller import users_level
 from gnmr.controller.ranks import Ranks
 
 
@@ -152,6 +153,6 @@ class UnitNorms:
                 "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
                 "parameters that the model had when the controller was made; where they are sharded or exchanged "
                 "afterwards, or the optimizer steps in backward, use observe='input_grad'",
-                stacklevel=6,
+                stacklevel=users_level(),
             )
         return flags(observed, self._all_observed.device)

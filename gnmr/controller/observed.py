@@ -27,6 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gnmr.caller import users_level
 from gnmr.controller.norms import flags
 
 OBSERVE = ("parameters", "adapter", "input_grad")
@@ -114,7 +115,7 @@ class OutputGradients:
             warnings.warn(
                 "no gradient reached any unit's output in this step: call step() after backward(), and have something "
                 "trainable before the units",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
         self.reset()
         return (squares, observed) if self._places is None else (squares[self._places], observed[self._places])

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from gnmr.caller import users_level
 from gnmr.paths.kernels import int8, scaled_mm, te
 from gnmr.paths.recipes import Recipe
 
@@ -42,7 +43,7 @@ def with_backend(
         raise ValueError(f"backend={backend!r}: {missing}; use {instead}")
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
-        warnings.warn(f"recipe {recipe.name} is simulated: {missing}", stacklevel=3)
+        warnings.warn(f"recipe {recipe.name} is simulated: {missing}", stacklevel=users_level())
     return recipe
 
 

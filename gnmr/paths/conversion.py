@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from gnmr.caller import users_level
 from gnmr.names import by_end, select
 from gnmr.paths.backends import with_backend
 from gnmr.paths.cast_stats import AmaxHistory
@@ -189,7 +190,7 @@ def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> N
     if not isinstance(low, Recipe) and spec.backend != "auto":
         ignored.append(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")
     for line in ignored:
-        warnings.warn(line, stacklevel=3)
+        warnings.warn(line, stacklevel=users_level())
 
 
 def _shared_state(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gnmr.caller import users_level
 from gnmr.paths.formats import FORMATS, Format, RangeFormat
 from gnmr.paths.recipes import RECIPES, SCALES, ExecutionPath, Recipe
 from gnmr.paths.spec import PathSpec
@@ -66,7 +67,7 @@ def _format(name: str, group: int | None) -> Format:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)  # where `convert` was called
+    warnings.warn(text, stacklevel=users_level())
 
 
 def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:

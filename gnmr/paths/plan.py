@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnmr.caller import users_level
 from gnmr.paths.compiled import graph_linear, missing, new_tally
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.int8_linear import Int8Linear
@@ -281,7 +282,7 @@ class Plan:
         if gaps and self.recovery is None:
             raise ValueError(f"{gaps}: this plan has no recovery path")
         if gaps and _same_wgrad(self.low, self.recovery):
-            warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=2)
+            warnings.warn(f"{gaps}: both paths have the same wgrad, so no unit has a gap", stacklevel=users_level())
         self.shared.forget()  # and what an earlier probe measured of the last tensor
         self.shared.probe = Probe(self.operators, self.units, names, tokens)
         return self.shared.probe

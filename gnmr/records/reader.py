@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -216,3 +216,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise error if isinstance(error, Damaged) else Damaged(f"{path}: damaged ({error})") from error
+
+
+def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
+    """(last step before it, trigger) of a loop that found its trigger itself; None where the header tells of none."""
+    match header.get("calibrated"):
+        case {"after_step": int(step), "trigger": int() | float() as trigger} if 0 <= step <= MAX_STEP:
+            return (step, float(trigger)) if 0 < trigger < math.inf else None
+    return None

@@ -4,7 +4,8 @@ A run folder holds
 
     config.yaml     the resolved config, but for run_dir and runs_dir
     header.json     versions, commit, machine (no host, no user), command (no absolute path), data fingerprint, units,
-                    paths (and what runs a recipe), world (processes, parallel), run_id (W&B's name of the run)
+                    paths (and what runs a recipe), world (processes, parallel), run_id (W&B's name of the run),
+                    calibrated (after_step, trigger) of a loop of one's own that found its trigger itself
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some

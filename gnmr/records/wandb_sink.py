@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from gnmr.records.reader import calibrated_trigger
 from gnmr.records.risk_image import RiskMap
 from gnmr.records.schema import EVENT_FIELDS, RatioRows
 
@@ -120,7 +121,7 @@ class WandbSink:
         """
         if mode == "off":
             return
-        self._trigger = _trigger(config)
+        self._trigger = _trigger(config, header)
         told = {key: value for key, value in header.items() if not isinstance(value, list)}
         arguments = {
             "id": labels.run_id,
@@ -301,7 +302,9 @@ def _unit_metrics(ratios: RatioRows) -> dict[str, float]:
     return metrics
 
 
-def _trigger(config: dict[str, Any]) -> float:
+def _trigger(config: dict[str, Any], header: dict[str, Any]) -> float:
+    if (found := calibrated_trigger(header)) is not None:
+        return found[1]
     controller = config.get("controller")
     value = controller.get("trigger") if isinstance(controller, dict) else None
     return float(value) if isinstance(value, int | float) and value > 0 else 1.0

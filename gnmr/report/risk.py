@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gnmr.records.reader import calibrated_trigger
 from gnmr.report.arms import Arm
 from gnmr.report.routability import OF
 from gnmr.report.runs import Ratios, Run
@@ -13,8 +14,9 @@ Thresholds = dict[str, list[tuple[int, float]]]
 
 
 def trigger(run: Run) -> float:
-    """What multiplies all thresholds."""
-    return float(run.settings.get("controller.trigger") or 1.0)
+    """What multiplies all thresholds; one that the run found itself, in the steps behind those that it took."""
+    found = calibrated_trigger(run.header)
+    return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
 
 
 def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
@@ -46,16 +48,17 @@ def costs(ratios: Ratios) -> tuple[str, np.ndarray]:
 
 
 def thresholds(arm: Arm, run: Run) -> Thresholds:
-    """Of the paper's two ratios, times the trigger; none of a ranking, or of another signal."""
+    """Of the paper's two ratios, times the trigger, from its first step on; none of a ranking, or another signal."""
     get = run.settings.get
     if arm.ranked or arm.signal not in ("gnmr_delta", "gnmr", "delta_gnmr"):
         return {}
     found: Thresholds = {}
     change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1
+    first_step = (calibrated_trigger(run.header) or (0, 1.0))[0] + 1
     for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
         if (level := get(key)) is None:
             continue
-        found[name] = [(1, trigger(run) * float(level))]
-        if (first := get(f"{key}_init")) is not None:
-            found[name] = [(1, trigger(run) * float(first)), (change, trigger(run) * float(level))]
+        stages = [(1, level)] if (first := get(f"{key}_init")) is None else [(1, first), (change, level)]
+        stages = [(max(since, first_step), level) for since, level in stages]
+        found[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
     return found

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.controller import Controller, ControlSpec, Unit
+from gnmr.controller import NO_CAP, Controller, ControlSpec, Unit
 from gnmr.controller.calibration import NO_TRIGGER, Calibration
 
 
@@ -104,6 +104,10 @@ def test_without_a_risk_the_trigger_stays():
 def test_controller_and_decision_say_what_they_are():
     it = controller(alpha=1.0, beta=None)
     assert repr(it) == "<Controller of 4 units, signal gnmr_delta, trigger 1, max_o=2; step 0: 0 in recovery>"
+    assert "signal gnmr_delta, ranked, budget=0.5; step 0" in repr(
+        controller(routing="ranked", budget=0.5, max_o=NO_CAP)
+    )
+    assert "of 4 units, static (always_low); step 0" in repr(controller(signal="always_low"))
     *_, last = play(it, 5)
     told = repr(last)
     assert told.startswith("<Decision of step 5: ") and "of 4 units in recovery next" in told and len(told) < 200

@@ -172,7 +172,15 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
         "layers.1.down_proj": ("fprop",),
     }
     assert (controller.plan.low.name, controller.plan.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
+    assert "signal gnmr_delta, trigger 1, max_o=1, 3 of 9 GEMMs pinned by the plan of a model of one's own" in repr(
+        controller
+    )
     controller.detach()
+    static = gnmr.attach(
+        model, plan=replace(read_plan(tmp_path / "plan.json"), provenance={"subject": "runs/a"}), signal="always_low"
+    )
+    assert "static (always_low), 3 of 9 GEMMs pinned by the plan of runs/a; step 0" in repr(static)
+    static.detach()
     again = gnmr.attach(model, plan=read_plan(tmp_path / "plan.json"), unit="block", max_o=1)
     assert len(again.plan.units) == 2, "what it does not say is given as ever"
 

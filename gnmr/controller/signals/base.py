@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from gnmr.caller import users_level
 from gnmr.controller.signals.history import LARGEST, Stateful, all_finite, make_history
 from gnmr.controller.thresholds import Threshold, at, check
 from gnmr.controller.units import Unit
@@ -204,7 +205,8 @@ class BlindSignal(SignalBase):
         ):
             raise ValueError(f"share={share!r}: must lie between 0 and 1, or be null for as much as there is")
         if share is not None and share > most * (1 + 1e-6):
-            warnings.warn(f"share is above {most:.4g}, the most that {what} gives: it caps there", stacklevel=4)
+            text = f"share is above {most:.4g}, the most that {what} gives: it caps there"
+            warnings.warn(text, stacklevel=users_level())
         self.rate = 1.0 if share is None else min(share / most, 1.0)
         """Part of the choices in which it chooses anything."""
 
