@@ -33,7 +33,7 @@ from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.records.machine import cpu_name
 from gnmr.records.reader import calibrated_trigger, read_json, stored
-from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, RatioRows
+from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS, RatioRows
 from gnmr.records.writer import RunWriter
 
 FIGURES = ("loss", "lr", "tokens", "val_loss")
@@ -60,13 +60,13 @@ class Recording:
         about = {
             "arm": named["arm"] if named else folder.name,
             "experiment": folder.absolute().parent.name or "own",
-            "scale": "own",
+            "scale": OWN,
             "seed": int(named["seed"]) if named else seed,
         }
         tree = {
             "own_loop": True,
             "experiment_name": about["experiment"],
-            "scale_name": "own",
+            "scale_name": OWN,
             "training": {"seed": about["seed"]},
             **config,
         }
@@ -194,7 +194,7 @@ def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
     if not folder.is_dir() or stored(folder / "steps.jsonl") is None:
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
-    if begun.get("scale") != "own" or (folder / "DONE").exists():
+    if begun.get("scale") != OWN or (folder / "DONE").exists():
         return "holds the records of a run"
     return None if begun.get("units") == list(units) else "holds the records of a run with other units"
 

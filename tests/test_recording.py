@@ -69,6 +69,7 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
     outcome = gnmr("report", str(done), f"out={tmp_path / 'out'}", "--no-plots")
     assert (outcome.code, outcome.err) == (0, "") and "routed" in outcome.out
     assert "Loops of one's own, of 6 steps; their records do not say on which data." in outcome.out
+    assert "own: control and cost" in outcome.out and "paper" not in outcome.out, "the paper's tables are not of it"
     assert gnmr("replay", str(done)).mistake.endswith(f"gnmr replay {done / 'ratios.parquet'} takes it")
     replayed = gnmr("replay", str(done / "ratios.parquet"), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out

@@ -16,11 +16,12 @@ GNMR = (sys.executable, "-m", "gnmr")
 
 @contextmanager
 def train(setting: Setting, folder: str, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """`gnmr train` in a process of its own, W&B offline unless the words say otherwise. RunFailed if it ends badly."""
+    """`gnmr train` in a process of its own, W&B offline unless the words say otherwise; what it prints goes to
+    folder/stdout and folder/stderr. RunFailed if it ends badly."""
     words = ["records.wandb=offline", *setting.overrides, *overrides, f"run_dir={folder}/run"]
     command = [*GNMR, "train", *words]
-    with open(Path(folder, "stderr"), "w+", encoding="utf-8") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+    with Path(folder, "stdout").open("w") as stdout, Path(folder, "stderr").open("w+", encoding="utf-8") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True)
         try:
             yield process
             process.wait()

@@ -16,6 +16,7 @@ import numpy as np
 
 from gnmr.paper import matching, published
 from gnmr.paper.matching import ACT_QUANT, FINETUNE, GNMR, MOE, PANGU, RECIPE, compared, meets, setting, size_of
+from gnmr.records.schema import OWN
 from gnmr.report.arms import NAMES, Arm, bits
 from gnmr.report.comparisons import Comparison, Kind, by_experiment
 from gnmr.report.layout import NOTHING, Table, count, measure, numbered, percent
@@ -39,8 +40,9 @@ _LOSS = (
 
 
 def paper_tables(comparisons: list[Comparison]) -> list[Table]:
-    """Of every experiment those of the paper's tables for which these runs have rows."""
-    made = (table for name, mine in by_experiment(comparisons).items() for table in _of_experiment(name, mine))
+    """Of every experiment those of the paper's tables for which these runs have rows; none of loops of one's own."""
+    ours = by_experiment([one for one in comparisons if one.kind.scale != OWN])
+    made = (table for name, mine in ours.items() for table in _of_experiment(name, mine))
     return [table for table in made if table.rows]
 
 

@@ -40,6 +40,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+OWN = "own"
+"""The scale of a loop of one's own (gnmr/recording.py)."""
+
 STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",
     "tokens": "training tokens seen, this step included",

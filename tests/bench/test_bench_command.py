@@ -185,7 +185,7 @@ def test_hf_compares_equal_models(measure):
 
 
 FAKE_TRAIN = """
-import pathlib, sys
+import pathlib, sys, time
 words = dict(word.split("=", 1) for word in sys.argv[2:])
 if sys.argv[1] == "train":
     folder = pathlib.Path(words["run_dir"])
@@ -193,6 +193,8 @@ if sys.argv[1] == "train":
     pathlib.Path(LOG).open("a").write(" ".join(sys.argv[2:-1]) + "\\n")
     if words.get("model.num_layers") == "7":
         sys.exit("gnmr: seven is too many")
+    print("runs/a: 1 step", flush=True)
+    time.sleep(0.1)
     (folder / "steps.jsonl").write_text("{}\\n")
 """
 
@@ -210,7 +212,11 @@ def fake_train(monkeypatch, tmp_path) -> Path:
 def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch):
     monkeypatch.setattr("gnmr.bench.memory.POLL_S", 0.0)
     figures = named(measure("startup", "memory"))
-    assert len(figures) == 3 and all(figure["value"] > 0 for figure in figures.values())
+    assert len(figures) == 4 and all(figure["value"] > 0 for figure in figures.values())
+    line, row = (
+        figures[f"gnmr train to its first {what}"]["value"] for what in ("line", "row in steps.jsonl, warm cache")
+    )
+    assert line < row
     assert figures["peak resident memory of gnmr train and its helpers"]["unit"] == "MiB"
     warm_up, measured, memory = fake_train.read_text().splitlines()
     assert warm_up == measured
