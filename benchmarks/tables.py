@@ -21,6 +21,7 @@ from typing import Any
 
 from gnmr.bench.compressed import CONTRASTS
 from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
+from gnmr.bench.price import OWN
 from gnmr.bench.rise import LATER
 from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
@@ -189,19 +190,24 @@ def _cadence(records: list[dict[str, Any]]) -> list[str]:
 def atlas() -> str:
     """docs/results/price-atlas.md"""
     records = _records(ATLAS)
+    scores = ("gradient norm", "update norm", "gap", "MSE")
     text = [
         "# What training gains of one GEMM in 16 bits, against scores of the base",
         "",
-        "Forks of 40 steps with one GEMM of one operator in 16 bits; its gain is what the loss is lower than without.",
-        "Spearman over the operators.",
+        "Forks of 40 steps with one GEMM of one operator in 16 bits; its gain is what the loss is lower than without,",
+        "a mean over orders of the data. Spearman over the operators with scores of the base: its own price, which is",
+        "that of fprop in nats, and of dgrad and wgrad the squared error of the gradient that they give (of wgrad",
+        "times that gradient's square). *Ceiling*: how the gains of one order rank as the mean of the others' does;",
+        "where that is near 0 the gains are noise, and no score can rank them.",
         "",
-        *_head(["base, low path, GEMM", "price", "gradient norm", "gap", "MSE", "orders", "gains"]),
+        *_head(["base, low path, GEMM", "its own price", *scores, "ceiling", "orders", "gains"]),
     ]
     figures = {figure["name"]: figure for record in records for figure in record["figures"]}
     for where in dict.fromkeys(name.partition(": ")[0] for name in figures):
-        found = [figures[f"{where}: Spearman, {score}"] for score in ("price", "gradient norm", "gap", "MSE")]
+        own = figures[f"{where}: Spearman, {OWN[where.rpartition(', ')[2]]}"]
+        found = [own, *(figures[f"{where}: Spearman, {name}"] for name in (*scores, "one order with the others"))]
         ranks = (f"{figure['value']:.2f}" for figure in found)
-        text.append(_row([where, *ranks, str(found[0]["n"]), found[0]["note"]]))
+        text.append(_row([where, *ranks, str(own["n"]), own["note"]]))
     return "\n".join([*text, "", *_origin(records)])
 
 
@@ -830,7 +836,8 @@ def _origin(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     for one in records:
         machine = one["machine"]
-        yield f"- benchmarks/results/{one['file']}: commit {one['commit']}, {machine['cpu']}, PyTorch {one['torch']}:"
+        cpu = f"{machine['cpu']}{', products in FP32' if machine.get('products') == 'in FP32' else ''}"
+        yield f"- benchmarks/results/{one['file']}: commit {one['commit']}, {cpu}, PyTorch {one['torch']}:"
         note = f": {one['note']}" if "note" in one else ""
         yield f"  `{one['command']}`{note}"
     yield ""

@@ -25,6 +25,11 @@ def lacking() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def told() -> str:
+    """What records say of it."""
+    return "in FP32" if lacking() else "16-bit"
+
+
 @cache
 def provide() -> bool:
     """Exchanges the kernels of this process, once, where the CPU is `lacking`; whether it did."""

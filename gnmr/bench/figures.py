@@ -122,6 +122,7 @@ def describe_machine() -> dict[str, Any]:
     """Versions, commit and machine, and how busy it is."""
     import torch
 
+    from gnmr import half
     from gnmr.records.machine import cpu_name
     from gnmr.training.provenance import commit
 
@@ -134,6 +135,7 @@ def describe_machine() -> dict[str, Any]:
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "products": half.told(),
             "load_average": list(os.getloadavg()),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },

@@ -31,7 +31,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "products": "in FP32" if half.lacking() else "16-bit",
+        "products": half.told(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 

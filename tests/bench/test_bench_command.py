@@ -16,7 +16,7 @@ from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.vocabulary import RECIPES
 
-MACHINE = {"cpu", "cores", "threads", "load_average", "gpu"}
+MACHINE = {"cpu", "cores", "threads", "products", "load_average", "gpu"}
 
 
 @pytest.fixture
