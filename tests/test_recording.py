@@ -17,6 +17,7 @@ from gnmr.paths import PathLinear
 from gnmr.records.ledger import check_records
 from gnmr.report import risk
 from gnmr.report.comparisons import compare
+from gnmr.report.html.sections import overview
 from gnmr.report.runs import load
 
 
@@ -70,6 +71,9 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
     assert (outcome.code, outcome.err) == (0, "") and "routed" in outcome.out
     assert "Loops of one's own, of 6 steps; their records do not say on which data." in outcome.out
     assert "own: control and cost" in outcome.out and "paper" not in outcome.out, "the paper's tables are not of it"
+    (comparison,) = compare([load(done)])
+    card = dict(overview(comparison)["card"])
+    assert card["model"] == "1,088 parameters" and card["training"] == "6 steps"
     assert gnmr("replay", str(done)).mistake.endswith(f"gnmr replay {done / 'ratios.parquet'} takes it")
     replayed = gnmr("replay", str(done / "ratios.parquet"), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out

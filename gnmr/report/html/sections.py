@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.records.schema import OWN
 from gnmr.report import regimes
 from gnmr.report.arms import Arm, bits
 from gnmr.report.binning import bin_width, shared_mean
@@ -79,10 +80,7 @@ def overview(comparison: Comparison) -> Tree:
     card = [
         ["experiment", kind.experiment],
         ["model", _model(run) + (f", base {kind.base}" if kind.base else "")],
-        [
-            "training",
-            f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, {run.data.get('name') or 'data'}",
-        ],
+        ["training", _training(comparison)],
         ["arms", f"{len(comparison.arms)}, {done} of {len(comparison.runs)} runs done"],
         seeds,
         ["date", " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))],
@@ -96,7 +94,17 @@ def overview(comparison: Comparison) -> Tree:
     }
 
 
+def _training(comparison: Comparison) -> str:
+    kind, run = comparison.kind, comparison.runs[0]
+    if run.scale == OWN:  # its records do not say of what
+        return f"{count(run.last_step)} steps"
+    return f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, {run.data.get('name') or 'data'}"
+
+
 def _model(run: Run) -> str:
+    if run.scale == OWN:
+        number = run.header.get("parameters")
+        return f"{count(number)} parameters" if isinstance(number, int) else ""
     get = run.settings.get
     told = (("num_layers", "layers"), ("hidden_size", "wide"))
     size = [f"{get(f'model.{key}')} {name}" for key, name in told if get(f"model.{key}")]
