@@ -21,7 +21,7 @@ from typing import Any
 
 from gnmr.bench.compressed import CONTRASTS
 from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
-from gnmr.bench.price import OWN
+from gnmr.bench.price import SCORE_OF
 from gnmr.bench.rise import LATER
 from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
@@ -194,19 +194,24 @@ def atlas() -> str:
     text = [
         "# What training gains of one GEMM in 16 bits, against scores of the base",
         "",
-        "Forks of 40 steps with one GEMM of one operator in 16 bits; its gain is what the loss is lower than without,",
-        "a mean over orders of the data. Spearman over the operators with scores of the base: its own price, which is",
-        "that of fprop in nats, and of dgrad and wgrad the squared error of the gradient that they give (of wgrad",
-        "times that gradient's square). *Ceiling*: how the gains of one order rank as the mean of the others' does;",
-        "where that is near 0 the gains are noise, and no score can rank them.",
+        "Forks of 40 steps with one GEMM of one operator in 16 bits. Its gain: by how much the loss is lower than",
+        "without, a mean over orders of the data. Spearman over the operators with scores of the base: its own price,",
+        "which is fprop's in nats, the relative squared error of dgrad's gradient, and the squared error of wgrad's",
+        "gradient. *Two orders*: how their gains rank alike. *Most*: what a score would have that knew the true gains,",
+        "by Spearman and Brown from two orders; where it is near 0 the gains are noise. All gains of an order are",
+        "taken from one fork, whose noise they share: it moves their level and not their ranks. Scores are of 16 of",
+        "the 64 validation blocks that the loss is of.",
         "",
-        *_head(["base, low path, GEMM", "its own price", *scores, "ceiling", "orders", "gains"]),
+        *_head(["base, low path, GEMM", "its own price", *scores, "two orders", "most", "orders", "gains"]),
     ]
     figures = {figure["name"]: figure for record in records for figure in record["figures"]}
     for where in dict.fromkeys(name.partition(": ")[0] for name in figures):
-        own = figures[f"{where}: Spearman, {OWN[where.rpartition(', ')[2]]}"]
-        found = [own, *(figures[f"{where}: Spearman, {name}"] for name in (*scores, "one order with the others"))]
-        ranks = (f"{figure['value']:.2f}" for figure in found)
+        own = figures[f"{where}: Spearman, {SCORE_OF[where.rpartition(', ')[2]]}"]
+        found = [own, *(figures[f"{where}: Spearman, {name}"] for name in scores)]
+        found += [
+            figures.get(f"{where}: {name}", {}) for name in ("Spearman, two orders", "most that a score can have")
+        ]
+        ranks = (f"{figure['value']:.2f}" if figure else "-" for figure in found)
         text.append(_row([where, *ranks, str(own["n"]), own["note"]]))
     return "\n".join([*text, "", *_origin(records)])
 

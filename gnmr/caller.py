@@ -1,4 +1,4 @@
-"""Whose line a warning shows: that of the loop which called us, and none of ours."""
+"""Whose line a warning shows: the first one outside of this package and of PyTorch, which is the loop's as a rule."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 PyTorch multiplies bfloat16 matrices by oneDNN where a CPU has AVX-512 (or Arm's bfloat16), else by loops of its own,
 which take 15 to 50 times as long as the same product in FP32 (pytorch/pytorch#146508). There `provide` exchanges the
-kernels of `mm`, `addmm`, `bmm` and `baddbmm` for ones that read the operands as FP32: products of 16-bit values are
-exact in it, sums are FP32's as they are elsewhere, and the result is rounded once. What differs from other machines is
-the order of the sums. Training, forks, `diagnose` and `eval` call it; `gnmr.attach` leaves PyTorch as it is.
+kernels of `mm`, `addmm`, `bmm` and `baddbmm`: operands of 16 bits are read as FP32, in which their sums are made, as
+they are elsewhere, and the result is rounded once. What differs from other machines is the order of the sums. Other
+operands go to PyTorch's kernels, some microseconds later; in-place forms (`addmm_`) are left alone. What builds or
+loads a model for us calls it (`models.build`, `pretrained.load`), for the whole process; `gnmr.attach` does not.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
+_NAMES = ("mm", "addmm", "bmm", "baddbmm")
+_KEPT: list[torch.library.Library] = []
+"""A library that is collected takes its kernels with it."""
 
 
 def lacking() -> bool:
-    """Whether this CPU has no fast products of bfloat16."""
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether PyTorch has no fast products of bfloat16 on this CPU."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # no such op: built without oneDNN
+    return supported is None or not supported()
 
 
 def told() -> str:
-    """What records say of it."""
-    return "in FP32" if lacking() else "16-bit"
+    """How this process multiplies 16-bit tensors on the CPU, for its records."""
+    return "in FP32" if _KEPT else "16-bit"
 
 
 @cache
@@ -38,32 +43,38 @@ def provide() -> bool:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are exchanged
-        for name, shape in _SHAPES.items():
-            library.impl(name, _in_fp32(getattr(torch.ops.aten, name).out, shape), "CPU")
+        for name in _NAMES:
+            plain, out = (torch.library.get_kernel(f"aten::{name}{more}", "CPU") for more in ("", ".out"))
+            library.impl(name, _product(plain), "CPU", with_keyset=True)
+            library.impl(f"{name}.out", _written(plain, out), "CPU", with_keyset=True)
     _KEPT.append(library)
     return True
 
 
-_KEPT: list[torch.library.Library] = []
-"""A library that is collected takes its kernels with it."""
+def _is_half(operands: tuple[Tensor, ...]) -> bool:
+    return operands[0].dtype in _HALF and all(one.dtype == operands[0].dtype for one in operands)
 
 
-def _in_fp32(out: Callable[..., Tensor], shape: Callable[..., tuple[int, ...]]) -> Callable[..., Tensor]:
-    """The product that `out` writes; 16-bit operands are read as FP32."""
+def _product(plain: Any) -> Callable[..., Tensor]:
+    """The functional kernel, of PyTorch's own."""
 
-    def product(*operands: Tensor, **scales: Any) -> Tensor:
-        first = operands[0]
-        if first.dtype in _HALF and all(one.dtype == first.dtype for one in operands):
-            wide = [one.float() for one in operands]
-            return out(*wide, **scales, out=wide[0].new_empty(shape(*operands))).to(first.dtype)
-        return out(*operands, **scales, out=first.new_empty(shape(*operands)))
+    def product(keys: Any, *operands: Tensor, **scales: Any) -> Tensor:
+        if not _is_half(operands):
+            return plain.call_boxed(keys, *operands, **scales)
+        found: Tensor = plain.call_boxed(keys, *(one.float() for one in operands), **scales)
+        return found.to(operands[0].dtype)
 
     return product
 
 
-_SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "mm": lambda a, b: (a.shape[0], b.shape[1]),
-    "addmm": lambda _, a, b: (a.shape[0], b.shape[1]),
-    "bmm": lambda a, b: (a.shape[0], a.shape[1], b.shape[2]),
-    "baddbmm": lambda _, a, b: (a.shape[0], a.shape[1], b.shape[2]),
-}
+def _written(plain: Any, out_kernel: Any) -> Callable[..., Tensor]:
+    """The kernel that writes to `out`, which compiled graphs call; an `out` of another shape is PyTorch's to resize."""
+
+    def written(keys: Any, *operands: Tensor, out: Tensor, **scales: Any) -> Tensor:
+        if _is_half((*operands, out)):
+            found: Tensor = plain.call_boxed(keys, *(one.float() for one in operands), **scales)
+            if found.shape == out.shape:
+                return out.copy_(found)
+        return out_kernel.call_boxed(keys, *operands, **scales, out=out)
+
+    return written

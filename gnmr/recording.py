@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import yaml
 
-from gnmr import __version__
+from gnmr import __version__, half
 from gnmr.controller import Decision
 from gnmr.errors import UserError
 from gnmr.records.machine import cpu_name
@@ -168,6 +168,8 @@ class Recording:
         earlier = told.get("resumed")
         again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
         told["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
+        if (found := calibrated_trigger(told)) is not None and found[0] > step:
+            del told["calibrated"]  # of a step that was dropped
         self._header = told
         self._writer.write_header(self._config, told)
         there = self._writer.num_steps == step  # written already, with all that was logged of it
@@ -247,5 +249,5 @@ def _versions() -> dict[str, Any]:
         "gnmr": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads()},
+        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": half.told()},
     }

@@ -24,7 +24,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that 
 
 from omegaconf import OmegaConf
 
-from gnmr import config
+from gnmr import config, half
+
+half.provide()  # here, and not when a test builds the first model: products before and after differ in their last bits
 
 TINY = """
 model: {hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2}

@@ -99,7 +99,7 @@ def cells_of(sweep: str, *words: str) -> list[config.Config]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweeper = hydra.compose("config", [f"sweep={sweep}", *base], return_hydra_config=True).hydra.sweeper
     seed = "fork.order" if sweep in ("demo", "fork") else "training.seed"
-    assert len(sweeper.params.get(seed, "").split(",")) in (3, 5, 10), "a sweep names three of them or more"
+    assert len(sweeper.params.get(seed, "").split(",")) in (3, 5, 10), "a sweep names three, five or ten of them"
     combinations = combinations_of([f"{seed}=0", *words], sweeper.params, sweeper.arms)
     return [compose(f"sweep={sweep}", *base, *cell) for cell in combinations]
 

@@ -4,52 +4,73 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from gnmr import half
+from gnmr import half, models
+from gnmr.config import ModelConfig
+from gnmr.models import pretrained
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=DTYPES, ids=str)
 def operands(request: pytest.FixtureRequest) -> tuple[torch.Tensor, ...]:
-    """A bias (5,), and two matrices with whole numbers so small that every order of the sums gives the same."""
+    """A bias (5,), and two matrices with whole numbers so small that FP32 sums them exactly in every order."""
     draw = torch.Generator().manual_seed(0)
-    bias, a, b = (torch.randint(-8, 9, shape, generator=draw) for shape in ((5,), (7, 60), (60, 5)))
+    bias, a, b = (torch.randint(-60, 61, shape, generator=draw) for shape in ((5,), (7, 60), (60, 5)))
     return tuple(one.to(request.param) for one in (bias, a, b))
 
 
-def product(name: str, *operands: torch.Tensor, **scales: float) -> torch.Tensor:
-    """By the kernel that `provide` puts in place, whether this machine needs it or not."""
-    return half._in_fp32(getattr(torch.ops.aten, name).out, half._SHAPES[name])(*operands, **scales)
+def product(name: str, *operands: torch.Tensor, **more: Any) -> torch.Tensor:
+    """By the kernel that `provide` puts in place, of PyTorch's own operator in place of its kernel."""
+
+    def plain(_: object, *args: torch.Tensor, **named: Any) -> torch.Tensor:
+        return getattr(torch, name)(*args, **named)
+
+    kernel = SimpleNamespace(call_boxed=plain)
+    made = half._written(kernel, kernel) if "out" in more else half._product(kernel)
+    return made(None, *operands, **more)
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
-def test_products_are_the_exact_ones_rounded_once(name: str, operands: tuple[torch.Tensor, ...]) -> None:
+@pytest.mark.parametrize("out", [False, True])
+def test_products_are_the_exact_ones_rounded_once(name: str, out: bool, operands: tuple[torch.Tensor, ...]) -> None:
     bias, a, b = operands
     if name in ("bmm", "baddbmm"):
         a, b = torch.stack([a, -a]), torch.stack([b, b])
     scales = {"beta": 2.0, "alpha": 0.5} if "add" in name else {}
-    found = product(name, *((bias,) if scales else ()), a, b, **scales)
     exact = a.double() @ b.double()
     if scales:
         exact = 2 * bias.double() + exact / 2
-    assert found.dtype == a.dtype
+    into = {"out": torch.empty(exact.shape, dtype=a.dtype)} if out else {}
+    found = product(name, *((bias,) if scales else ()), a, b, **scales, **into)
+    assert found.dtype == a.dtype and (not out or found is into["out"])
     assert torch.equal(found, exact.to(a.dtype))
-    assert found.abs().max() > 2**8  # so that rounding once and rounding each sum differ
+    assert not torch.equal(exact, exact.to(a.dtype).double()), "sums that 16 bits hold would show nothing"
 
 
 def test_other_dtypes_and_mistakes_are_pytorchs() -> None:
     a, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     assert torch.equal(product("mm", a, b), a @ b)
-    with pytest.raises(RuntimeError, match="dtype"):
-        product("mm", a.bfloat16(), b)
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        product("mm", a.bfloat16(), a.bfloat16())
+    for first, second, told in (
+        (a.bfloat16(), b, "dtype"),
+        (a.bfloat16(), a.bfloat16(), "cannot be multiplied"),
+        (a.bfloat16(), b[:, 0].bfloat16(), "must be a matrix"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            product("mm", first, second)
     assert product("mm", a[:0].bfloat16(), b.bfloat16()).shape == (0, 2)
     assert product("mm", torch.full((1, 4), torch.nan).bfloat16(), b.bfloat16()).isnan().all()
+
+
+def test_a_pytorch_without_onednn_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert half.lacking()
 
 
 def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
@@ -58,13 +79,9 @@ def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
         "import torch\n"
         "from gnmr import half\n"
         "half.lacking = lambda: True\n"
-        "seen = []\n"
-        "class Seen(tuple):\n"
-        "    def __contains__(self, dtype):\n"
-        "        seen.append(dtype)\n"
-        "        return super().__contains__(dtype)\n"
-        "half._HALF = Seen(half._HALF)\n"
-        "assert half.provide() and half.provide()\n"
+        "seen, ours = [], half._is_half\n"
+        "half._is_half = lambda operands: seen.append(operands) or ours(operands)\n"
+        "assert half.told() == '16-bit' and half.provide() and half.provide() and half.told() == 'in FP32'\n"
         "x, w = (torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True) for _ in 'xw')\n"
         "y = torch.nn.functional.linear(x, w)\n"
         "y.sum().backward()\n"
@@ -75,12 +92,16 @@ def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
     assert ran.stdout.strip() == "3", ran.stderr  # fprop, dgrad, wgrad
 
 
-def test_a_model_of_ours_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gnmr import models
-    from gnmr.config import ModelConfig
-
+def test_what_builds_or_loads_a_model_asks_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(half, "provide", lambda: asked.append(True))
     with torch.device("meta"):
         models.build(ModelConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1), 10, 4)
-    assert asked
+    assert len(asked) == 1
+    transformers = pytest.importorskip("transformers")
+    small = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    transformers.LlamaForCausalLM(small).save_pretrained(tmp_path)
+    pretrained.load(str(tmp_path), torch.float32, torch.device("cpu"))
+    assert len(asked) == 2

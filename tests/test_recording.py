@@ -245,6 +245,7 @@ def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):
     again = gnmr.attach(model, targets=["?"], max_o=2, record=folder)
     again.calibrate(fraction=0.2, steps=6)
     again.load_state_dict(state)
+    assert "calibrated" not in json.loads(header.read_text()), "it was found behind the step that it goes on from"
     steps(again, range(6, 18))
     told = json.loads(header.read_text())
     assert told["calibrated"] == {"after_step": 11, "trigger": again.calibrated}, "it calibrates anew"

@@ -14,6 +14,7 @@ sum over tokens and outputs of (grad_output * output error)^2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +34,7 @@ from gnmr.config import Config
 from gnmr.controller.signals.base import Context
 from gnmr.controller.signals.price import Price
 from gnmr.doctor.choice import Item, arithmetic, by_score
+from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.linear import PathLinear
 from gnmr.training.build import Parts, training_blocks, validation
@@ -67,8 +69,12 @@ SCORES = ("price", "price, by elements", "gradient norm", "update norm", "gap", 
 
 def bases(setting: Setting) -> Iterator[tuple[str, Forks]]:
     """Name and forks of each base."""
-    for name in (setting.config.run_dir or "shipped").split(","):
-        yield Path(name).name, Forks(name, setting.say)
+    runs = (setting.config.run_dir or "shipped").split(",")
+    names = [Path(run).name for run in runs]
+    if len(set(names)) < len(names):
+        raise UserError(f"run={','.join(runs)}: folders of one name; rows go by the name alone")
+    for run, name in zip(runs, names, strict=True):
+        yield name, Forks(run, setting.say)
 
 
 def forked(forks: Forks, low: str, *words: str) -> Config:
@@ -363,8 +369,8 @@ def atlas(setting: Setting) -> list[Figure]:
 
 ATLAS_LOW, ATLAS_ORDERS = "sim_e2m1", 3
 _ATLAS = Path("bench", "price-atlas.jsonl")
-OWN = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
-"""What measures each GEMM."""
+SCORE_OF = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
+"""The score of the base that is each GEMM's own."""
 
 
 def _gains(
@@ -374,7 +380,11 @@ def _gains(
     losses: Mapping[Pinned, float],
     orders: Sequence[int],
 ) -> Iterator[Figure]:
-    """Of each GEMM the rank correlation of scores with mean gains, and of one order's gains with the others'."""
+    """Of each GEMM the rank correlation of scores with mean gains, and of the gains of two orders with each other.
+
+    By the latter a score that knew the true gains would have the square root of the mean's reliability (Spearman and
+    Brown).
+    """
     for gemm in GEMMS:
         gains = np.array(
             [[losses[Pinned(base, "", "", k)] - losses[Pinned(base, name, gemm, k)] for k in orders] for name in names]
@@ -386,12 +396,14 @@ def _gains(
                 gains.var(axis=1, ddof=1).mean() / n
             )  # pooled: three orders give an operator none of its own
             clear = int((mean > 2 * error).sum())
-            apart = [spearman(gains[:, k], np.delete(gains, k, axis=1).mean(axis=1)) for k in range(n)]
-            yield Figure(f"{where}: Spearman, one order with the others", float(np.mean(apart)), "", n=n)
+            pairs = [spearman(gains[:, i], gains[:, j]) for i in range(n) for j in range(i)]
+            one = max(float(np.mean(pairs)), 0.0)
+            yield Figure(f"{where}: Spearman, two orders", float(np.mean(pairs)), "", n=n)
+            yield Figure(f"{where}: most that a score can have", math.sqrt(n * one / (1 + (n - 1) * one)), "", n=n)
         note = f"gains add up to {mean.sum():.4f} nats; {clear} of {len(names)} above two standard errors"
-        for score in dict.fromkeys((OWN[gemm], "price", "gradient norm", "update norm", "gap", "MSE")):
+        for score in dict.fromkeys((SCORE_OF[gemm], "price", "gradient norm", "update norm", "gap", "MSE")):
             rank = spearman(scores[score], mean)
-            yield Figure(f"{where}: Spearman, {score}", rank, "", n=n, note=note * (score == OWN[gemm]))
+            yield Figure(f"{where}: Spearman, {score}", rank, "", n=n, note=note * (score == SCORE_OF[gemm]))
 
 
 def _fork_loss(forks: Forks, config: Config, pins: dict[str, list[str]]) -> float:

@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from gnmr import half
     from gnmr.bench.figures import describe_machine, record, writer
     from gnmr.bench.setting import Setting
     from gnmr.config.compose import compose
@@ -77,6 +78,7 @@ def main(argv: list[str]) -> int:
     chosen = measurable(names, only, setting)
     if setting.config.training.threads is not None:
         torch.set_num_threads(setting.config.training.threads)
+    half.provide()  # before any part builds a model, so that all are measured alike
     machine = describe_machine()
     console = for_tables()
     found: dict[str, list[Figure]] = {}

@@ -195,11 +195,12 @@ class Controller:
             trigger = self.spec.trigger
             text = f"calibrate: no unit had a risk above 0; the trigger is {trigger:g}, as before"
             warnings.warn(text, stacklevel=users_level())
+            self._calibrated = False
         self.trigger, self._calibration = trigger, None
 
     @property
     def calibrated(self) -> float | None:
-        """The trigger that `calibrate` found; None before it has, and where it was not called."""
+        """The trigger that `calibrate` found; None before it has, where it found none and where it was not called."""
         return self.trigger if self._calibrated and self._calibration is None else None
 
     @property

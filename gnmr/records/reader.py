@@ -221,6 +221,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
     """(last step before it, trigger) of a loop that found its trigger itself; None where the header tells of none."""
     match header.get("calibrated"):
-        case {"after_step": int(step), "trigger": int() | float() as trigger} if 0 <= step <= MAX_STEP:
-            return (step, float(trigger)) if 0 < trigger < math.inf else None
+        case {"after_step": int(step), "trigger": float(trigger)} if 0 <= step <= MAX_STEP and 0 < trigger < math.inf:
+            return step, trigger
     return None

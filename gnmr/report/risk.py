@@ -14,7 +14,7 @@ Thresholds = dict[str, list[tuple[int, float]]]
 
 
 def trigger(run: Run) -> float:
-    """What multiplies all thresholds; one that the run found itself, in the steps behind those that it took."""
+    """What multiplies all thresholds; one that the run found itself was in force behind `calibrated_trigger`'s step."""
     found = calibrated_trigger(run.header)
     return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
 
@@ -26,7 +26,8 @@ def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
     recovery path.
     """
     if not arm.ranked:
-        return trigger(run), "trigger"
+        calibrated = calibrated_trigger(run.header)
+        return trigger(run), "trigger" if calibrated is None else f"trigger, from step {calibrated[0] + 1} on"
     positive = ratios.risk_SU[ratios.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
     room = np.mean(ratios.active_SU) * ratios.active_SU.size / max(len(positive), 1)
     found = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0

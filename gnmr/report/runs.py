@@ -200,7 +200,8 @@ class Run:
     def machine(self) -> str:
         """Device and processor, in words."""
         machine = self.header.get("machine") or {}
-        return ", ".join(str(machine[key]) for key in ("device", "cpu") if machine.get(key)) or "unknown machine"
+        told = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
+        return ", ".join([*told, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
 
     @property
     def commit(self) -> str:

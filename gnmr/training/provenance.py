@@ -26,7 +26,7 @@ _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, CPU threads in use, the device's name, and how the CPU multiplies 16-bit tensors."""
+    """Processor, cores, CPU threads in use, the device's name, and how its CPU multiplies 16-bit tensors."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

@@ -98,7 +98,7 @@ def test_without_a_risk_the_trigger_stays():
     it.calibrate(steps=2)
     with pytest.warns(UserWarning, match="no unit had a risk above 0; the trigger is 1"):
         it.step(), it.step()
-    assert it.trigger == 1.0
+    assert it.trigger == 1.0 and it.calibrated is None
 
 
 def test_controller_and_decision_say_what_they_are():

@@ -45,7 +45,9 @@ def test_packed_logits_are_those_of_each_document_alone(attention: str) -> None:
     positions = torch.tensor([[place for length in lengths for place in range(length)] for lengths in blocks])
     tokens = torch.randint(40, positions.shape)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), positions)
-    exact = 1e-12 if attention == "sdpa" else 1e-5  # the eager softmax is float32's, in an order that goes by the CPU
+    tolerance = (
+        1e-12 if attention == "sdpa" else 1e-5
+    )  # the eager softmax is float32's, in an order that goes by the CPU
     with torch.no_grad():
         packed = model(**model_inputs(batch)).logits
         mixed = model(**model_inputs(Batch(tokens, batch.targets))).logits
@@ -53,7 +55,7 @@ def test_packed_logits_are_those_of_each_document_alone(attention: str) -> None:
             start = 0
             for length in lengths:
                 alone = model(input_ids=tokens[row : row + 1, start : start + length], use_cache=False)
-                torch.testing.assert_close(packed[row, start : start + length], alone.logits[0], rtol=0, atol=exact)
+                torch.testing.assert_close(packed[row, start : start + length], alone.logits[0], rtol=0, atol=tolerance)
                 if start:  # the check can fail: without positions the documents before are seen
                     assert (mixed[row, start : start + length] - alone.logits[0]).abs().max() > 1e-2
                 start += length

@@ -149,6 +149,6 @@ def test_thresholds_of_two_stages(tmp_path: Path) -> None:
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
     run.header["calibrated"] = {"after_step": 100, "trigger": 2.5}
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(101, 5.0)]}, "its own trigger, from the step behind"
-    for damaged in ({"after_step": 100}, {"after_step": "1", "trigger": 2.0}, {"after_step": 1, "trigger": -1}, 7):
+    for damaged in ({"after_step": 100}, {"after_step": "1", "trigger": 2.0}, {"after_step": 1, "trigger": -1.0}, 7):
         run.header["calibrated"] = damaged
         assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
