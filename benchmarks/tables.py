@@ -55,7 +55,9 @@ TITLES = {
     "int4": "the error lasts: 4-bit inputs",
     "broken": "one FP8 operator breaks for 20 of 40 steps",
 }
-TEXTS = tuple(ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md"))
+TEXTS = tuple(
+    ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
+)
 """In which marked numbers stand."""
 _MARK = re.compile(r"(<!--:([^>\n]+?)-->)(.*?)(<!--/-->)")
 _SCORES = ("price", "price, by elements", "ModelOpt's score", "gap", "gradient norm", "MSE", "underflow", "update norm")
@@ -571,6 +573,15 @@ def numbers() -> dict[str, str]:
     spent = _figures("spend-sim_e2m1.json")
     for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
         found[f"pins/{name}"] = _percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
+    inputs = _figures("spend-int4.json")
+    for name in ("price", "MSE", "gradient norm", "gap", "GNMR, each step", "price, each step", "random", "first"):
+        figure = inputs[f"int4: {name} at 10.0%"]
+        found[f"inputs/{name.removesuffix(EACH) if 'GNMR' in name else name}"] = _percent(figure["value"])
+        found[f"inputs/{name}/p"] = figure["note"].rpartition(" ")[2]
+    gains = _figures("price-atlas.json")
+    found["atlas/most"] = f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"
+    for name in ("price", "gradient norm", "gap", "MSE"):
+        found[f"atlas/{name}"] = f"{gains[f'seed0_600, sim_e2m1, fprop: Spearman, {name}']['value']:.2f}"
     for recipe, shares in plans_close("nvfp4", "sim_e2m1").items():
         closed = [round(100 * share) for share in shares]
         found[f"plan/{recipe}"] = f"{min(closed)} to {max(closed)} %"
@@ -757,13 +768,14 @@ def spend_figure() -> bytes:
             axes.axhline(1, color=FAINT, lw=1, ls="--")
             axes.axhline(0, color=INK, lw=1)
             axes.set_title(TITLES.get(scene, scene))
-            axes.legend(loc="lower right" if scene not in ARMS else "center right")
+            if scene in ARMS or axes is panels[0]:  # panels of lasting errors have the same arms
+                axes.legend(loc="center right" if scene in ARMS else "lower right")
             axes.set_xlabel("share of the GEMMs' arithmetic in 16 bits")
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(PercentFormatter(1, decimals=0))
         panels[0].set_ylabel("gap closed, validation in 16 bits")
         blocks = [found["n"] for one in records for found in one["figures"] if "smallest effect" in found["name"]]
-        counted = " and ".join(map(str, dict.fromkeys(blocks)))
+        counted = ", ".join(map(str, blocks[:-1])) + f" and {blocks[-1]}"
         foot(figure, f"forks of 40 steps, {counted} blocks, 95 % intervals")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
