@@ -91,7 +91,7 @@ def test_in_our_runner(plain: list[Decision], train: Callable[..., Path], tmp_pa
     in_force = np.array([row["active"] for row in rows]).reshape(STEPS, -1)
     norm = np.array([row["norm"] for row in rows]).reshape(STEPS, -1)
     np.testing.assert_array_equal(in_force, [one.in_force for one in plain])
-    np.testing.assert_allclose(norm, [one.norm for one in plain], rtol=1e-5)
+    np.testing.assert_allclose(norm, [one.norm for one in plain], rtol=1e-4)  # sums in an order that goes by the CPU
 
 
 @pytest.fixture(scope="module")
