@@ -90,18 +90,29 @@ class Bed:
 
     def steady(self, ahead: int = 0) -> None:
         """As it was kept, `ahead` steps on, with levels of steps that hardly differ from the next one: what is planted
-        there in place of a sound step is a spike, and the batch itself is none."""
-        self.back()
-        for _ in range(ahead + 1):
-            sound = self()
+        there in place of a sound step is a spike, and the batch itself is none, on neither path."""
+        sound, better = self._sound(ahead, recovered=False), self._sound(ahead, recovered=True)
         self.back()
         self.levels.seen.clear()
         for _ in range(ahead):
             self()
         self.levels.seen.clear()
+        # Spreads below what the paths of a sound step differ by would call the better one a spike too.
+        loss, norm = (max(abs(b / a - 1), least) for a, b, least in zip(sound, better, (1e-4, 1e-3), strict=True))
         for i in range(self.levels.least):
             sign = (-1) ** i
-            self.levels.add(sound.loss * (1 + 1e-4 * sign), sound.grad_norm_pre_clip * (1 + 1e-3 * sign))
+            self.levels.add(sound[0] * (1 + loss * sign), sound[1] * (1 + norm * sign))
+
+    def _sound(self, ahead: int, recovered: bool) -> tuple[float, float]:
+        """Loss and gradient norm of that step as it is, or with every operator on its recovery path."""
+        self.back()
+        for _ in range(ahead):
+            self()
+        for operator in self.parts.plan.operators:
+            if recovered and operator.recovery is not None:
+                operator.switch(True)
+        result = self()
+        return result.loss, result.grad_norm_pre_clip
 
     def back(self) -> None:
         """The run is as it was kept."""

@@ -35,15 +35,10 @@ def test_planted_causes(name, bench):
     made = bench.bed(bench.ARMS[name], learn=60)
     found = [row for row in bench.planted(made, singles=4, pairs=1) if row.verdict is not None]
     assert {row.cause for row in found} == {"data", "precision", "not_reproducible"}
-    assert all(row.passes <= 4 + 1e-9 and not row.lost for row in found)
-    missed = [
-        row.told for row in found if row.verdict != row.cause
-    ]  # where a batch spikes by itself: that goes by the CPU
-    assert len(missed) <= len(found) // 8 and all("to blame: data" in told for told in missed), missed
-    assert any(len(row.units) > 1 for row in found)
-    precision = [row for row in found if row.cause == row.verdict == "precision"]
+    assert [row.told for row in found if row.verdict != row.cause or row.passes > 4 + 1e-9 or row.lost] == []
+    precision = [row for row in found if row.cause == "precision"]
     wrong = [(row.planted, row.named) for row in precision if not row.right]
-    assert len(wrong) <= len(precision) // 10, wrong
+    assert any(len(row.units) > 1 for row in precision) and len(wrong) <= len(precision) // 10, wrong
     broken = list(bench.not_finite(made, units=2))
     assert len(broken) == (0 if name == "saved" else 6) and not any(lost for _, lost, _ in broken)
     assert name == "saved" or any(told for *_, told in broken)
