@@ -574,11 +574,11 @@ def numbers() -> dict[str, str]:
     for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
         found[f"pins/{name}"] = _percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
     inputs = _figures("spend-int4.json")
-    for name in ("price", "MSE", "gradient norm", "gap", "GNMR, each step", "price, each step", "random", "first"):
-        figure = inputs[f"int4: {name} at 10.0%"]
-        found[f"inputs/{name.removesuffix(EACH) if 'GNMR' in name else name}"] = _percent(figure["value"])
-        if name not in ("price", "price, each step", "random", "first"):  # tested, and told in the text
-            found[f"inputs/{name}/p"] = figure["note"].rpartition(" ")[2]
+    tested = ("MSE", "gradient norm", "gap", "GNMR, each step")
+    for arm in ("price", "price, each step", "random", "first", *tested):
+        found[f"inputs/{arm}"] = _percent(inputs[f"int4: {arm} at 10.0%"]["value"])
+    for arm in tested:
+        found[f"inputs/{arm}/p"] = inputs[f"int4: {arm} at 10.0%"]["note"].rpartition(" ")[2]
     gains = _figures("price-atlas.json")
     found["atlas/most"] = f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"
     for name in ("price", "gradient norm", "gap", "MSE"):

@@ -335,6 +335,12 @@ def _held(logs_TU: np.ndarray, every: int) -> np.ndarray:
     return price.log().numpy()
 
 
+ATLAS_LOW, ATLAS_ORDERS = "sim_e2m1", 3
+_ATLAS = Path("bench", "price-atlas.jsonl")
+SCORE_OF = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
+"""The score of the base that is each GEMM's own."""
+
+
 @dataclass(frozen=True)
 class Pinned:
     """A fork of a base: which GEMM of which operator is in 16 bits, none where both are empty."""
@@ -367,12 +373,6 @@ def atlas(setting: Setting) -> list[Figure]:
     return [figure for base, (names, scores) in found.items() for figure in _gains(base, names, scores, losses, orders)]
 
 
-ATLAS_LOW, ATLAS_ORDERS = "sim_e2m1", 3
-_ATLAS = Path("bench", "price-atlas.jsonl")
-SCORE_OF = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
-"""The score of the base that is each GEMM's own."""
-
-
 def _gains(
     base: str,
     names: Sequence[str],
@@ -392,9 +392,8 @@ def _gains(
         mean, where = gains.mean(axis=1), f"{base}, {ATLAS_LOW}, {gemm}"
         clear, n = 0, len(orders)
         if n > 1:
-            error = np.sqrt(
-                gains.var(axis=1, ddof=1).mean() / n
-            )  # pooled: three orders give an operator none of its own
+            # Pooled: a few orders give an operator no spread of its own.
+            error = np.sqrt(gains.var(axis=1, ddof=1).mean() / n)
             clear = int((mean > 2 * error).sum())
             pairs = [spearman(gains[:, i], gains[:, j]) for i in range(n) for j in range(i)]
             one = max(float(np.mean(pairs)), 0.0)
