@@ -34,7 +34,7 @@ class Bench:
 
 
 _SCENES = {
-    "lasting": ("sim_e2m1", "nvfp4", "int4"),
+    "lasting": ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4"),
     "passing": ("broken",),
     "table11": ("table11",),
     "regimes": (

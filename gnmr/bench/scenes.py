@@ -70,10 +70,18 @@ class Scene:
 
 
 _FEW = (0.05, 0.10, 0.25)
-"""Budgets of paths whose forks cost more than E2M1's: half as many arms."""
+"""Budgets of paths whose forks cost more than E2M1's."""
 LASTING = {
     "sim_e2m1": Scene("sim_e2m1"),
-    "nvfp4": Scene("nvfp4", budgets=_FEW),
+    "nvfp4": Scene("nvfp4", budgets=(0.10,)),
+    "nvfp4_curve": Scene(  # the arms of a figure alone: a gap of 0.03 nats wants blocks rather than arms
+        "nvfp4",
+        budgets=_FEW,
+        pins=("price", "gap", "MSE"),
+        guesses=("random",),
+        controllers={"GNMR": ("signal=gnmr_delta",)},
+        whole=False,
+    ),
     "int4": Scene("int4", budgets=_FEW, recovers=GEMMS, whole=False),
 }
 PASSING = {

@@ -148,7 +148,7 @@ def test_arms_of_scenes_are_configs() -> None:
 def test_scenes_are_chosen_by_name_and_by_group() -> None:
     assert list(BENCHMARKS["spend"].parts) == list(spend.PARTS) == list(SCENES)
     assert parts_of(["spend"], ["passing", "nvfp4"]) == ["broken", "nvfp4"]
-    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "int4", "atlas"]
+    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "atlas"]
     with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
         parts_of(["spend"], ["nvfp5"])
     with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, cadence, atlas$"):
