@@ -8,7 +8,8 @@ Each step is a command, told before it runs, with its output in OUT/NAME.log and
 runs/evidence/night or quick); OUT/NAME.done says that it is done. Steps run side by side, --jobs of them, one thread
 each. A second call leaves out what is done and goes on within what is not: forks are kept one by one, bases from their
 last checkpoint. At the end tables.py writes OUT/docs; copied to benchmarks/results and docs/results they are the
-committed ones. A step that fails stops none of those beside it, but what needs it; the exit code is then 1.
+committed ones. Whole runs lie in OUT/scratch; packed (`gnmr pack`) they are those of a claim. A step that fails stops
+none of those beside it, but what needs it; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ ROOT = Path(__file__).parents[1]
 BASES = {f"seed{seed}_{steps}": (seed, steps) for seed, steps in ((0, 100), (0, 500), (0, 1000), (0, 600), (1, 600))}
 """Seed and steps of each."""
 PAIR = ("seed0_600", "seed1_600")
-STEP, FORK, SMALL_FORK, TRUTH, SAMPLED, CADENCE = 0.2, 14.0, 7.0, 60.0, 20.0, 300.0
+STEP, FORK, SMALL_FORK, TRUTH, SAMPLED, CADENCE, RUN = 0.2, 14.0, 7.0, 60.0, 20.0, 300.0, 70.0
 """CPU seconds here (AMD EPYC, one thread): a step of a base, a fork of 40 steps of a base and of the shipped one, a
-low path's truth, a base's sampling and its cadences."""
+low path's truth, a base's sampling and its cadences, a run from scratch of two layers."""
+RUNS = 60
+"""Of conf/sweep/from_scratch.yaml."""
 DIVERGENCE = {"search": 120.0, "survival": 900.0}
 """CPU seconds of parts of divergence.py."""
 _GNMR = ("-m", "gnmr")
@@ -86,7 +89,13 @@ def night(out: Path) -> list[Step]:
         replace(bench(out, "fair-lengths", "fair", "lengths", "shipped", 10.0), where=ROOT),
         *(divergence(out, part, seconds) for part, seconds in DIVERGENCE.items()),
     ]
-    return sorted(steps, key=lambda step: -step.seconds)
+    return sorted([*steps, *scratch(out)], key=lambda step: -step.seconds)
+
+
+def reports(out: Path) -> list[Step]:
+    """Behind the runs."""
+    there = (*_GNMR, "report", str(out / "scratch"), f"out={out / 'docs' / 'scratch'}")
+    return [Step("report-scratch", there, 10.0)]
 
 
 def quick(out: Path) -> list[Step]:
@@ -131,6 +140,15 @@ def divergence(out: Path, part: str, seconds: float) -> Step:
     return Step(name, (str(ROOT / "benchmarks" / "divergence.py"), str(out / f"{name}.json"), part), seconds)
 
 
+def scratch(out: Path) -> Iterator[Step]:
+    """Whole runs of two layers and of four; a cell that is done is left out by the sweep itself."""
+    for name, layers, seconds in (("from_scratch", 2, RUN), ("from_scratch_4", 4, 2 * RUN)):
+        sweep = (*_GNMR, "train", "-m", "sweep=from_scratch", f"model.num_layers={layers}", f"experiment_name={name}")
+        quiet = ("training.threads=1", "records.wandb=off", f"runs_dir={out / 'scratch'}")
+        left = max(RUNS - len([*(out / "scratch" / name).glob("*/DONE")]), 0)
+        yield Step(name, (*sweep, *quiet), left * seconds)
+
+
 def _rows(file: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
@@ -141,7 +159,7 @@ def _scenes() -> list[str]:
     return [scene for scene in SCENES if scene != "regime_quick"]
 
 
-FORMS = {"night": (bases, night), "quick": (quick,)}
+FORMS = {"night": (bases, night, reports), "quick": (quick,)}
 """Stages: those of one run side by side, the next one behind them."""
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from omegaconf import OmegaConf
 
 from gnmr.bench import BENCHMARKS, parts_of
 from gnmr.bench.scenes import SCENES, Scene
 from gnmr.config.compose import compose
+from gnmr.sweep import combinations_of
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "benchmarks" / "results").is_dir():
@@ -45,6 +47,13 @@ def test_every_step_is_a_command_of_this_version(evidence: ModuleType, tmp_path:
             continue
         assert step.words[:2] == ("-m", "gnmr")
         command, *words = step.words[2:]
+        if command == "report":
+            continue
+        if words[0] == "-m":
+            config = compose(words[1:])
+            assert (config.experiment_name, config.runs_dir) == (step.name, str(tmp_path / "scratch"))
+            assert step.seconds == evidence.RUNS * evidence.RUN * config.model.num_layers / 2
+            continue
         if command == "train":
             config = compose(words)
             assert evidence.BASES[config.run_dir] == (config.training.seed, config.training.steps)
@@ -55,20 +64,30 @@ def test_every_step_is_a_command_of_this_version(evidence: ModuleType, tmp_path:
         assert given["out"] == str(tmp_path / f"{step.name}.json")
 
 
+def test_runs_from_scratch_are_counted(evidence: ModuleType, tmp_path: Path) -> None:
+    sweeper = OmegaConf.load(ROOT / "conf" / "sweep" / "from_scratch.yaml").hydra.sweeper
+    assert len(combinations_of([], sweeper.params, sweeper.arms)) == evidence.RUNS
+    run = tmp_path / "scratch" / "from_scratch" / "never-s0"
+    run.mkdir(parents=True)
+    (run / "DONE").touch()
+    two, four = evidence.scratch(tmp_path)
+    assert two.seconds == (evidence.RUNS - 1) * evidence.RUN and four.seconds == 2 * evidence.RUNS * evidence.RUN
+
+
 def test_dry_tells_the_steps_and_runs_none(
     evidence: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
     before = capsys.readouterr().out
-    assert re.search(r"31 steps, about \d+\.\d h with 2 side by side", before) and not out.exists()
+    assert re.search(r"34 steps, about \d+\.\d h with 2 side by side", before) and not out.exists()
     (out / "spend-nvfp4" / "bench").mkdir(parents=True)
     arms = len(SCENES["nvfp4"].arms())
     (out / "spend-nvfp4" / "bench" / "spend.jsonl").write_text("{}\n" * (10 * arms - 1))
     (out / "spend-broken.done").touch()
     assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
     told = capsys.readouterr().out
-    assert "30 steps" in told and "spend-broken" not in told and "31 s  spend-nvfp4" in told
+    assert "33 steps" in told and "spend-broken" not in told and "31 s  spend-nvfp4" in told
 
 
 @pytest.mark.slow
