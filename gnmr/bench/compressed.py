@@ -22,7 +22,7 @@ one stopped. Forks of one base and order are a block; all arms are one family (`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases
-from gnmr.bench.rows import put, resume
+from gnmr.bench.rows import Rows
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.controller.policy import Budget, decide
@@ -42,7 +42,6 @@ from gnmr.report.family import Family, judge
 from gnmr.training.build import empty_model, training_blocks
 from gnmr.training.compression import greedylore_spec
 from gnmr.training.fork import Forks
-from gnmr.training.provenance import commit
 from gnmr.training.steps import Steps
 
 RANK, BUDGET = 1, 0.1
@@ -103,8 +102,8 @@ class Fork:
 def forks(setting: Setting) -> list[Figure]:
     """Gap closed by each arm, mean over bases and orders; `repeats` orders. Goes on with what is recorded."""
     file = Path(setting.config.runs_dir) / _FILE
-    known = resume(file, Fork)
     made = dict(bases(setting))
+    known = Rows(file, Fork, made)
     cells = [Fork(base, arm, order) for order in range(setting.repeats or ORDERS) for base in made for arm in ARMS]
     todo = [cell for cell in cells if cell not in known]
     pins: dict[str, list[str]] = {}
@@ -112,19 +111,19 @@ def forks(setting: Setting) -> list[Figure]:
         setting.say(f"compressed: {base}, what its gradients lack")
         pins[base] = pinned(made[base], config_of(made[base], Fork(base, "never", PIN_ORDER), setting))
     for cell in setting.over(todo, "compressed: forks"):
-        known[cell] = put(file, _run(made[cell.base], cell, setting, pins.get(cell.base, [])))
+        known.put(cell, _run(made[cell.base], cell, setting, pins.get(cell.base, [])))
     return figures([known[cell] for cell in cells])
 
 
 def _run(made: Forks, cell: Fork, setting: Setting, pins: list[str]) -> dict[str, Any]:
-    """Makes the fork: its row."""
+    """Makes the fork: what came out."""
     config = config_of(made, cell, setting)
     if cell.arm == "pin":
         config = sent_whole(config, pins)
     result = made(config, phases=("low",))
-    row = {"fork": asdict(cell), "sent": result.sent, "promoted": result.promotion_frac, "steps": len(result.losses)}
+    row: dict[str, Any] = {"sent": result.sent, "promoted": result.promotion_frac, "steps": len(result.losses)}
     row |= {"pins": pins} if cell.arm == "pin" else {}
-    return row | {"loss": result.validation["low"].high, "commit": commit()}
+    return row | {"loss": result.validation["low"].high}
 
 
 def pinned(made: Forks, config: Config) -> list[str]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases
-from gnmr.bench.rows import put, resume
+from gnmr.bench.rows import Rows
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
 from gnmr.errors import UserError
@@ -43,7 +43,6 @@ from gnmr.report.family import Contrast, Family, fit, judge
 from gnmr.report.runs import load
 from gnmr.training.build import Parts, build_parts, open_data, training_blocks, validation
 from gnmr.training.fork import Forks
-from gnmr.training.provenance import commit
 from gnmr.training.steps import Steps, validated
 
 ORDERS, SEEDS = 3, 3
@@ -115,33 +114,32 @@ def arms_of(contrasts: Sequence[tuple[str, str]]) -> list[str]:
     return list(dict.fromkeys([NEVER, ALWAYS, *tested]))
 
 
-def _recorded(setting: Setting) -> tuple[Path, Known]:
-    file = Path(setting.config.runs_dir) / _FILE
-    return file, resume(file, Cell, "cell")
+def _recorded(setting: Setting, opened: Mapping[str, Forks] | None = None) -> Rows[Cell]:
+    return Rows(Path(setting.config.runs_dir) / _FILE, Cell, opened, "cell")
 
 
 def _fork(forks: Forks, cell: Cell, setting: Setting) -> dict[str, Any]:
-    """Makes the fork: its row."""
+    """Makes the fork: what came out."""
     config = forks.config(
         *_SAVED, *ARMS[cell.arm], f"training.steps={FORKED[-1]}", f"fork.order={cell.order}", *_threads(setting)
     )
     parts = forks.parts(replace(config, fork=replace(config.fork, heal=0)))
     if cell.optimizer == FORGETTING:
         with_beta2(parts.optimizer, 0.95)
-    return _trained(cell, parts, FORKED)
+    return _trained(parts, FORKED)
 
 
 def _run(cell: Cell, setting: Setting) -> dict[str, Any]:
-    """Trains from scratch: its row."""
+    """Trains from scratch: what came out."""
     own = {FORGETTING: ["optim.betas=[0.9,0.95]"], CLIPPED: ["optim.clip_norm=1.0"]}.get(cell.optimizer, [])
     size = [f"training.steps={WHOLE[-1]}", f"training.seed={cell.order}"]
     words = ["experiment=fork_base", *_MODEL, *_SAVED, *ARMS[cell.arm], *own, *size, *_threads(setting)]
     config = compose(words)
-    return _trained(cell, build_parts(config, Path(), open_data(config, setting.say), setting.say), WHOLE)
+    return _trained(build_parts(config, Path(), open_data(config, setting.say), setting.say), WHOLE)
 
 
-def _trained(cell: Cell, parts: Parts, lengths: Sequence[int]) -> dict[str, Any]:
-    """Takes the steps: the row, with the validation losses after `lengths`."""
+def _trained(parts: Parts, lengths: Sequence[int]) -> dict[str, Any]:
+    """Takes the steps: what came out, with the validation losses after `lengths`."""
     config, after, norms = parts.config, dict[str, float](), list[float]()
     steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
     held_out, promoted, before = validation(config, parts.corpus, config.training.eval_blocks), 0, list[Tensor]()
@@ -155,13 +153,11 @@ def _trained(cell: Cell, parts: Parts, lengths: Sequence[int]) -> dict[str, Any]
             after[str(step)] = validated(parts, held_out, step)["val_loss"]
     fell = [(new < old).float().mean() for new, old in zip(_second_moments(parts), before, strict=True)]
     return {
-        "cell": asdict(cell),
         "after": after,
         "promoted": promoted / (lengths[-1] * len(parts.controller.units)),
         "grad_norm": sorted(norms)[len(norms) // 2],
         "above_1": sum(norm > 1 for norm in norms) / len(norms),
         "second_moments_fell": float(torch.stack(fell).mean()),
-        "commit": commit(),
     }
 
 
@@ -246,14 +242,15 @@ def _apart(name: str, one: Contrast, other: Contrast) -> Figure:
 
 def forks(setting: Setting) -> list[Figure]:
     """Of each base and beta2 the gap after each length; never's and always's losses."""
-    file, known = _recorded(setting)
+    opened = dict(bases(setting))
+    known = _recorded(setting, opened)
     orders, figures = range(setting.repeats or ORDERS), list[Figure]()
-    for base, of in bases(setting):
+    for base, of in opened.items():
         for optimizer in (PLAIN, FORGETTING):
             cells = [Cell(optimizer, base, arm, order) for order in orders for arm in (NEVER, ALWAYS)]
             todo = [cell for cell in cells if cell not in known]
             for cell in setting.over(todo, f"fair: {base}, {optimizer}, forks") if todo else ():
-                known[cell] = put(file, _fork(of, cell, setting))
+                known.put(cell, _fork(of, cell, setting))
             for step in FORKED:
                 figures += _told(f"{base}, {optimizer}, {step} steps", cells, known, step, ())
     return figures
@@ -261,13 +258,13 @@ def forks(setting: Setting) -> list[Figure]:
 
 def scratch(setting: Setting, families: _Families = FAMILIES) -> list[Figure]:
     """Of each family the gap, arms and contrasts; and how the cost of switching differs."""
-    file, known = _recorded(setting)
+    known = _recorded(setting)
     seeds, figures, costs = range(setting.repeats or SEEDS), list[Figure](), dict[str, Contrast]()
     for family, (optimizer, contrasts) in families.items():
         cells = [Cell(optimizer, SCRATCH, arm, seed) for seed in seeds for arm in arms_of(contrasts)]
         todo = sorted((cell for cell in cells if cell not in known), key=lambda cell: cell.arm not in (NEVER, ALWAYS))
         for cell in setting.over(todo, f"fair: {family}, runs") if todo else ():
-            known[cell] = put(file, _run(cell, setting))
+            known.put(cell, _run(cell, setting))
         for step in WHOLE:
             figures += _told(f"{family}, {step} steps", cells, known, step, contrasts)
         model = fit(_values(cells, known, WHOLE[-1]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure
-from gnmr.bench.rows import put, resume
+from gnmr.bench.rows import Rows
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.controller.signals.base import Context
@@ -39,7 +39,6 @@ from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.linear import PathLinear
 from gnmr.training.build import Parts, training_blocks, validation
 from gnmr.training.fork import Forks
-from gnmr.training.provenance import commit
 from gnmr.training.step import loss_of
 from gnmr.training.steps import Steps
 from gnmr.vocabulary import GEMMS
@@ -357,7 +356,7 @@ def atlas(setting: Setting) -> list[Figure]:
     `repeats` orders. Each fork is a row in `runs_dir/bench/price-atlas.jsonl`; a second call goes on behind the first.
     """
     file, opened = Path(setting.config.runs_dir) / _ATLAS, dict(bases(setting))
-    known, orders = resume(file, Pinned), range(setting.repeats or ATLAS_ORDERS)
+    known, orders = Rows(file, Pinned, opened), range(setting.repeats or ATLAS_ORDERS)
     found = {}
     for base, forks in opened.items():
         parts = forks.parts(forked(forks, ATLAS_LOW))
@@ -367,8 +366,7 @@ def atlas(setting: Setting) -> list[Figure]:
         cells = [Pinned(base, "", "", order), *(Pinned(base, name, gemm, order) for gemm in GEMMS for name in names)]
         for cell in setting.over([cell for cell in cells if cell not in known], f"atlas: {base}, order {order}"):
             pins = {cell.operator: [cell.gemm]} if cell.gemm else {}
-            loss = _fork_loss(forks, forked(forks, ATLAS_LOW, f"fork.order={order}"), pins)
-            known[cell] = put(file, {"fork": asdict(cell), "loss": loss, "commit": commit()})
+            known.put(cell, {"loss": _fork_loss(forks, forked(forks, ATLAS_LOW, f"fork.order={order}"), pins)})
     losses = {cell: float(row["loss"]) for cell, row in known.items()}
     return [figure for base, (names, scores) in found.items() for figure in _gains(base, names, scores, losses, orders)]
 

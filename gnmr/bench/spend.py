@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from scipy import stats
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.price import bases, forked, pins_per_cost, scored
-from gnmr.bench.rows import put, resume
+from gnmr.bench.rows import Rows
 from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
@@ -44,7 +44,6 @@ from gnmr.paths.conversion import operator_shapes
 from gnmr.report.family import Contrast, Fit, fit
 from gnmr.report.statistics import LEVEL, holm, smallest_shift
 from gnmr.training.fork import Forks
-from gnmr.training.provenance import commit
 from gnmr.vocabulary import GEMMS
 
 ORDERS = 5
@@ -72,15 +71,15 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
     what is recorded."""
     scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
-    known = resume(file, Fork)
     opened, found = dict(bases(setting)), dict[str, _Measured]()
+    known = Rows(file, Fork, opened)
     blocks = [(base, order) for order in range(setting.repeats or ORDERS) for base in opened]
     for base, order in blocks:
         todo = [cell for cell in cells(base, name, scene, order) if cell not in known]
         if todo and base not in found:
             found[base] = _measured(opened[base], scene)
         for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
-            known[cell] = put(file, _run(opened[base], cell, scene, found[base]))
+            known.put(cell, _run(opened[base], cell, scene, found[base]))
     return _figures(scene, [cell for base, order in blocks for cell in cells(base, name, scene, order)], known)
 
 
@@ -102,12 +101,12 @@ def _measured(forks: Forks, scene: Scene) -> _Measured:
 
 
 def _run(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> dict[str, Any]:
-    """Makes the fork: its row."""
+    """Makes the fork: what came out."""
     config = _config(forks, cell, scene, found)
     result = forks(config, phases=("low",))
-    row = {"fork": asdict(cell), "share": result.spent, "pins": config.paths.pins, "steps": len(result.losses)}
+    row = {"share": result.spent, "pins": config.paths.pins, "steps": len(result.losses)}
     losses = {"loss": result.validation["low"].high, "own_loss": result.validation["low"].low}
-    return row | losses | {"broken": config.stress.targets if scene.stress else None, "commit": commit()}
+    return row | losses | {"broken": config.stress.targets if scene.stress else None}
 
 
 def _config(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> Config:

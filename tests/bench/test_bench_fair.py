@@ -38,7 +38,7 @@ def known() -> fair.Known:
 
 
 def scratch(known: fair.Known, monkeypatch: pytest.MonkeyPatch, repeats: int) -> dict[str, Figure]:
-    monkeypatch.setattr(fair, "_recorded", lambda _setting: (Path(), known))
+    monkeypatch.setattr(fair, "_recorded", lambda _setting: known)
     return {figure.name: figure for figure in fair.scratch(Setting(None, [], repeats))}  # type: ignore[arg-type]
 
 

@@ -105,6 +105,11 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     assert made[6:] == ["GNMR, each step"]
     assert [figure.value for figure in again] == [figure.value for figure in found.values()]
     assert len(list(read_rows(tmp_path / "bench/spend.jsonl"))) == 6, "the line that was cut off is gone"
+    foreign = [row | {"checkpoint": "another"} for row in rows]
+    (tmp_path / "bench/spend.jsonl").write_text("".join(json.dumps(row) + "\n" for row in foreign))
+    here = Forks("shipped").base.found.sha256[:12]
+    with pytest.raises(UserError, match=f"its rows of shipped are of checkpoint another, and shipped is {here} here"):
+        spend.spent(setting, "sim_e2m1")
 
 
 def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
