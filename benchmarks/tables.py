@@ -25,9 +25,10 @@ from gnmr.bench.price import SCORE_OF
 from gnmr.bench.rise import LATER
 from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
-from gnmr.report.family import judge
+from gnmr.report.family import Family, judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
 from gnmr.report.layout import Table
+from gnmr.report.statistics import BETTER
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
@@ -35,7 +36,7 @@ FIGURE = ROOT / "docs" / "img" / "spend.svg"
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
 SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("price-atlas.json",)
 CADENCE = ("price-cadence.json", "price-cadence-shipped.json")
-SPEND = ("spend-sim_e2m1.json", "spend-nvfp4.json", "spend-int4.json", "spend-broken.json")
+SPEND = tuple(f"spend-{scene}.json" for scene in ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "broken"))
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 COMPRESSED = ("compressed.json", "compressed-hook.json", "compressed-rise.json")
 BLAME = ("blame-planted-cpu.json", "blame-spikes-cpu.json")
@@ -51,7 +52,7 @@ ARMS = {"broken": PASSING}
 """Of the figure, by scene; others are lasting."""
 TITLES = {
     "sim_e2m1": "the error lasts: E2M1 operands",
-    "nvfp4": "the error lasts: NVFP4",
+    "nvfp4_curve": "the error lasts: NVFP4",
     "int4": "the error lasts: 4-bit inputs",
     "broken": "one FP8 operator breaks for 20 of 40 steps",
 }
@@ -229,7 +230,7 @@ def table11() -> str:
         "*Spends* is the share of the GEMMs' arithmetic, which differs since units differ in size; `price, 8 %` has",
         "less of it than any four units. Against never, and against random of its kind.",
         "",
-        _family("Table 11 as forks", _forks(records[0])).markdown(),
+        _family("Table 11 as forks", _forks(records[0]))[1].markdown(),
     ]
     return "\n".join([*text, *_origin(records)])
 
@@ -242,10 +243,35 @@ def regimes() -> str:
         "",
         "A tenth of the GEMMs' arithmetic, spent by pins of the base and by controllers, on many low paths: which of",
         "them has a gap to close within 40 steps, and who closes it. Against never, and against random of its kind.",
+        "The positive control comes first, always against never: where it is not shown no other arm is made.",
+        "",
+        *_map(records),
     ]
     for record in records:
-        text += ["", _family(record["file"].removeprefix("spend-").removesuffix(".json"), _forks(record)).markdown()]
+        text += ["", _family(_scene(record), _forks(record))[1].markdown()]
     return "\n".join([*text, *_origin(records)])
+
+
+def _map(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Of each low path the gap and what is closed of it; a star: better than random of its kind, p < 0.01 by Holm."""
+    arms = ("price", "MSE", "gap", "random", *(f"{name}{EACH}" for name in ("price", "GNMR", "MSE", "random")))
+    yield from _head(["scene", "n", "gap, nats", "p of the control", *arms])
+    for record in records:
+        rows = _forks(record)
+        family, _ = _family(_scene(record), rows)
+        closed = {row.arm: f"{row.closed[0]:.0%}" for row in family.rows if row.closed is not None and family.gate}
+        tests = [row for row in family.rows if row.control.startswith("random") and row.verdict == BETTER]
+        better = {row.arm for row in tests if row.p is not None and row.p < 0.01}
+        blocks = len({(row["fork"]["base"], row["fork"]["order"]) for row in rows})
+        gap = "-" if family.gap is None else f"{family.gap.estimate:.3f}"
+        found = (closed.get(arm, "-") + (" *" if arm in better else "") for arm in arms)
+        yield _row([_scene(record), str(blocks), gap, f"{family.p_gate:.1g}", *found])
+    yield ""
+    yield "A star: better than random of its kind, p < 0.01 by Holm over the scene's tests."
+
+
+def _scene(record: dict[str, Any]) -> str:
+    return str(record["file"]).removeprefix("spend-").removesuffix(".json")
 
 
 def _forks(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,17 +280,17 @@ def _forks(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _family(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _family(title: str, rows: Sequence[dict[str, Any]]) -> tuple[Family, Table]:
     """One model of all arms, each against never and against random of its kind (anew, held or pinned)."""
     values = _losses(rows)
     arms = [arm for arm in values if arm not in ("never", "always")]
     drawn = {arm: "random" + next((end for end in (EACH, HELD) if arm.endswith(end)), "") for arm in arms}
     pairs = [(arm, "never") for arm in arms]
     pairs += [(arm, one) for arm, one in drawn.items() if one in values and one != arm]
-    table = _tested(title, rows, pairs, "always", "share")
-    if left := [arm for arm, _ in SCENES[rows[0]["fork"]["low"]].arms() if arm not in values]:
+    family, table = _tested(title, rows, pairs, "always", "share")
+    if family.gate and (left := [arm for arm, _ in SCENES[rows[0]["fork"]["low"]].arms() if arm not in values]):
         table.notes.append(f"Arms of the scene that are not made yet: {'; '.join(left)}.")
-    return table
+    return family, table
 
 
 def _losses(rows: Sequence[dict[str, Any]]) -> dict[str, dict[Any, float]]:
@@ -278,7 +304,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> dict[str, dict[Any, float]]:
 
 def _tested(
     title: str, rows: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], high: str, spent: str
-) -> Table:
+) -> tuple[Family, Table]:
     """One model of all arms of these forks, `spent` the key of what an arm costs, `high` the upper bound."""
     spends: dict[str, list[float]] = {}
     for row in rows:
@@ -299,7 +325,7 @@ def _tested(
         )
     table.notes = [positive_control(family, "never", high), *power(family), *assumptions(family.fit)]
     table.notes += [f"Commits of the forks: {', '.join(dict.fromkeys(row['commit'] for row in rows))}."]
-    return table
+    return family, table
 
 
 def compressed() -> str:
@@ -314,7 +340,7 @@ def compressed() -> str:
         "difference of perplexity. Routed arms have a tenth of what recovery of everything would send more,",
         "`more rows` and PowerSGD the largest rank that sends no more; gnmr/bench/compressed.py has the arms.",
         "",
-        _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent").markdown(),
+        _tested("Arms", _forks(records[0]), CONTRASTS, "dense", "sent")[1].markdown(),
         *_hook(_read("compressed-hook.json")),
         *_rise(_read("compressed-rise.json")),
     ]
@@ -751,12 +777,18 @@ def spend_figure() -> bytes:
 
     records = [one for one in _records(SPEND) if _num_budgets(one) > 1]
     with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):
-        figure, panels = new_figure(4.2 * len(records), 4.4, 1, len(records), share=True)
-        for axes, record in zip(panels, records, strict=True):
+        columns = len(records) if len(records) < 4 else 2
+        rows = math.ceil(len(records) / columns)
+        figure, panels = new_figure(4.2 * columns, 4.4 * rows, rows, columns, share=True)
+        for axes in panels[len(records) :]:
+            axes.remove()
+        for axes, record in zip(panels, records, strict=False):
             figures = {found["name"]: found for found in record["figures"]}
             scene = next(iter(figures)).partition(",")[0]
             for arm in ARMS.get(scene, LASTING):
                 points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]
+                if not points:
+                    continue
                 spends = [float(found["note"].split()[1].rstrip("%,")) / 100 for found in points]
                 closed = [found["value"] for found in points]
                 bars = np.transpose([(max(f["value"] - f["low"], 0), max(f["high"] - f["value"], 0)) for f in points])
@@ -771,10 +803,12 @@ def spend_figure() -> bytes:
             axes.set_title(TITLES.get(scene, scene))
             if scene in ARMS or axes is panels[0]:  # panels of lasting errors have the same arms
                 axes.legend(loc="center right" if scene in ARMS else "lower right")
-            axes.set_xlabel("share of the GEMMs' arithmetic in 16 bits")
+            if axes in panels[-columns:]:
+                axes.set_xlabel("share of the GEMMs' arithmetic in 16 bits")
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(PercentFormatter(1, decimals=0))
-        panels[0].set_ylabel("gap closed, validation in 16 bits")
+        for axes in panels[::columns]:
+            axes.set_ylabel("gap closed, validation in 16 bits")
         blocks = [found["n"] for one in records for found in one["figures"] if "smallest effect" in found["name"]]
         counted = ", ".join(map(str, blocks[:-1])) + f" and {blocks[-1]}"
         foot(figure, f"forks of 40 steps, {counted} blocks, 95 % intervals")

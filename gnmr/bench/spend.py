@@ -12,7 +12,8 @@ GEMM arithmetic, with the operators that it ranks highest per cost, of which the
     fprop, dgrad, wgrad                            of every operator, beyond these budgets
 
 Each fork is a row in `runs_dir/bench/spend.jsonl`, written when it is done; a second call goes on where the first one
-stopped. Blocks come one after the other, all arms of each, so that what was stopped early is a whole design of fewer
+stopped. The positive control comes first, always against never in all blocks: where it is not shown, no other arm is
+made. Blocks come one after the other, all arms of each, so that what was stopped early is a whole design of fewer
 blocks. Forks of one base and order share their data: they are a block. All arms, budgets and blocks of a scene are
 one model, gap closed = arm + block, with one residual (`report.family`); where that model is refused, each arm is told
 by its own differences. Each is tested against the scene's `ours` at the same budget, p adjusted by Holm over all of
@@ -41,7 +42,7 @@ from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.doctor.choice import GUESSES, Item, arithmetic, guess
 from gnmr.paths.conversion import operator_shapes
-from gnmr.report.family import Contrast, Fit, fit
+from gnmr.report.family import Contrast, Family, Fit, fit, judge
 from gnmr.report.statistics import LEVEL, holm, smallest_shift
 from gnmr.training.fork import Forks
 from gnmr.vocabulary import GEMMS
@@ -71,16 +72,36 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
     what is recorded."""
     scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
-    opened, found = dict(bases(setting)), dict[str, _Measured]()
+    opened, found, figures = dict(bases(setting)), dict[str, _Measured](), list[Figure]()
     known = Rows(file, Fork, opened)
     blocks = [(base, order) for order in range(setting.repeats or ORDERS) for base in opened]
-    for base, order in blocks:
-        todo = [cell for cell in cells(base, name, scene, order) if cell not in known]
+
+    def made(what: str, block: tuple[str, int], chosen: list[Fork]) -> None:
+        base, order = block
+        todo = [cell for cell in chosen if cell not in known]
         if todo and base not in found:
             found[base] = _measured(opened[base], scene)
-        for cell in setting.over(todo, f"spend: {base}, {name}, order {order}"):
+        for cell in setting.over(todo, f"spend: {base}, {name}, order {order}{what}") if todo else ():
             known.put(cell, _run(opened[base], cell, scene, found[base]))
-    return _figures(scene, [cell for base, order in blocks for cell in cells(base, name, scene, order)], known)
+
+    each = {(base, order): cells(base, name, scene, order) for base, order in blocks}
+    bounds = {block: [cell for cell in of if cell.arm in BOUNDS] for block, of in each.items()}
+    for block, of in bounds.items():
+        made(", positive control", block, of)
+    control = _control([cell for of in bounds.values() for cell in of], known)
+    if control.p_gate is not None:  # None: too few blocks
+        note = "shown" if control.gate else "not shown: no other arm is made"
+        figures = [Figure(f"{name}: positive control, p", control.p_gate, "", n=len(blocks), note=note)]
+        each = each if control.gate else bounds
+    for block, of in each.items():
+        made("", block, of)
+    return figures + _figures(scene, [cell for of in each.values() for cell in of], known)
+
+
+def _control(bounds: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> Family:
+    """Always against never: a test before all others."""
+    values = {arm: {(c.base, c.order): known[c]["loss"] for c in bounds if c.arm == arm} for arm in BOUNDS}
+    return judge(values, (), low="never", high="always")
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,7 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     n, model = len(blocks), fit(closed)
     figures = [Figure(f"{name}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
     p = dict[tuple[str, float], float]()
-    if model is not None:
+    if model is not None and set(closed) > {*BOUNDS.items()}:
         model = replace(model, own=model.refused)
         of_all = f"residual {model.sd:.1%}, {model.freedom} degrees of freedom"
         spread = "each arm's own spread" if model.own else of_all

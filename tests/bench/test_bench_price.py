@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,29 @@ def test_spend_forks_every_arm_and_goes_on_where_it_stopped(
     here = Forks("shipped").base.found.sha256[:12]
     with pytest.raises(UserError, match=f"its rows of shipped are of checkpoint another, and shipped is {here} here"):
         spend.spent(setting, "sim_e2m1")
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.0])
+def test_no_arm_is_made_where_the_control_is_not_shown(
+    gap: float, setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    noise, made = np.random.default_rng(0), []
+
+    def run(_forks: Forks, cell: spend.Fork, _scene: Scene, _found: Any) -> dict[str, Any]:
+        made.append((cell.order, cell.arm))
+        return {"loss": 3 - gap * EFFECT[cell.arm] + noise.normal(0, 1e-3), "share": cell.budget}
+
+    monkeypatch.setattr(spend, "_run", run)
+    guesses = {"pins": (), "guesses": ("random", "last"), "controllers": {}, "whole": False, "ours": "random"}
+    scene = Scene("sim_e2m1", budgets=(0.1,), **guesses)
+    monkeypatch.setattr(spend, "SCENES", {"sim_e2m1": scene})
+    setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)), repeats=4)
+    figures = {figure.name: figure for figure in spend.spent(setting, "sim_e2m1")}
+    control = [(order, arm) for order in range(4) for arm in ("never", "always")]
+    assert made == control + ([(order, arm) for order in range(4) for arm in ("random", "last")] if gap else [])
+    note = figures["sim_e2m1: positive control, p"].note
+    assert note == ("shown" if gap else "not shown: no other arm is made")
+    assert ("sim_e2m1: random at 10.0%" in figures) == bool(gap)
 
 
 def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
