@@ -599,12 +599,17 @@ def numbers() -> dict[str, str]:
     spent = _figures("spend-sim_e2m1.json")
     for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
         found[f"pins/{name}"] = _percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
-    inputs = _figures("spend-int4.json")
-    tested = ("MSE", "gradient norm", "gap", "GNMR, each step")
-    for arm in ("price", "price, each step", "random", "first", *tested):
-        found[f"inputs/{arm}"] = _percent(inputs[f"int4: {arm} at 10.0%"]["value"])
-    for arm in tested:
-        found[f"inputs/{arm}/p"] = inputs[f"int4: {arm} at 10.0%"]["note"].rpartition(" ")[2]
+    few = ("MSE", "gap", "random", "GNMR, each step")
+    more = ("gradient norm", "price, each step", "first")
+    for where, scene, arms in (("inputs", "int4", few + more), ("nvfp4", "nvfp4_curve", few)):
+        figures = _figures(f"spend-{scene}.json")
+        found[f"{where}/price"] = _percent(figures[f"{scene}: price at 10.0%"]["value"])
+        for arm in arms:
+            figure = figures[f"{scene}: {arm} at 10.0%"]
+            found |= {
+                f"{where}/{arm}": _percent(figure["value"]),
+                f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
+            }
     gains = _figures("price-atlas.json")
     found["atlas/most"] = f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"
     for name in ("price", "gradient norm", "gap", "MSE"):
