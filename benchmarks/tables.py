@@ -119,7 +119,7 @@ def spend() -> str:
     records = _records(SPEND)
     for record in records:
         figures = {figure["name"]: figure for figure in record["figures"]}
-        scene = next(iter(figures)).partition(",")[0]
+        scene = _scene(record)
         told = [f for name, f in figures.items() if name.endswith("gap, nats")]
         power = figures[f"{scene}: smallest effect at 80 % power"]
         gaps = ", ".join(
@@ -634,7 +634,11 @@ def numbers() -> dict[str, str]:
     causes = [arm["figures"]["causes"] for arm in spikes]
     found["spikes"] = str(sum(sum(one.values()) for one in causes))
     found["spikes/precision"] = str(sum(one.get("precision", 0) for one in causes))
-    for name, record in (("two", "controller-cpu"), ("one", "controller-one-thread-cpu")):
+    for name, record in (
+        ("two", "controller-cpu"),
+        ("one", "controller-one-thread-cpu"),
+        ("avx2", "controller-avx2-cpu"),
+    ):
         figures = _figures(f"{record}.json")
         whole = figures["step with over step without"]
         found[f"step/{name}"] = f"{100 * (whole['value'] - 1):.1f} %"
@@ -789,7 +793,7 @@ def spend_figure() -> bytes:
             axes.remove()
         for axes, record in zip(panels, records, strict=False):
             figures = {found["name"]: found for found in record["figures"]}
-            scene = next(iter(figures)).partition(",")[0]
+            scene = _scene(record)
             for arm in ARMS.get(scene, LASTING):
                 points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]
                 if not points:
