@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gnmr.bench.rise import LATER
 from gnmr.bench.rise import SCORES as RISES
 from gnmr.bench.scenes import EACH, HELD, SCENES
 from gnmr.report.family import Family, judge
-from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
+from gnmr.report.family_notes import assumptions, p_text, positive_control, power, row_numbers
 from gnmr.report.layout import Table
 from gnmr.report.statistics import BETTER
 
@@ -238,6 +238,7 @@ def table11() -> str:
 def regimes() -> str:
     """docs/results/spend-regimes.md"""
     records = _records(sorted(path.name for path in RESULTS.glob(REGIMES)))
+    told = {_scene(record): _family(_scene(record), _forks(record)) for record in records}
     text = [
         "# Low paths as forks",
         "",
@@ -245,27 +246,24 @@ def regimes() -> str:
         "them has a gap to close within 40 steps, and who closes it. Against never, and against random of its kind.",
         "The positive control comes first, always against never: where it is not shown no other arm is made.",
         "",
-        *_map(records),
+        *_map({scene: family for scene, (family, _) in told.items()}),
     ]
-    for record in records:
-        text += ["", _family(_scene(record), _forks(record))[1].markdown()]
+    for _, table in told.values():
+        text += ["", table.markdown()]
     return "\n".join([*text, *_origin(records)])
 
 
-def _map(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Of each low path the gap and what is closed of it; a star: better than random of its kind, p < 0.01 by Holm."""
+def _map(families: Mapping[str, Family]) -> Iterator[str]:
+    """Of each scene the gap and what is closed of it."""
     arms = ("price", "MSE", "gap", "random", *(f"{name}{EACH}" for name in ("price", "GNMR", "MSE", "random")))
     yield from _head(["scene", "n", "gap, nats", "p of the control", *arms])
-    for record in records:
-        rows = _forks(record)
-        family, _ = _family(_scene(record), rows)
+    for scene, family in families.items():
         closed = {row.arm: f"{row.closed[0]:.0%}" for row in family.rows if row.closed is not None and family.gate}
         tests = [row for row in family.rows if row.control.startswith("random") and row.verdict == BETTER]
         better = {row.arm for row in tests if row.p is not None and row.p < 0.01}
-        blocks = len({(row["fork"]["base"], row["fork"]["order"]) for row in rows})
         gap = "-" if family.gap is None else f"{family.gap.estimate:.3f}"
         found = (closed.get(arm, "-") + (" *" if arm in better else "") for arm in arms)
-        yield _row([_scene(record), str(blocks), gap, f"{family.p_gate:.1g}", *found])
+        yield _row([scene, str(family.n), gap, p_text(family.p_gate), *found])
     yield ""
     yield "A star: better than random of its kind, p < 0.01 by Holm over the scene's tests."
 
@@ -787,11 +785,9 @@ def spend_figure() -> bytes:
     records = [one for one in _records(SPEND) if _num_budgets(one) > 1]
     with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):
         columns = len(records) if len(records) < 4 else 2
-        rows = math.ceil(len(records) / columns)
+        rows = len(records) // columns
         figure, panels = new_figure(4.2 * columns, 4.4 * rows, rows, columns, share=True)
-        for axes in panels[len(records) :]:
-            axes.remove()
-        for axes, record in zip(panels, records, strict=False):
+        for axes, record in zip(panels, records, strict=True):
             figures = {found["name"]: found for found in record["figures"]}
             scene = _scene(record)
             for arm in ARMS.get(scene, LASTING):

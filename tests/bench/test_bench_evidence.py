@@ -48,6 +48,7 @@ def test_every_step_is_a_command_of_this_version(evidence: ModuleType, tmp_path:
         assert step.words[:2] == ("-m", "gnmr")
         command, *words = step.words[2:]
         if command == "report":
+            assert words == [str(tmp_path / "scratch"), f"out={tmp_path / 'docs' / 'scratch'}"]
             continue
         if words[0] == "-m":
             config = compose(words[1:])
