@@ -33,7 +33,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from golden import make_inputs
 
 from gnmr.bench.figures import describe_machine
 from gnmr.blame import Levels, Verdict
@@ -42,6 +41,7 @@ from gnmr.paths import Fault, FaultSchedule
 from gnmr.training.build import Parts, assemble, train_step, training_blocks
 from gnmr.training.provenance import told_command
 from gnmr.training.step import StepResult, TrainStep
+from golden import make_inputs
 
 LEARN, SIGMAS = 140, 3.0
 SIZES = ["training.steps=100000", "training.seq_len=64", "training.batch_size=4", "training.threads=1"]
@@ -313,7 +313,9 @@ def of_planted(name: str, made: Bed) -> dict[str, Any]:
         rows.append(row)
         wrong = row.verdict is not None and (row.verdict != row.cause or (row.cause == "precision" and not row.right))
         print(f"{name}  {'WRONG ' * wrong}{row.planted}: {row.told}", flush=True)
-    broken = [{"planted": what, "lost": lost, "told": told} for what, lost, told in not_finite(made)]
+    broken: list[dict[str, Any]] = [
+        {"planted": what, "lost": lost, "told": told} for what, lost, told in not_finite(made)
+    ]
     spiked = [row for row in rows if row.verdict is not None]
     precision = [row for row in spiked if row.cause == "precision"]
     few, many = ([row for row in precision if (len(row.units) > 1) == more] for more in (False, True))

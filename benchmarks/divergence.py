@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def optimizer_of(student: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return torch.optim.SGD(student.parameters(), lr=setting.rate, momentum=0.9)
 
 
-def attached(student: Student, setting: Setting, arm: Arm, seed: int, pins: Any = None) -> gnmr.Controller:
+def attached(student: Student, setting: Setting, arm: Arm, seed: int, pins: Any = None) -> gnmr.AttachedController:
     """The student's linears with two paths, and what routes them."""
     recipes = {setting.low: OWN[setting.low]} if setting.low in OWN else {}
     words = dict(arm.control) | {"recovery": "bf16" if arm.control else None}
@@ -246,6 +247,7 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
     torch.manual_seed(seed)
     taught, student = teacher(setting.width, setting.depth), Student(setting.width, setting.depth)
     for layer in student.layers:
+        assert isinstance(layer, Block)
         layer.norm.keeps = arm.keeps_norms
     controller = attached(student, setting, arm, seed)
     optimizer, course = optimizer_of(student, setting), Course([], [], setting.steps)
@@ -263,7 +265,7 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         loss.backward()
         spent = controller.plan.spent()[0]
         controller.step()
-        norm = torch.stack([p.grad.double().norm() for p in parameters]).norm()
+        norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)
         if not _skips(transform, parameters, context):
             for group in optimizer.param_groups:
@@ -328,18 +330,17 @@ def work(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], Course]]]:
     """What each run is, and the run. Survival: the bounds of all seeds first, the positive control."""
     if part == "search":
         for one in SEARCH:
-            yield {**asdict(one), "arm": "never", "seed": 0}, lambda one=one: trained(one, ARMS["never"], 0)
+            yield {**asdict(one), "arm": "never", "seed": 0}, partial(trained, one, ARMS["never"], 0)
     elif part == "language":
         for one in LANGUAGE:
-            yield {**asdict(one), "arm": "never", "seed": 0}, lambda one=one: language(one, 0)
+            yield {**asdict(one), "arm": "never", "seed": 0}, partial(language, one, 0)
     else:
         first = [name for name in ARMS if name not in (*BOUNDS, *SIX, *LATER)]
         for names in (BOUNDS, first, SIX, LATER):
             for one in SURVIVAL:
                 for seed in SEEDS:
                     for name in names:
-                        run = lambda one=one, name=name, seed=seed: trained(one, ARMS[name], seed)
-                        yield {**asdict(one), "arm": name, "seed": seed}, run
+                        yield {**asdict(one), "arm": name, "seed": seed}, partial(trained, one, ARMS[name], seed)
 
 
 def main() -> int:

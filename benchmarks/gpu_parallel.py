@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +144,14 @@ def checks(plan: Plan, world: World) -> Iterator[tuple[str, Callable[[], dict[st
     yield "nccl" if plan.cuda else "gloo", lambda: sums_of_ranks(world, device)
     for what, words in (("runs", plan.words), ("fp8", plan.fp8)):
         for kind in kinds(world.size) if words else ():
-            yield (
-                f"{what}, {kind}",
-                lambda what=what, words=words, kind=kind: against(
-                    plan.alone[what], traced(words, world.size, kind, world, plan.steps)
-                ),
-            )
+            yield f"{what}, {kind}", partial(compared, plan, what, words, kind, world)
     for kind in kinds(world.size):
-        yield f"speed, {kind}", lambda kind=kind: speed(plan, kind, world)
+        yield f"speed, {kind}", partial(speed, plan, kind, world)
+
+
+def compared(plan: Plan, what: str, words: list[str], kind: str, world: World) -> dict[str, Any]:
+    """Losses of the ranks against those of one process."""
+    return against(plan.alone[what], traced(words, world.size, kind, world, plan.steps))
 
 
 def of_rank(plan: Plan) -> tuple[str, Any]:

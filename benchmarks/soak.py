@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 
 from everything import differences, everything
-from golden import make_inputs
 
 from gnmr.bench.figures import describe_machine
 from gnmr.records.reader import read_json
 from gnmr.training.provenance import told_command
+from golden import make_inputs
 
 SIZES = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "model.num_heads=2"]
 SIZES += ["data.name=text", "data.vocab_size=300", "data.path=babble.txt", "training.seq_len=16"]
@@ -81,7 +81,7 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """Process ids of those that live now."""
-        parent, found = self.torchrun.pid, {}
+        parent, found = self.torchrun.pid, dict[int, int]()
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             try:
                 words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")

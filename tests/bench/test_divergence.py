@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,20 +14,9 @@ from gnmr.config.compose import compose
 from gnmr.paths.casting import quantize
 from gnmr.paths.recipes import Cast
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-if not (BENCHMARKS / "results").is_dir():
-    pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-divergence, tables = load("divergence"), load("tables")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+divergence = pytest.importorskip("divergence", reason="no checkout: benchmarks/ is not in the wheel")
+page = import_module("pages.divergence")
 
 
 def course(errors: list[float]) -> Any:
@@ -124,10 +112,10 @@ def row(arm: str, seed: int, diverged: bool) -> dict[str, Any]:
 def test_survivors_are_told_with_exact_tests_where_the_positive_control_holds() -> None:
     lost = {"never": 10, "always": 0, "half of them": 5}
     rows = [row(arm, seed, seed < number) for arm, number in lost.items() for seed in range(10)]
-    told = "\n".join(tables._survivors(rows))
+    told = "\n".join(page.survivors(rows))
     assert "| always | 50% | 10 of 10 | 1.00 | 2e-05 |" in told  # 2 * 1.08e-5: of two arms the smaller p
     assert "| half of them | 50% | 5 of 10 | 1.00 | 0.03 |" in told
     assert "| never | 50% | 0 of 10 |  |  |" in told
     weak = [one | {"diverged": False} for one in rows]
-    assert "nothing else is told" in "\n".join(tables._survivors(weak))
-    assert "half of them" not in "\n".join(tables._survivors(weak))
+    assert "nothing else is told" in "\n".join(page.survivors(weak))
+    assert "half of them" not in "\n".join(page.survivors(weak))

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,30 +13,26 @@ from gnmr.report.family import judge
 from gnmr.report.family_notes import p_text
 
 ROOT = Path(__file__).parents[2]
-if not (ROOT / "benchmarks" / "results").is_dir():
-    pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "benchmarks"))
+tables = pytest.importorskip("tables", reason="no checkout: benchmarks/ is not in the wheel")
+compressed, forks, numbers, price = (
+    import_module(f"pages.{name}") for name in ("compressed", "forks", "numbers", "price")
+)
+
+RESULTS = tables.Results(tables.RESULTS)
 
 
-@pytest.fixture
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_committed_pages_are_what_the_committed_figures_give() -> None:
+    made = tables.made(RESULTS)
+    assert set(made) == set(tables.PAGES), "a page of which a record is missing"
+    for name, page in made.items():
+        assert (tables.DOCS / name).read_text() == page, f"{name}: run python benchmarks/tables.py"
+    assert tables.FIGURE.read_bytes() == tables.spend_figure(RESULTS), "run python benchmarks/tables.py"
 
 
-def test_committed_tables_are_what_the_committed_figures_give(tables: ModuleType) -> None:
-    made = tables.made()
-    assert {"price-truth.md", "spend.md", "blame.md", "compressed.md"} <= set(made)
-    for name, table in made.items():
-        assert (tables.DOCS / name).read_text() == table, f"{name}: run python benchmarks/tables.py"
-    assert tables.FIGURE.read_bytes() == tables.spend_figure(), "run python benchmarks/tables.py"
-
-
-def test_what_docs_say_of_compressed_gradients_is_recorded(tables: ModuleType) -> None:
-    rows = tables._lines("compressed.jsonl")
-    found = judge(tables._losses(rows), tables.CONTRASTS, low="never", high="dense")
+def test_what_docs_say_of_compressed_gradients_is_recorded() -> None:
+    rows = RESULTS.lines("compressed.jsonl")
+    found = judge(forks.losses(rows), compressed.CONTRASTS, low="never", high="dense")
     said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
     told = {(row.arm, row.control): row for row in found.rows}
     share = {row.arm: round(100 * row.closed[0]) for row in found.rows if row.closed}
@@ -70,8 +66,8 @@ def test_what_docs_say_of_compressed_gradients_is_recorded(tables: ModuleType) -
     }
 
 
-def test_what_docs_say_of_a_compressed_steps_cost_is_recorded(tables: ModuleType) -> None:
-    figures = {one["name"]: one["value"] for one in tables._read("compressed-hook.json")["figures"]}
+def test_what_docs_say_of_a_compressed_steps_cost_is_recorded() -> None:
+    figures = {one["name"]: one["value"] for one in RESULTS.read("compressed-hook.json")["figures"]}
     said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
     low, recovery, refresh, power, mean = (
         f"{figures[f'two processes: {arm}, CPU time over dense']:.2f}x"
@@ -81,8 +77,8 @@ def test_what_docs_say_of_a_compressed_steps_cost_is_recorded(tables: ModuleType
     assert f"that is {mean} on the mean. PowerSGD of the same rank takes {power}. Recovery takes {recovery}," in said
 
 
-def test_what_docs_say_of_compression_in_nats_is_recorded(tables: ModuleType) -> None:
-    figures = {one["name"]: one["value"] for one in tables._read("compressed-rise.json")["figures"]}
+def test_what_docs_say_of_compression_in_nats_is_recorded() -> None:
+    figures = {one["name"]: one["value"] for one in RESULTS.read("compressed-rise.json")["figures"]}
     said = " ".join((ROOT / "docs" / "compressed.md").read_text().split())
     bases = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
 
@@ -113,25 +109,25 @@ def test_what_docs_say_of_compression_in_nats_is_recorded(tables: ModuleType) ->
     )
 
 
-def test_numbers_in_texts_are_what_the_committed_figures_give(tables: ModuleType) -> None:
-    texts, known = {page: page.read_text() for page in tables.TEXTS}, tables.numbers()
+def test_numbers_in_texts_are_what_the_committed_figures_give() -> None:
+    texts, known = {page: page.read_text() for page in numbers.TEXTS}, numbers.numbers(RESULTS)
     for page, text in texts.items():
-        assert text == tables.filled(text, known), f"{page.name}: run python benchmarks/tables.py"
+        assert text == numbers.filled(text, known), f"{page.name}: run python benchmarks/tables.py"
     named = set(re.findall(r"<!--:(.+?)-->", "".join(texts.values())))
     assert named | {"plan/sim_e2m1"} == set(known), "every number has its place"
-    readme = texts[tables.TEXTS[0]]
+    readme = texts[numbers.TEXTS[0]]
     wrong = re.sub(r"(?<=<!--:pins/price-->)\d+ %", "12 %", readme)
-    assert wrong != readme and tables.filled(wrong, known) == readme
+    assert wrong != readme and numbers.filled(wrong, known) == readme
 
 
-def test_another_figure_is_another_table(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tables.price_truth()
-    for name in tables.TRUTH:
-        tree = json.loads((tables.RESULTS / name).read_text())
+def test_another_figure_is_another_page(tmp_path: Path) -> None:
+    for name in price.TRUTH:
+        tree = json.loads((RESULTS.folder / name).read_text())
         tree["figures"][0]["value"] += 0.01
         (tmp_path / name).write_text(json.dumps(tree))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.price_truth() != before
+    other = tables.Results(tmp_path)
+    assert price.truth(other) != price.truth(RESULTS)
+    assert set(tables.made(other)) == {"price-truth.md"}, "pages of which there is no record are left out"
 
 
 def test_a_record_names_no_place_of_the_machine() -> None:

@@ -274,9 +274,8 @@ def measured(config: Any, hook: bool = False) -> Any:
 
 def gpu_checks(plan: Any) -> Any:
     """What the checks of benchmarks/gpu_parallel.py find, on the CPU."""
-    from gpu_parallel import Plan, played
-
     from gnmr.distributed.world import World
+    from gpu_parallel import Plan, played
 
     found = played(Plan(**plan), World(world.rank(), world.size()))
     torch.set_num_threads(1)

@@ -1,0 +1,98 @@
+"""Numbers of texts that come from records: <!--:NAME--> and, behind the number, <!--/-->."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pages.blame import BLAME
+from pages.layout import ROOT, Results, percent
+
+TEXTS = tuple(
+    ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
+)
+"""In which they stand."""
+_MARK = re.compile(r"(<!--:([^>\n]+?)-->)(.*?)(<!--/-->)")
+
+
+def numbers(results: Results) -> dict[str, str]:
+    """Every number that a text may name, as it stands there."""
+    found: dict[str, str] = {}
+    spent = results.figures("spend-sim_e2m1.json")
+    for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
+        found[f"pins/{name}"] = percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
+    few = ("MSE", "gap", "random", "GNMR, each step")
+    more = ("gradient norm", "price, each step", "first")
+    for where, scene, arms in (("inputs", "int4", few + more), ("nvfp4", "nvfp4_curve", few)):
+        figures = results.figures(f"spend-{scene}.json")
+        found[f"{where}/price"] = percent(figures[f"{scene}: price at 10.0%"]["value"])
+        for arm in arms:
+            figure = figures[f"{scene}: {arm} at 10.0%"]
+            found |= {
+                f"{where}/{arm}": percent(figure["value"]),
+                f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
+            }
+    gains = results.figures("price-atlas.json")
+    found["atlas/most"] = f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"
+    for name in ("price", "gradient norm", "gap", "MSE"):
+        found[f"atlas/{name}"] = f"{gains[f'seed0_600, sim_e2m1, fprop: Spearman, {name}']['value']:.2f}"
+    for recipe, shares in plans_close("nvfp4", "sim_e2m1").items():
+        closed = [round(100 * share) for share in shares]
+        found[f"plan/{recipe}"] = f"{min(closed)} to {max(closed)} %"
+        found[f"plan/{recipe}/orders"] = ", ".join(map(str, closed)) + " %"
+    found["verdict"] = results.read("diagnosis-nvfp4.json")["verdict"].partition(":")[0]
+    faults = results.read("detection-cpu.json")["signals"]
+    for key, signal in (("GNMR", "gnmr"), ("dGNMR", "gnmr_delta"), ("path", "grad_to_noise")):
+        found[f"faults/{key}"] = str(sum(kind["detected"] for kind in _finite(faults[signal])))
+    found["faults"] = str(sum(kind["windows"] for kind in _finite(faults["gnmr"])))
+    for name, record in (("outliers", "detection-outliers-cpu"), ("outliers/bf16", "detection-outliers-bf16-cpu")):
+        windows = results.read(f"{record}.json")["signals"]["gnmr"]["all"]
+        found[f"{name}/GNMR"] = f"{windows['detected']}"
+        found["outliers"] = f"{windows['windows']}"
+    planted, spikes = (results.read(name)["arms"].values() for name in BLAME)
+    verdicts = [row for arm in planted for row in arm["planted"] if row["verdict"]]
+    right = sum(row["verdict"] == row["cause"] for row in verdicts)
+    found["planted"] = f"{right} of {len(verdicts)}"
+    causes = [arm["figures"]["causes"] for arm in spikes]
+    found["spikes"] = str(sum(sum(one.values()) for one in causes))
+    found["spikes/precision"] = str(sum(one.get("precision", 0) for one in causes))
+    for name, record in (
+        ("two", "controller-cpu"),
+        ("one", "controller-one-thread-cpu"),
+        ("avx2", "controller-avx2-cpu"),
+    ):
+        figures = results.figures(f"{record}.json")
+        whole = figures["step with over step without"]
+        found[f"step/{name}"] = f"{100 * (whole['value'] - 1):.1f} %"
+        found[f"step/{name}/interval"] = f"({100 * (whole['low'] - 1):+.1f} to {100 * (whole['high'] - 1):+.1f})"
+        found[f"step/{name}/parts"] = f"{100 * figures['controller and records, share of a step']['value']:.2f} %"
+    found["step/int4"] = f"{results.figures('all-cpu.json')['step with int4 over bf16']['value']:.2f}x"
+    return found
+
+
+def plans_close(*recipes: str) -> dict[str, list[float]]:
+    """By recipe the shares of the gap to 16 bits that the plan of `gnmr diagnose` closed, by order of the data."""
+    from gnmr.records.find import find_runs
+    from gnmr.records.pack import unpacked
+    from gnmr.report.comparisons import compare
+    from gnmr.report.forks import losses_after
+    from gnmr.report.runs import load
+
+    with unpacked([ROOT / "runs" / "reference" / "diagnosed_plans.parquet"]) as found:
+        arms = [arm for comparison in compare(map(load, find_runs(found.paths))) for arm in comparison.arms]
+        losses = {arm.name: losses_after(arm, "low", "val_loss") for arm in arms}
+    closed = {}
+    for recipe in recipes:
+        low, plan, high = (losses[f"{recipe}_bf16{arm}"] for arm in ("-always_low", "_pins-always_low", "-always_high"))
+        closed[recipe] = [(low[order] - plan[order]) / (low[order] - high[order]) for order in sorted(low)]
+    return closed
+
+
+def _finite(kinds: dict[str, dict[str, int]]) -> Iterator[dict[str, int]]:
+    """Of the faults whose numbers are finite."""
+    return (found for kind, found in kinds.items() if kind not in ("all", "nan", "inf"))
+
+
+def filled(text: str, known: dict[str, str]) -> str:
+    """The text with its marked `numbers`. KeyError for a name that there is not."""
+    return _MARK.sub(lambda found: f"{found[1]}{known[found[2]]}{found[4]}", text)

@@ -1,0 +1,114 @@
+"""What arms close of the gap, against what they spend: docs/results/spend.md and its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gnmr.bench.scenes import EACH
+from gnmr.report.family import Family
+from gnmr.report.family_notes import p_text
+from gnmr.report.statistics import BETTER
+from pages.forks import family_of
+from pages.layout import Results, origin, table_head, table_row
+
+SPEND = tuple(f"spend-{scene}.json" for scene in ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "broken"))
+TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
+
+
+def spend(results: Results) -> str:
+    """docs/results/spend.md"""
+    text = [
+        "# Gap closed against spend",
+        "",
+        "Forks of trained bases: the share of the gap from always-low to always-high (validation loss on the 16-bit",
+        "path) that an arm closes, mean over bases and orders of the data, with 95 % intervals: by the residual of",
+        "one model of all arms, or where that model is refused by Fieller of each arm's own differences (half their",
+        "width is shown).",
+        "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
+        "`price, each step`, at the same budget, Holm over the table.",
+    ]
+    records = results.records(SPEND)
+    for record in records:
+        figures = {figure["name"]: figure for figure in record["figures"]}
+        scene = scene_of(record)
+        told = [f for name, f in figures.items() if name.endswith("gap, nats")]
+        power = figures[f"{scene}: smallest effect at 80 % power"]
+        gaps = ", ".join(
+            f"{f['name'].removeprefix(scene + ', ').removesuffix(': gap, nats')} {f['value']:.4f}" for f in told
+        )
+        text += ["", f"## {scene}", "", f"Gap, nats: {gaps}. n = {power['n']} blocks; {power['note']}."]
+        text += [f"Smallest difference of two arms that is shown with 80 % power: {power['value']:.1%} of the gap.", ""]
+        arms = [
+            name.removeprefix(f"{scene}: ").rsplit(" at ", 1)
+            for name in figures
+            if " at " in name and name != power["name"]
+        ]
+        budgets = [b for b in dict.fromkeys(budget for _, budget in arms) if (["price", b]) in arms]
+        text += table_head(["arm", *(f"{float(budget[:-1]):g} %" for budget in budgets)])
+        for arm in dict.fromkeys(arm for arm, budget in arms if budget in budgets):
+            text.append(table_row([arm, *(_closed(figures[f"{scene}: {arm} at {budget}"]) for budget in budgets)]))
+        whole = [(arm, budget) for arm, budget in arms if budget not in budgets]
+        if whole:
+            text += ["", *table_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
+            text += [table_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
+    return "\n".join([*text, "", *origin(records)])
+
+
+def _closed(figure: dict[str, Any]) -> str:
+    half = (figure["high"] - figure["low"]) / 2
+    p = figure["note"].rpartition(" ")[2] if ", p against" in figure["note"] else "1"
+    return f"{100 * figure['value']:.0f} ± {100 * half:.0f}{' *' if float(p) < 0.01 else ''}"
+
+
+def table11(results: Results) -> str:
+    """docs/results/spend-table11.md"""
+    records = results.records(TABLE11)
+    text = [
+        "# Table 11 as forks",
+        "",
+        "Signals at one budget, four of 28 units, 4-bit inputs in the forward pass too, 8 bits for recovery: forks",
+        "of 40 steps, a new set in every step or one that holds for 20. A block is an order of the data of a base.",
+        "*Spends* is the share of the GEMMs' arithmetic, which differs since units differ in size; `price, 8 %` has",
+        "less of it than any four units. Against never, and against random of its kind.",
+        "",
+        family_of("Table 11 as forks", results.beside(records[0]))[1].markdown(),
+    ]
+    return "\n".join([*text, *origin(records)])
+
+
+def regimes(results: Results) -> str:
+    """docs/results/spend-regimes.md"""
+    records = results.records(sorted(path.name for path in results.folder.glob(REGIMES)))
+    told = {scene_of(record): family_of(scene_of(record), results.beside(record)) for record in records}
+    text = [
+        "# Low paths as forks",
+        "",
+        "A tenth of the GEMMs' arithmetic, spent by pins of the base and by controllers, on many low paths: which of",
+        "them has a gap to close within 40 steps, and who closes it. Against never, and against random of its kind.",
+        "The positive control comes first, always against never: where it is not shown no other arm is made.",
+        "",
+        *_map({scene: family for scene, (family, _) in told.items()}),
+    ]
+    for _, table in told.values():
+        text += ["", table.markdown()]
+    return "\n".join([*text, *origin(records)])
+
+
+def _map(families: Mapping[str, Family]) -> Iterator[str]:
+    """Of each scene the gap and what is closed of it."""
+    arms = ("price", "MSE", "gap", "random", *(f"{name}{EACH}" for name in ("price", "GNMR", "MSE", "random")))
+    yield from table_head(["scene", "n", "gap, nats", "p of the control", *arms])
+    for scene, family in families.items():
+        closed = {row.arm: f"{row.closed[0]:.0%}" for row in family.rows if row.closed is not None and family.gate}
+        tests = [row for row in family.rows if row.control.startswith("random") and row.verdict == BETTER]
+        better = {row.arm for row in tests if row.p is not None and row.p < 0.01}
+        gap = "-" if family.gap is None else f"{family.gap.estimate:.3f}"
+        found = (closed.get(arm, "-") + (" *" if arm in better else "") for arm in arms)
+        yield table_row([scene, str(family.n), gap, p_text(family.p_gate), *found])
+    yield ""
+    yield "A star: better than random of its kind, p < 0.01 by Holm over the scene's tests."
+
+
+def scene_of(record: dict[str, Any]) -> str:
+    return str(record["file"]).removeprefix("spend-").removesuffix(".json")
