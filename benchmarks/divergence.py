@@ -319,9 +319,7 @@ def language(setting: Setting, seed: int) -> Course:
 
 SEARCH = [Setting(low, rate, "adam") for rate in (0.003, 0.03, 0.1) for low in FORMATS]
 SEARCH += [Setting(low, rate) for rate in (0.03, 0.06, 0.09) for low in FORMATS]
-LANGUAGE = [
-    Setting(low, rate, "adam", 64, 2, 80) for rate in (0.03, 0.1) for low in ("bf16", "mxint2", "mxint3", "mxfp4")
-]
+LANGUAGE = [Setting(low, rate, "adam", 64, 2, 400) for rate in (0.003, 0.01, 0.03) for low in FORMATS if low != "mxfp8"]
 SURVIVAL = [Setting("mxint2", 0.05, steps=120)]
 SEEDS = range(10)
 

@@ -34,7 +34,7 @@ def divergence(results: Results) -> str:
         "",
         *_by_rate(search, {"adam": "Adam", "sgd": "SGD, momentum 0.9"}),
         "",
-        "A small LLaMA of `gnmr train` under AdamW, perplexity:",
+        f"A small LLaMA of `gnmr train` under AdamW, {language['rows'][0]['run']['steps']} steps, one seed, perplexity:",
         "",
         *_by_rate(language, {"adam": "AdamW"}),
         "",
