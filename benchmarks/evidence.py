@@ -38,7 +38,7 @@ RUNS = 60
 DIVERGENCE = {"search": 120.0, "survival": 900.0}
 """CPU seconds of parts of divergence.py."""
 _GNMR = ("-m", "gnmr")
-SLOWER = {"nvfp4": 2.2, "nvfp4_curve": 2.2, "regime_nvfp4": 2.2, "regime_mxfp4": 1.6}
+SLOWER = {"nvfp4": 2.2, "nvfp4_curve": 2.2, "regime_mxfp4": 1.6}
 """Of scenes: how much longer a fork takes."""
 
 

@@ -20,6 +20,7 @@ RIVALS |= {name.replace("GNMR", "price"): other for name, other in RIVALS.items(
 def divergence(results: Results) -> str:
     """docs/results/divergence.md"""
     search, language, survival = records = [results.read(name) for name in DIVERGENCE]
+    steps = language["rows"][0]["run"]["steps"]
     text = [
         "# Where low precision diverges",
         "",
@@ -34,7 +35,7 @@ def divergence(results: Results) -> str:
         "",
         *_by_rate(search, {"adam": "Adam", "sgd": "SGD, momentum 0.9"}),
         "",
-        f"A small LLaMA of `gnmr train` under AdamW, {language['rows'][0]['run']['steps']} steps, one seed, perplexity:",
+        f"A small LLaMA of `gnmr train` under AdamW, {steps} steps, one seed, perplexity:",
         "",
         *_by_rate(language, {"adam": "AdamW"}),
         "",

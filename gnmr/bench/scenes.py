@@ -4,7 +4,7 @@ lasting      4-bit paths, whose error is there in every step: pins of the base, 
 passing      an FP8 path that costs next to nothing, of which one operator breaks for 20 of 40 steps: another one
              in every block, 1.8 % of the operator-steps
 table11      the paper's table 11: all signals at one number of units, a new set in every step, and some held
-regimes      low paths, fine and coarse, each with the few arms that say who gains there
+regimes      further low paths, fine and coarse, each with the few arms that say who gains there
 """
 
 from __future__ import annotations
@@ -161,14 +161,11 @@ _SAVED = {"recovers": GEMMS, "words": ("paths.site=saved",), "pins": ("gap", "MS
 REGIMES = {
     f"regime_{name}": replace(_REGIME, low=low, **more)
     for name, low, more in (
-        ("e2m1", "sim_e2m1", {}),
-        ("nvfp4", "nvfp4", {}),
         ("mxfp4", "mxfp4", {}),
         ("sim_int4", "sim_int4", {}),
         ("e3m2", "sim_e3m2", {}),
         ("fp8", "fp8_hybrid", {}),
         ("int8", "llm_int8", {}),
-        ("int4", "int4", {"recovers": GEMMS}),
         ("int2", "int2", {"recovers": GEMMS}),
         ("int4_saved", "int4", _SAVED),
         ("int2_saved", "int2", _SAVED),

@@ -130,6 +130,18 @@ def test_another_figure_is_another_page(tmp_path: Path) -> None:
     assert set(tables.made(other)) == {"price-truth.md"}, "pages of which there is no record are left out"
 
 
+def test_a_low_path_whose_control_is_not_shown_has_no_verdicts() -> None:
+    page = tables.PAGES["spend-regimes.md"](RESULTS)
+    shown = {}
+    for path in RESULTS.folder.glob("spend-regime_*.json"):
+        notes = [figure["note"] for figure in RESULTS.figures(path.name).values() if "control" in figure["name"]]
+        shown[path.stem.removeprefix("spend-regime_")] = not any("not shown" in note for note in notes)
+    assert {*shown.values()} == {True, False}
+    for low, control in shown.items():
+        (row,) = re.findall(rf"^\| {low} \|.*$", page, re.MULTILINE)
+        assert ("%" in row) == control and (f"### regime_{low}\n" in page) == control, low
+
+
 def test_a_record_names_no_place_of_the_machine() -> None:
     tree = record({}, "gnmr bench price run=/scratch/me/a,/scratch/me/b out=/home/of/me/x.json", {})
     assert tree["command"] == "gnmr bench price run=a,b out=x.json"
