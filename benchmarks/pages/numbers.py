@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from gnmr.bench.scenes import EACH
+from gnmr.report.family_notes import p_text
 from pages.blame import BLAME
 from pages.layout import ROOT, Results, percent
+from pages.spend import low_paths
 
 TEXTS = tuple(
     ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
@@ -17,6 +20,12 @@ _MARK = re.compile(r"(<!--:([^>\n]+?)-->)(.*?)(<!--/-->)")
 
 def numbers(results: Results) -> dict[str, str]:
     """Every number that a text may name, as it stands there."""
+    parts = (_spent, _low_paths, _gains, _planned, _seen, _verdicts, _cost)
+    return {name: told for part in parts for name, told in part(results).items()}
+
+
+def _spent(results: Results) -> dict[str, str]:
+    """What is closed for a tenth, and p against pins by price."""
     found: dict[str, str] = {}
     spent = results.figures("spend-sim_e2m1.json")
     for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
@@ -32,30 +41,74 @@ def numbers(results: Results) -> dict[str, str]:
                 f"{where}/{arm}": percent(figure["value"]),
                 f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
             }
+    smallest = results.figures("spend-int4.json")["int4: smallest effect at 80 % power"]["value"]
+    return found | {"inputs/smallest": f"{100 * smallest:.1f} %"}
+
+
+def _low_paths(results: Results) -> dict[str, str]:
+    """Of low paths what is closed for a tenth and p against random of its kind; the largest gap where none is shown."""
+    known = {scene.removeprefix("regime_"): family for scene, (family, _) in low_paths(results).items()}
+    free = [family.gap.interval for family in known.values() if family.gap and not family.gate]
+    found = {"free/most": f"{max(abs(end) for interval in free for end in interval):.3f}"}
+    for low in ("sim_int4", "mxfp4", "int2"):
+        rows = {(row.arm, row.control): row for row in known[low].rows}
+        for name in ("price", f"price{EACH}", f"GNMR{EACH}", f"random{EACH}"):
+            closed = rows[name, "never"].closed
+            assert closed is not None
+            found[f"{low}/{name}"] = percent(closed[0])
+        for name in ("price", "GNMR"):
+            found[f"{low}/{name}/p"] = p_text(rows[name + EACH, "random" + EACH].p)
+    return found
+
+
+def _gains(results: Results) -> dict[str, str]:
+    """How scores rank what training gains."""
     gains = results.figures("price-atlas.json")
-    found["atlas/most"] = f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"
+    found = {"atlas/most": f"{gains['seed0_600, sim_e2m1, fprop: most that a score can have']['value']:.2f}"}
     for name in ("price", "gradient norm", "gap", "MSE"):
         found[f"atlas/{name}"] = f"{gains[f'seed0_600, sim_e2m1, fprop: Spearman, {name}']['value']:.2f}"
+    return found
+
+
+def _planned(results: Results) -> dict[str, str]:
+    """What plans of `gnmr diagnose` close, and a verdict of it."""
+    found = {"verdict": results.read("diagnosis-nvfp4.json")["verdict"].partition(":")[0]}
     for recipe, shares in plans_close("nvfp4", "sim_e2m1").items():
         closed = [round(100 * share) for share in shares]
         found[f"plan/{recipe}"] = f"{min(closed)} to {max(closed)} %"
         found[f"plan/{recipe}/orders"] = ", ".join(map(str, closed)) + " %"
-    found["verdict"] = results.read("diagnosis-nvfp4.json")["verdict"].partition(":")[0]
+    return found
+
+
+def _seen(results: Results) -> dict[str, str]:
+    """Faults and outlier channels that signals find."""
     faults = results.read("detection-cpu.json")["signals"]
+    found = {"faults": str(sum(kind["windows"] for kind in _finite(faults["gnmr"])))}
     for key, signal in (("GNMR", "gnmr"), ("dGNMR", "gnmr_delta"), ("path", "grad_to_noise")):
         found[f"faults/{key}"] = str(sum(kind["detected"] for kind in _finite(faults[signal])))
-    found["faults"] = str(sum(kind["windows"] for kind in _finite(faults["gnmr"])))
     for name, record in (("outliers", "detection-outliers-cpu"), ("outliers/bf16", "detection-outliers-bf16-cpu")):
         windows = results.read(f"{record}.json")["signals"]["gnmr"]["all"]
         found[f"{name}/GNMR"] = f"{windows['detected']}"
         found["outliers"] = f"{windows['windows']}"
+    return found
+
+
+def _verdicts(results: Results) -> dict[str, str]:
+    """On planted causes and on ordinary spikes."""
     planted, spikes = (results.read(name)["arms"].values() for name in BLAME)
     verdicts = [row for arm in planted for row in arm["planted"] if row["verdict"]]
     right = sum(row["verdict"] == row["cause"] for row in verdicts)
-    found["planted"] = f"{right} of {len(verdicts)}"
     causes = [arm["figures"]["causes"] for arm in spikes]
-    found["spikes"] = str(sum(sum(one.values()) for one in causes))
-    found["spikes/precision"] = str(sum(one.get("precision", 0) for one in causes))
+    return {
+        "planted": f"{right} of {len(verdicts)}",
+        "spikes": str(sum(sum(one.values()) for one in causes)),
+        "spikes/precision": str(sum(one.get("precision", 0) for one in causes)),
+    }
+
+
+def _cost(results: Results) -> dict[str, str]:
+    """What a controller and a low path cost a step."""
+    found = {"step/int4": f"{results.figures('all-cpu.json')['step with int4 over bf16']['value']:.2f}x"}
     for name, record in (
         ("two", "controller-cpu"),
         ("one", "controller-one-thread-cpu"),
@@ -66,7 +119,6 @@ def numbers(results: Results) -> dict[str, str]:
         found[f"step/{name}"] = f"{100 * (whole['value'] - 1):.1f} %"
         found[f"step/{name}/interval"] = f"({100 * (whole['low'] - 1):+.1f} to {100 * (whole['high'] - 1):+.1f})"
         found[f"step/{name}/parts"] = f"{100 * figures['controller and records, share of a step']['value']:.2f} %"
-    found["step/int4"] = f"{results.figures('all-cpu.json')['step with int4 over bf16']['value']:.2f}x"
     return found
 
 

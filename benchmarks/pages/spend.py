@@ -8,6 +8,7 @@ from typing import Any
 from gnmr.bench.scenes import BOUNDS, EACH
 from gnmr.report.family import Family
 from gnmr.report.family_notes import p_text
+from gnmr.report.layout import Table
 from gnmr.report.statistics import BETTER
 from pages.forks import family_of
 from pages.layout import Results, origin, table_head, table_row
@@ -82,10 +83,7 @@ def table11(results: Results) -> str:
 
 def regimes(results: Results) -> str:
     """docs/results/spend-regimes.md"""
-    records = results.records(sorted(path.name for path in results.folder.glob(REGIMES)))
-    others = [results.read(name) for name in MAPPED if (results.folder / name).exists()]
-    told = {scene_of(record): family_of(scene_of(record), _tenth(results, record)) for record in [*records, *others]}
-    told = dict(sorted(told.items(), key=lambda one: -_gap(one[1][0])))
+    told = low_paths(results)
     text = [
         "# Low paths as forks",
         "",
@@ -98,10 +96,19 @@ def regimes(results: Results) -> str:
         "",
         *_map({scene: family for scene, (family, _) in told.items()}),
     ]
+    records = [results.read(f"spend-{scene}.json") for scene in told]
     for record in records:
         family, table = told[scene_of(record)]
-        text += ["", table.markdown()] if family.gate else []
-    return "\n".join([*text, "", *origin([*records, *others])])
+        text += ["", table.markdown()] if family.gate and record["file"] not in MAPPED else []
+    return "\n".join([*text, "", *origin(records)])
+
+
+def low_paths(results: Results) -> dict[str, tuple[Family, Table]]:
+    """By scene of the map, the largest gap first. FileNotFoundError where none is there."""
+    names = [*MAPPED, *sorted(path.name for path in results.folder.glob(REGIMES))]
+    records = results.records(names)
+    told = {scene_of(record): family_of(scene_of(record), _tenth(results, record)) for record in records}
+    return dict(sorted(told.items(), key=lambda one: -_gap(one[1][0])))
 
 
 def _tenth(results: Results, record: dict[str, Any]) -> list[dict[str, Any]]:
