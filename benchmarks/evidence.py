@@ -63,12 +63,13 @@ def bases(_out: Path) -> list[Step]:
         "experiment=fork_base",
         "model.outlier_channels.number=2",
         "model.outlier_channels.gain=20",
+        "training.threads=1",
+        "records.wandb=off",
     )
-    quiet = ("training.threads=1", "records.wandb=off")
     return [
         Step(
             f"base-{name}",
-            (*plain, *quiet, f"training.seed={seed}", f"training.steps={steps}", f"run_dir={name}"),
+            (*plain, f"training.seed={seed}", f"training.steps={steps}", f"run_dir={name}"),
             STEP * steps,
         )
         for name, (seed, steps) in BASES.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pages.layout import Results, origin, table_head, table_row
 
@@ -24,10 +25,11 @@ def blame(results: Results) -> str:
     ]
     total: dict[str, list[int]] = {}
     for name, arm in planted["arms"].items():
-        found, figures = [row for row in arm["planted"] if row["verdict"]], arm["figures"]
+        figures = arm["figures"]
+        right, judged = judged_of(arm)
         told = {
-            "spiked": [len(found), len(arm["planted"])],
-            "right": [sum(row["verdict"] == row["cause"] for row in found), len(found)],
+            "spiked": [judged, len(arm["planted"])],
+            "right": [right, judged],
             "single": figures["single"],
             "pairs": figures["pairs"],
             "lost": [figures["not finite"]["lost"], figures["not finite"]["n"]],
@@ -37,12 +39,7 @@ def blame(results: Results) -> str:
         text.append(table_row([name, *_of(told, figures["most step times"])]))
     most = max(arm["figures"]["most step times"] for arm in planted["arms"].values())
     text.append(table_row(["all", *_of(total, most)]))
-    causes = dict.fromkeys(("data", "precision", "not_reproducible"), 0)
-    steps = 0
-    for arm in spikes["arms"].values():
-        steps += arm["figures"]["steps"]
-        for cause, number in arm["figures"]["causes"].items():
-            causes[cause] += number
+    causes, steps = causes_of(spikes), sum(arm["figures"]["steps"] for arm in spikes["arms"].values())
     n = sum(causes.values())
     text += [
         "",
@@ -50,6 +47,21 @@ def blame(results: Results) -> str:
         f"{causes['precision']} precision (a false verdict), {causes['not_reproducible']} not reproducible.",
     ]
     return "\n".join([*text, "", *origin(records)])
+
+
+def judged_of(arm: dict[str, Any]) -> tuple[int, int]:
+    """Right verdicts on planted causes, and all."""
+    found = [row for row in arm["planted"] if row["verdict"]]
+    return sum(row["verdict"] == row["cause"] for row in found), len(found)
+
+
+def causes_of(spikes: dict[str, Any]) -> dict[str, int]:
+    """Verdicts on ordinary spikes, over all arms. KeyError for one that there is not."""
+    causes = dict.fromkeys(("data", "precision", "not_reproducible"), 0)
+    for arm in spikes["arms"].values():
+        for cause, number in arm["figures"]["causes"].items():
+            causes[cause] += number
+    return causes
 
 
 def _of(told: dict[str, list[int]], most: float) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from gnmr.bench.compressed import CONTRASTS
 from gnmr.bench.rise import LATER, SCORES
 from pages.forks import tested
-from pages.layout import Results, origin, table_head, table_row
+from pages.layout import Results, by_name, origin, table_head, table_row
 
 COMPRESSED = ("compressed.json", "compressed-hook.json", "compressed-rise.json")
 
@@ -33,7 +33,7 @@ def compressed(results: Results) -> str:
 
 def _hook(record: dict[str, Any]) -> list[str]:
     """What compressing costs a step."""
-    figures = {figure["name"]: figure for figure in record["figures"]}
+    figures = by_name(record)
 
     def ratio(where: str, arm: str, told: str) -> str:
         one = figures.get(f"{where}: {arm}, {told} over dense")
@@ -65,7 +65,7 @@ def _hook(record: dict[str, Any]) -> list[str]:
 
 def _rise(record: dict[str, Any]) -> list[str]:
     """What compressing one matrix does to the loss of a step."""
-    figures = {figure["name"]: figure for figure in record["figures"]}
+    figures = by_name(record)
     bases = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
     text = [
         "## What compressing one matrix does to the loss of a step",

@@ -7,14 +7,14 @@ from typing import Any
 
 from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
 from gnmr.bench.scenes import EACH
-from pages.layout import Results, origin, table_head, table_row
+from pages.layout import Results, by_name, origin, table_head, table_row
 
 
 def fair(results: Results) -> str:
     """docs/results/fair.md"""
     rows, families = results.lines("fair.jsonl"), results.read("fair.json")
     recorded = results.read("fair-lengths.json")
-    figures = {figure["name"]: figure for figure in recorded["figures"]}
+    figures = by_name(recorded)
     apart = figures["recorded: gap after 500 steps less that after 250"]
     low, high = apart["low"], apart["high"]
     own, pins, each = _ranks(results)
@@ -32,7 +32,7 @@ def fair(results: Results) -> str:
         f"moments fell, of {len(moved)} with 0.95 {min(moved):.0%} to {max(moved):.0%}: they are bfloat16,",
         "which rounds a thousandth away.",
         "",
-        *_from_scratch({figure["name"]: figure for figure in families["figures"]}),
+        *_from_scratch(by_name(families)),
     ]
     text += [
         "",

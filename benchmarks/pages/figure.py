@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gnmr.bench.scenes import EACH
-from pages.layout import Results
+from pages.layout import Results, by_name
 from pages.spend import SPEND, scene_of
 
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
@@ -38,7 +38,7 @@ def spend_figure(results: Results) -> bytes:
         rows = len(records) // columns
         figure, panels = new_figure(4.2 * columns, 4.4 * rows, rows, columns, share=True)
         for axes, record in zip(panels, records, strict=True):
-            figures = {found["name"]: found for found in record["figures"]}
+            figures = by_name(record)
             scene = scene_of(record)
             for arm in ARMS.get(scene, LASTING):
                 points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]

@@ -31,7 +31,7 @@ class Results:
 
     def figures(self, name: str) -> dict[str, dict[str, Any]]:
         """Of a record, by name."""
-        return {figure["name"]: figure for figure in self.read(name)["figures"]}
+        return by_name(self.read(name))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Rows of a jsonl file."""
@@ -40,6 +40,11 @@ class Results:
     def beside(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """The rows that a record was made of."""
         return self.lines(str(Path(record["file"]).with_suffix(".jsonl")))
+
+
+def by_name(*records: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Figures of records."""
+    return {figure["name"]: figure for record in records for figure in record["figures"]}
 
 
 def table_head(names: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gnmr.bench.scenes import EACH
 from gnmr.report.family_notes import p_text
-from pages.blame import BLAME
+from pages.blame import BLAME, causes_of, judged_of
 from pages.layout import ROOT, Results, percent
 from pages.spend import low_paths
 
@@ -95,14 +95,13 @@ def _seen(results: Results) -> dict[str, str]:
 
 def _verdicts(results: Results) -> dict[str, str]:
     """On planted causes and on ordinary spikes."""
-    planted, spikes = (results.read(name)["arms"].values() for name in BLAME)
-    verdicts = [row for arm in planted for row in arm["planted"] if row["verdict"]]
-    right = sum(row["verdict"] == row["cause"] for row in verdicts)
-    causes = [arm["figures"]["causes"] for arm in spikes]
+    planted, spikes = (results.read(name) for name in BLAME)
+    right, judged = map(sum, zip(*map(judged_of, planted["arms"].values()), strict=True))
+    causes = causes_of(spikes)
     return {
-        "planted": f"{right} of {len(verdicts)}",
-        "spikes": str(sum(sum(one.values()) for one in causes)),
-        "spikes/precision": str(sum(one.get("precision", 0) for one in causes)),
+        "planted": f"{right} of {judged}",
+        "spikes": str(sum(causes.values())),
+        "spikes/precision": str(causes["precision"]),
     }
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gnmr.bench.price import SCORE_OF
-from pages.layout import Results, origin, table_head, table_row
+from pages.layout import Results, by_name, origin, table_head, table_row
 
 TRUTH = ("price-truth-early.json", "price-truth-late.json")
 SAMPLING, ATLAS = ("price-sampling.json", "price-sampling-shipped.json"), ("price-atlas.json",)
@@ -28,7 +28,7 @@ def truth(results: Results) -> str:
         "standard errors: where they are few, rank correlations say nothing, and below ten shares are left out.",
     ]
     records = results.records(TRUTH)
-    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    figures = by_name(*records)
     cells = list(dict.fromkeys(name.partition(": ")[0] for name in figures))
     heads = ["base", "low path", "all rises, nats", "clear", *(_BY_SCORE.get(name, name) for name in _SCORES)]
     text += ["", "## Spearman with the rises", "", *table_head(heads)]
@@ -69,7 +69,7 @@ def sampling(results: Results) -> str:
         "",
         *table_head(["base", "low path", "one token in", "Spearman", "median factor", "batches"]),
     ]
-    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    figures = by_name(*records)
     for name, figure in figures.items():
         where, _, what = name.rpartition(", ")
         if what.startswith("Spearman"):
@@ -84,8 +84,8 @@ def sampling(results: Results) -> str:
 def _cadence(records: list[dict[str, Any]]) -> list[str]:
     """Lines: the price that the signal holds, by how often it measures."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for figure in (figure for record in records for figure in record["figures"]):
-        base, how = figure["name"].split(", ")[:2]
+    for name, figure in by_name(*records).items():
+        base, how = name.split(", ")[:2]
         low, every = how.split(": one step in ")
         found.setdefault((base, low), {})[int(every)] = figure
     cadences = sorted({one for figures in found.values() for one in figures})
@@ -122,7 +122,7 @@ def atlas(results: Results) -> str:
         "",
         *table_head(["base, low path, GEMM", "its own price", *scores, "two orders", "most", "orders", "gains"]),
     ]
-    figures = {figure["name"]: figure for record in records for figure in record["figures"]}
+    figures = by_name(*records)
     for where in dict.fromkeys(name.partition(": ")[0] for name in figures):
         own = figures[f"{where}: Spearman, {SCORE_OF[where.rpartition(', ')[2]]}"]
         found = [own, *(figures[f"{where}: Spearman, {name}"] for name in scores)]

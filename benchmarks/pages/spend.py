@@ -11,7 +11,7 @@ from gnmr.report.family_notes import p_text
 from gnmr.report.layout import Table
 from gnmr.report.statistics import BETTER
 from pages.forks import family_of
-from pages.layout import Results, origin, table_head, table_row
+from pages.layout import Results, by_name, origin, table_head, table_row
 
 SPEND = tuple(f"spend-{scene}.json" for scene in ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "broken"))
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
@@ -34,7 +34,7 @@ def spend(results: Results) -> str:
     ]
     records = results.records(SPEND)
     for record in records:
-        figures = {figure["name"]: figure for figure in record["figures"]}
+        figures = by_name(record)
         scene = scene_of(record)
         told = [f for name, f in figures.items() if name.endswith("gap, nats")]
         power = figures[f"{scene}: smallest effect at 80 % power"]
@@ -96,11 +96,10 @@ def regimes(results: Results) -> str:
         "",
         *_map({scene: family for scene, (family, _) in told.items()}),
     ]
-    records = [results.read(f"spend-{scene}.json") for scene in told]
-    for record in records:
-        family, table = told[scene_of(record)]
-        text += ["", table.markdown()] if family.gate and record["file"] not in MAPPED else []
-    return "\n".join([*text, "", *origin(records)])
+    names = {scene: f"spend-{scene}.json" for scene in told}
+    for scene, (family, table) in told.items():
+        text += ["", table.markdown()] if family.gate and names[scene] not in MAPPED else []
+    return "\n".join([*text, "", *origin(results.records([*names.values()]))])
 
 
 def low_paths(results: Results) -> dict[str, tuple[Family, Table]]:
