@@ -85,6 +85,7 @@ def night(out: Path) -> list[Step]:
         bench(out, "price-sampling", "price", "sampling", pair, SAMPLED * 2),
         bench(out, "price-atlas", "price", "atlas", "seed0_600", FORK * 3 * (28 * 3 + 1), 3),
         bench(out, "price-cadence", "price", "cadence", pair, CADENCE * 2),
+        bench(out, "price-shares", "price", "shares", pair, SAMPLED * 2),
         *(spend(out, scene, pair, 5) for scene in _scenes()),
         fair(out, 5),
         replace(bench(out, "fair-lengths", "fair", "lengths", "shipped", 10.0), where=ROOT),

@@ -38,14 +38,11 @@ _SCENES = {
     "passing": ("broken",),
     "table11": ("table11",),
     "regimes": (
-        "regime_e2m1",
-        "regime_nvfp4",
         "regime_mxfp4",
         "regime_sim_int4",
         "regime_e3m2",
         "regime_fp8",
         "regime_int8",
-        "regime_int4",
         "regime_int2",
         "regime_int4_saved",
         "regime_int2_saved",
@@ -67,7 +64,7 @@ BENCHMARKS = {
     "decision": Bench("gnmr.bench.decision", ("decision",), "signal and policy alone, for 10,000 units"),
     "price": Bench(
         "gnmr.bench.price",
-        ("truth", "sampling", "cadence", "atlas"),
+        ("truth", "sampling", "cadence", "shares", "atlas"),
         "prices against the true rise of the loss, of few tokens against all, against what forks gain",
         usual=False,
     ),

@@ -5,6 +5,7 @@ training gains when one GEMM of it is not.
                 and the share of all rises that a score finds in 10 % of the GEMMs
     sampling    prices of few tokens against those of all
     cadence     prices of one step in so many against those of the steps to come
+    shares      of all prices, those in the GEMMs that a budget of `gnmr bench spend` buys
     atlas       forks of the base with a single GEMM of an operator on the recovery path, against forks with none
 
 `run=` names the bases, one or several with commas between (runs of ours, `shipped` without). Beside the price stand
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.rows import Rows
+from gnmr.bench.scenes import LASTING
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.controller.signals.base import Context
@@ -334,6 +336,27 @@ def _held(logs_TU: np.ndarray, every: int) -> np.ndarray:
     return price.log().numpy()
 
 
+def shares(setting: Setting) -> list[Figure]:
+    """Of all prices, the share in the operators that pins by price choose, for lasting scenes of several budgets.
+
+    What such a pin closes where an operator's gain is in proportion to its price and gains add up.
+    """
+    scenes = {name: scene for name, scene in LASTING.items() if len(scene.budgets) > 1}
+    figures = []
+    for base, forks in bases(setting):
+        for name in setting.over([*scenes], f"shares: {base}"):
+            scene = scenes[name]
+            parts = forks.parts(forked(forks, scene.low, *scene.words))
+            operators = [operator.operator_name for operator in parts.plan.operators]
+            costs, price = arithmetic(operator_shapes(parts.model, parts.config.paths)), scored(parts)[0]["price"]
+            for budget in scene.budgets:
+                pins = pins_per_cost(operators, price, costs, budget, scene.recovers)
+                share = price[[operator in pins for operator in operators]].sum() / price.sum()
+                where = f"{base}, {name}: prices in {budget:.1%} of the GEMMs"
+                figures.append(Figure(where, float(share), "%", n=len(operators)))
+    return figures
+
+
 ATLAS_LOW, ATLAS_ORDERS = "sim_e2m1", 3
 _ATLAS = Path("bench", "price-atlas.jsonl")
 SCORE_OF = {"fprop": "price", "dgrad": "dgrad's error", "wgrad": "wgrad's error"}
@@ -413,5 +436,6 @@ PARTS: dict[str, Callable[[Setting], list[Figure]]] = {
     "truth": truth,
     "sampling": sampling,
     "cadence": cadence,
+    "shares": shares,
     "atlas": atlas,
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from gnmr.bench import BENCHMARKS, measurable, parts_of, price, scenes, spend, usual
+from gnmr.bench import measurable, price, scenes, spend, usual
 from gnmr.bench.figures import Figure
 from gnmr.bench.rows import read_rows
 from gnmr.bench.scenes import SCENES, Scene
@@ -75,6 +75,23 @@ def test_a_cadence_holds_the_steps_that_it_measures() -> None:
     logs_TU[30, 0] = 10.0  # step 31: read by one in 10 steps, not by one in 20
     ten, twenty = price._held(logs_TU, 10), price._held(logs_TU, 20)
     assert ten[0] > 0 and twenty[0] == 0 and ten[1] == twenty[1] == 0
+
+
+def test_shares_are_of_the_pins_that_forks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(price, "MEASURED", 8)
+    found = {figure.name: figure for figure in price.shares(Setting(compose([]), [], 1))}
+    lows = {name: scene for name, scene in scenes.LASTING.items() if len(scene.budgets) > 1}
+    for name, scene in lows.items():
+        shares = [found[f"shipped, {name}: prices in {budget:.1%} of the GEMMs"].value for budget in scene.budgets]
+        assert shares[0] > 0 and sorted(shares) == shares and shares[-1] <= 1 + 1e-9
+    assert len(found) == sum(len(scene.budgets) for scene in lows.values())
+    forks, scene = Forks("shipped"), replace(scenes.LASTING["int4"], pins=("price",))
+    told = spend._measured(forks, scene)
+    pins = spend._pins(spend.Fork("shipped", "int4", "price", 0.25, 0), scene, told)
+    held = sum(score for name, score in zip(told.operators, told.scores["price"], strict=True) if name in pins)
+    assert found["shipped, int4: prices in 25.0% of the GEMMs"].value == pytest.approx(
+        held / told.scores["price"].sum()
+    )
 
 
 def test_it_runs_only_where_it_is_named(setting: Setting) -> None:
@@ -172,16 +189,6 @@ def test_arms_of_scenes_are_configs() -> None:
                 )
             assert config.paths.site == ("forward" if name == "table11" else "saved")
             assert config.paths.recovery == ("int8" if name == "table11" else "bf16")
-
-
-def test_scenes_are_chosen_by_name_and_by_group() -> None:
-    assert list(BENCHMARKS["spend"].parts) == list(spend.PARTS) == list(SCENES)
-    assert parts_of(["spend"], ["passing", "nvfp4"]) == ["broken", "nvfp4"]
-    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "atlas"]
-    with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
-        parts_of(["spend"], ["nvfp5"])
-    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, cadence, atlas$"):
-        parts_of(["price"], ["lasting"])
 
 
 def test_arms_of_several_blocks_are_one_model_with_one_residual() -> None:
