@@ -6,7 +6,7 @@ from typing import Any
 
 from gnmr.bench.scenes import EACH
 from pages.layout import Results, by_name
-from pages.spend import SPEND, scene_of
+from pages.spend import SPEND, prices_bought, scene_of
 
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
 """What the figure shows, and its mark; a scene's controllers are dotted where it has pins of the same name."""
@@ -52,8 +52,10 @@ def spend_figure(results: Results) -> bytes:
                 look |= {"lw": 2.2 if arm.startswith("price") else 1.1, "ls": "-"}
                 if scene in ARMS and not arm.endswith(EACH):
                     look |= {"ls": ":", "mfc": "none"}
+                if arm == "price" and (shares := prices_bought(results, scene)):
+                    axes.plot(spends, [*shares.values()], color=INK, lw=1.2, ls="--", label="share of all prices")
                 axes.errorbar(spends, closed, bars, **look, elinewidth=0.8, capsize=2, label=arm)
-            axes.axhline(1, color=FAINT, lw=1, ls="--")
+            axes.axhline(1, color=FAINT, lw=1)
             axes.axhline(0, color=INK, lw=1)
             axes.set_title(TITLES.get(scene, scene))
             if scene in ARMS or axes is panels[0]:  # panels of lasting errors have the same arms

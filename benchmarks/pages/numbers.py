@@ -9,7 +9,7 @@ from gnmr.bench.scenes import EACH
 from gnmr.report.family_notes import p_text
 from pages.blame import BLAME, causes_of, judged_of
 from pages.layout import ROOT, Results, percent
-from pages.spend import low_paths
+from pages.spend import TENTH, low_paths, prices_bought
 
 TEXTS = tuple(
     ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
@@ -41,6 +41,8 @@ def _spent(results: Results) -> dict[str, str]:
                 f"{where}/{arm}": percent(figure["value"]),
                 f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
             }
+    for where, scene in (("pins", "sim_e2m1"), ("inputs", "int4"), ("nvfp4", "nvfp4_curve")):
+        found[f"{where}/bought"] = percent(prices_bought(results, scene)[TENTH])
     smallest = results.figures("spend-int4.json")["int4: smallest effect at 80 % power"]["value"]
     return found | {"inputs/smallest": f"{100 * smallest:.1f} %"}
 

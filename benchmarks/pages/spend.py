@@ -11,13 +11,14 @@ from gnmr.report.family_notes import p_text
 from gnmr.report.layout import Table
 from gnmr.report.statistics import BETTER
 from pages.forks import family_of
-from pages.layout import Results, by_name, origin, table_head, table_row
+from pages.layout import Results, by_name, origin, percent, table_head, table_row
 
 SPEND = tuple(f"spend-{scene}.json" for scene in ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "broken"))
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
 MAPPED = ("spend-sim_e2m1.json", "spend-nvfp4_curve.json", "spend-int4.json")
 """Scenes of spend.md that stand in the map of low paths too, with their forks at `TENTH`."""
 TENTH = 0.1
+SHARES = "price-shares.json"
 
 
 def spend(results: Results) -> str:
@@ -30,7 +31,9 @@ def spend(results: Results) -> str:
         "one model of all arms, or where that model is refused by Fieller of each arm's own differences (half their",
         "width is shown).",
         "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
-        "`price, each step`, at the same budget, Holm over the table.",
+        "`price, each step`, at the same budget, Holm over the table. Below the arms: of all prices of a base the",
+        "share in the operators that pins by price choose, mean over bases, dashed in the figure. No bound: gains need",
+        "not add up.",
     ]
     records = results.records(SPEND)
     for record in records:
@@ -52,11 +55,26 @@ def spend(results: Results) -> str:
         text += table_head(["arm", *(f"{float(budget[:-1]):g} %" for budget in budgets)])
         for arm in dict.fromkeys(arm for arm, budget in arms if budget in budgets):
             text.append(table_row([arm, *(_closed(figures[f"{scene}: {arm} at {budget}"]) for budget in budgets)]))
+        if shares := prices_bought(results, scene):
+            text.append(table_row(["*share of all prices*", *(percent(share) for share in shares.values())]))
         whole = [(arm, budget) for arm, budget in arms if budget not in budgets]
         if whole:
             text += ["", *table_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
             text += [table_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
-    return "\n".join([*text, "", *origin(records)])
+    held = [results.read(SHARES)] if (results.folder / SHARES).exists() else []
+    return "\n".join([*text, "", *origin([*records, *held])])
+
+
+def prices_bought(results: Results, scene: str) -> dict[float, float]:
+    """By budget the share of all prices in what pins by price choose, mean over bases; empty without a record."""
+    if not (results.folder / SHARES).exists():
+        return {}
+    found: dict[float, list[float]] = {}
+    for name, figure in results.figures(SHARES).items():
+        where, budget = name.removesuffix("% of the GEMMs").split(": prices in ")
+        if where.endswith(f", {scene}"):
+            found.setdefault(float(budget) / 100, []).append(figure["value"])
+    return {budget: sum(values) / len(values) for budget, values in found.items()}
 
 
 def _closed(figure: dict[str, Any]) -> str:
