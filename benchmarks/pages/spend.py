@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gnmr.bench.scenes import BOUNDS, EACH
+from gnmr.bench.scenes import BOUNDS, EACH, SCENES
 from gnmr.report.family import Family
 from gnmr.report.family_notes import p_text
 from gnmr.report.layout import Table
@@ -45,7 +45,10 @@ def spend(results: Results) -> str:
             f"{f['name'].removeprefix(scene + ', ').removesuffix(': gap, nats')} {f['value']:.4f}" for f in told
         )
         text += ["", f"## {scene}", "", f"Gap, nats: {gaps}. n = {power['n']} blocks; {power['note']}."]
-        text += [f"Smallest difference of two arms that is shown with 80 % power: {power['value']:.1%} of the gap.", ""]
+        text += [
+            f"Smallest difference to `{SCENES[scene].ours}` that is shown with 80 % power, the median over the tests:"
+        ]
+        text += [f"{power['value']:.1%} of the gap.", ""]
         arms = [
             name.removeprefix(f"{scene}: ").rsplit(" at ", 1)
             for name in figures

@@ -220,9 +220,9 @@ def _gap(family: Family) -> list[Figure]:
     if family.fit is not None:
         told += "; each arm's own spread" if family.fit.own else f"; one residual, {family.fit.sd:.4f} nats"
     found = [Figure("gap, never - dense, nats", gap.estimate, "", *gap.interval, "95 % interval", family.n, note=told)]
-    if smallest is not None:
+    if smallest:
         note = "of the family's largest, at Holm's first step"
-        found.append(Figure("smallest effect at 80 % power", smallest, "%", n=family.n, note=note))
+        found.append(Figure("smallest effect at 80 % power", max(smallest), "%", n=family.n, note=note))
     return found
 
 

@@ -213,8 +213,8 @@ def _figures(where: str, family: Family) -> list[Figure]:
     shown = f"{'' if family.gate else 'not '}shown, p = {family.p_gate or math.nan:.2g}"
     low, high = gap.interval
     found = [Figure(f"{where}: gap", gap.estimate, "nats", low, high, "95 % interval", family.n, note=shown)]
-    if (least := family.smallest()) is not None and math.isfinite(least):
-        found.append(Figure(f"{where}: smallest effect at 80 % power", least, "%", n=family.n, note=spread))
+    if least := family.smallest():
+        found.append(Figure(f"{where}: smallest effect at 80 % power", max(least), "%", n=family.n, note=spread))
     for arm in model.values:
         if arm not in (family.low, family.high) and (closed := model.closed(arm, family.low, family.high)):
             found.append(_share(f"{where}: {arm}", closed, family.n))

@@ -277,16 +277,19 @@ class Family:
         """Blocks that the two bounds have in common."""
         return len(self.fit.blocks(self.low, self.high)) if self.fit and self.gap else 0
 
-    def smallest(self, tests: int = 1) -> float | None:
-        """The difference between an arm and the control, as a share of the gap, that is shown with 80 % power.
+    def smallest_of(self, row: Row, tests: int = 1) -> float | None:
+        """The difference between this arm and its control, as a share of the gap, that is shown with 80 % power.
 
-        The largest over the arms; among several `tests` that of Holm's first step, level / tests.
+        Among several `tests` that of Holm's first step, level / tests.
         """
-        if self.fit is None or self.gap is None or self.gap.estimate <= 0:
+        if row.difference is None or self.gap is None or self.gap.estimate <= 0:
             return None
-        known = [row.difference for row in self.rows if row.difference is not None]
-        shifts = [one.error * smallest_shift(one.freedom, LEVEL / tests) for one in known]
-        return max(shifts, default=math.nan) / self.gap.estimate
+        return row.difference.error * smallest_shift(row.difference.freedom, LEVEL / tests) / self.gap.estimate
+
+    def smallest(self, tests: int = 1) -> list[float]:
+        """`smallest_of` all arms that have one: equal where the residual is pooled and all have the same blocks."""
+        found = (self.smallest_of(row, tests) for row in self.rows)
+        return [one for one in found if one is not None]
 
 
 def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from gnmr.report.family import Family, Fit, Row
 from gnmr.report.layout import NOTHING
 from gnmr.report.statistics import LEVEL, POWER, as_percent
@@ -26,17 +28,23 @@ def power(family: Family) -> list[str]:
     told = f"n = {family.n}; residual sd {model.sd:.3f} nats{of_gap}, {model.freedom} degrees of freedom."
     one, whole = smallest_texts(family)
     if one != NOTHING:
+        median = _percent(float(np.median(family.smallest())))
         told += (
-            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {one} of the gap by one test, {whole} as "
-            f"the first of {len(family.rows)} by Holm."
+            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {one} of the gap by one test"
+            f"{f' at the most and {median} in the median' * (median != one)}, {whole} as the first of "
+            f"{len(family.rows)} by Holm."
         )
     return [told]
 
 
 def smallest_texts(family: Family) -> list[str]:
-    """By one test, and as the first of the family; - where there is no gap."""
-    found = [family.smallest(tests) if family.gate else None for tests in (1, len(family.rows))]
-    return [NOTHING if one is None else f"{100 * one:.0f} %" for one in found]
+    """By one test, and as the first of the family, the largest over the tests; - where there is no gap."""
+    found = [family.smallest(tests) if family.gate else [] for tests in (1, len(family.rows))]
+    return [_percent(max(each)) if each else NOTHING for each in found]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def assumptions(model: Fit | None) -> list[str]:

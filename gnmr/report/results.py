@@ -311,9 +311,10 @@ def _overview(tested: Mapping[str, Tested]) -> str:
         table.rows.append([name, *cells, _routability(one), *counts])
         lines.append(f"- [{name}]({name}.md): {as_markdown(one.claim.title)}. {as_markdown(one.claim.asks)}")
     table.notes = [
-        "Smallest effect: share of the gap that one test shows with 80 % power. Routability: share of all units' total "
-        "in each step's k largest less that in the best fixed k, of the first run that recorded it; near 0 a fixed set "
-        "does as well as any controller. Where the positive control is not shown no arm has a verdict."
+        "Smallest effect: share of the gap that one test shows with 80 % power, the largest over the tests. "
+        "Routability: share of all units' total in each step's k largest less that in the best fixed k, of the first "
+        "run that recorded it; near 0 a fixed set does as well as any controller. Where the positive control is not "
+        "shown no arm has a verdict."
     ]
     head = "# Results\n\nMade from the records by `gnmr report claims=...`; a test compares. Do not edit.\n"
     return f"{head}\n" + "\n".join(lines) + f"\n\n{table.markdown()}"

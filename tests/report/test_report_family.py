@@ -9,6 +9,7 @@ import pytest
 from scipy import optimize, stats
 
 from gnmr.report.family import Family, alike, fit, judge, pooled
+from gnmr.report.family_notes import power
 from gnmr.report.statistics import holm
 
 INF = math.inf
@@ -252,7 +253,18 @@ def test_the_smallest_effect_is_found_in_80_of_100_families() -> None:
     """Of the contrast alone; among five tests at a fifth of the level it is larger."""
     found = judged(drawn(ARMS, 0.1, 11))
     assert found.gap is not None and found.fit is not None
-    one, five = found.smallest(), found.smallest(5)
-    assert one is not None and five is not None and five > one
+    (one, *others), (five, *_) = found.smallest(), found.smallest(5)
+    assert five > one and others == pytest.approx([one] * len(others)), "one residual, whole blocks"
     shift = one * found.gap.estimate / (found.fit.sd * math.sqrt(2 / 5))
     assert stats.nct.sf(stats.t.ppf(0.975, 16), 16, shift) == pytest.approx(0.8)
+
+
+def test_the_smallest_effect_of_own_differences_is_each_tests_own() -> None:
+    """One arm of a hundred times the spread hides none of what the others could have shown."""
+    found = judged(drawn(ARMS, 0.02, 0, wide={"c": 100.0}))
+    assert found.gap is not None and found.fit is not None and found.fit.own and found.gate
+    least = {row.arm: found.smallest_of(row) for row in found.rows}
+    assert all(one is not None and 20 * one < least["c"] for arm, one in least.items() if arm != "c")
+    (told,) = power(found)
+    percents = [round(100 * one) for one in (max(found.smallest()), float(np.median(found.smallest())))]
+    assert f"{percents[0]} % of the gap by one test at the most and {percents[1]} % in the median, " in told
