@@ -33,6 +33,8 @@ PAIR = ("seed0_600", "seed1_600")
 STEP, FORK, SMALL_FORK, TRUTH, SAMPLED, CADENCE, RUN = 0.2, 14.0, 7.0, 60.0, 20.0, 300.0, 70.0
 """CPU seconds here (AMD EPYC, one thread): a step of a base, a fork of 40 steps of a base and of the shipped one, a
 low path's truth, a base's sampling and its cadences, a run from scratch of two layers."""
+IN_FP32 = 1.5
+"""Where a CPU has no 16-bit products: how much longer all of it takes."""
 RUNS = 60
 """Of conf/sweep/from_scratch.yaml."""
 DIVERGENCE = {"search": 120.0, "survival": 900.0}
@@ -174,10 +176,11 @@ def stages(form: str, out: Path) -> Iterator[list[Step]]:
 class Playing:
     """Runs steps, and says how long is left."""
 
-    def __init__(self, out: Path, jobs: int, total: float) -> None:
+    def __init__(self, out: Path, jobs: int, total: float, pace: float) -> None:
+        """`total` seconds, each of which takes `pace` here."""
         self.out, self.jobs, self.left = out, jobs, total
         self.failed: list[str] = []
-        self._pace, self._lock = 1.0, threading.Lock()
+        self._pace, self._lock = pace, threading.Lock()
 
     def __call__(self, steps: Sequence[Step]) -> None:
         """One stage."""
@@ -224,6 +227,8 @@ def _time(seconds: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
+    from gnmr.half import lacking
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("form", choices=FORMS)
     parser.add_argument("out", nargs="?", type=Path)
@@ -235,11 +240,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for step in (step for stage in todo for step in stage):
         print(f"{_time(step.seconds):>8}  {step.name}")
     total, long = sum(_seconds(stage, 1) for stage in todo), sum(_seconds(stage, jobs) for stage in todo)
-    print(f"{sum(map(len, todo))} steps, about {_time(long)} with {jobs} side by side (by an AMD EPYC); into {out}")
+    pace = IN_FP32 if lacking() else 1.0
+    machine = f"by an AMD EPYC {'without' if lacking() else 'with'} 16-bit products"
+    print(f"{sum(map(len, todo))} steps, about {_time(long * pace)} with {jobs} side by side ({machine}); into {out}")
     if given.dry:
         return 0
     (out / "bases").mkdir(parents=True, exist_ok=True)
-    play, began = Playing(out, jobs, total), time.monotonic()
+    play, began = Playing(out, jobs, total, pace), time.monotonic()
     for stage in stages(given.form, out):
         if not play.failed:
             play(stage)

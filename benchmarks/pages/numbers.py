@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from statistics import median
 
-from gnmr.bench.scenes import EACH
-from gnmr.report.family_notes import p_text
+from gnmr.bench.scenes import EACH, HELD
+from gnmr.report.family import EQUAL
+from gnmr.report.family_notes import p_text, row_numbers
+from gnmr.report.statistics import BETTER, NO_DIFFERENCE, WORSE
 from pages.blame import BLAME, causes_of, judged_of
+from pages.forks import family_of
 from pages.layout import ROOT, Results, percent
-from pages.spend import TENTH, low_paths, prices_bought
+from pages.spend import TABLE11, TENTH, low_paths, prices_bought
 
 TEXTS = tuple(
     ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
@@ -20,7 +25,7 @@ _MARK = re.compile(r"(<!--:([^>\n]+?)-->)(.*?)(<!--/-->)")
 
 def numbers(results: Results) -> dict[str, str]:
     """Every number that a text may name, as it stands there."""
-    parts = (_spent, _low_paths, _gains, _planned, _seen, _verdicts, _cost)
+    parts = (_spent, _table11, _low_paths, _gains, _planned, _seen, _verdicts, _cost)
     return {name: told for part in parts for name, told in part(results).items()}
 
 
@@ -45,6 +50,25 @@ def _spent(results: Results) -> dict[str, str]:
         found[f"{where}/bought"] = percent(prices_bought(results, scene)[TENTH])
     smallest = results.figures("spend-int4.json")["int4: smallest effect at 80 % power"]["value"]
     return found | {"inputs/smallest": f"{100 * smallest:.1f} %"}
+
+
+def _table11(results: Results) -> dict[str, str]:
+    """Of its forks what is closed, and against random of its kind verdicts and the smallest effect."""
+    family, _ = family_of("", results.beside(results.records(TABLE11)[0]))
+    told = {(row.arm.removesuffix(EACH), row.control): row for row in family.rows}
+    found = {"forks11/n": str(family.n), "forks11/tests": str(len(family.rows))}
+    for name in ("price", "GNMR", "random", "price, 8 %"):
+        closed = row_numbers(told[name, "never"])
+        found |= {f"forks11/{name}": closed["closed"], f"forks11/{name}/interval": closed["closed_interval"]}
+    drawn = {name: row for (name, control), row in told.items() if control == f"random{EACH}"}
+    held = [row.verdict for (_, control), row in told.items() if control == f"random{HELD}"]
+    for verdict in (BETTER, EQUAL, WORSE):
+        names = [name for name, row in drawn.items() if row.verdict == verdict]
+        found[f"forks11/{verdict}"] = f"{', '.join(names[:-1])} and {names[-1]}"
+    found["forks11/held"] = f"{held.count(NO_DIFFERENCE)} of {len(held)}"
+    smallest = {name: family.smallest_of(row) or math.nan for name, row in drawn.items()}
+    found |= {f"forks11/{name}/smallest": f"{100 * smallest[name]:.1f} %" for name in ("price", "GNMR")}
+    return found | {"forks11/smallest": f"{100 * median(smallest.values()):.1f} %"}
 
 
 def _low_paths(results: Results) -> dict[str, str]:
