@@ -10,7 +10,7 @@ from statistics import median
 from gnmr.bench.scenes import EACH, HELD
 from gnmr.report.family import EQUAL
 from gnmr.report.family_notes import p_text, row_numbers
-from gnmr.report.statistics import BETTER, NO_DIFFERENCE, WORSE
+from gnmr.report.statistics import BETTER, WORSE
 from pages.blame import BLAME, causes_of, judged_of
 from pages.forks import family_of
 from pages.layout import ROOT, Results, percent
@@ -61,11 +61,12 @@ def _table11(results: Results) -> dict[str, str]:
         closed = row_numbers(told[name, "never"])
         found |= {f"forks11/{name}": closed["closed"], f"forks11/{name}/interval": closed["closed_interval"]}
     drawn = {name: row for (name, control), row in told.items() if control == f"random{EACH}"}
-    held = [row.verdict for (_, control), row in told.items() if control == f"random{HELD}"]
+    held = {name: row for (name, control), row in told.items() if control == f"random{HELD}"}
+    (alone,) = (name for name, row in held.items() if row.verdict == BETTER)
     for verdict in (BETTER, EQUAL, WORSE):
-        names = [name for name, row in drawn.items() if row.verdict == verdict]
+        names = [f"`{name}`" if "," in name else name for name, row in drawn.items() if row.verdict == verdict]
         found[f"forks11/{verdict}"] = f"{', '.join(names[:-1])} and {names[-1]}"
-    found["forks11/held"] = f"{held.count(NO_DIFFERENCE)} of {len(held)}"
+    found |= {"forks11/held": alone.removesuffix(HELD), "forks11/held/p": p_text(held[alone].p)}
     smallest = {name: family.smallest_of(row) or math.nan for name, row in drawn.items()}
     found |= {f"forks11/{name}/smallest": f"{100 * smallest[name]:.1f} %" for name in ("price", "GNMR")}
     return found | {"forks11/smallest": f"{100 * median(smallest.values()):.1f} %"}
