@@ -107,7 +107,9 @@ def _from_scratch(figures: dict[str, Any]) -> Iterator[str]:
         between = f"{gap['low']:.3f} to {gap['high']:.3f}, {gap['note']}"
         told = f"- {family}: always is better by {gap['value']:.3f} nats ({between})"
         least = figures.get(f"{family}{last}: smallest effect at 80 % power")
-        yield told + ("." if least is None else f"; smallest effect {least['value']:.0%} of it; {least['note']}.")
+        yield told + (
+            "." if least is None else f"; smallest effect {least['value']:.0%} of it at the most; {least['note']}."
+        )
     if (cost := figures.get("cost of switching: beta2 0.999 less 0.95")) is not None:
         yield f"- Random less random held, nats, under beta2 0.999 less under 0.95: {cost['value']:+.3f}"
         yield f"  ({cost['low']:+.3f} to {cost['high']:+.3f}, {cost['note']})."

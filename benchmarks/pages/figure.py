@@ -52,9 +52,9 @@ def spend_figure(results: Results) -> bytes:
                 look |= {"lw": 2.2 if arm.startswith("price") else 1.1, "ls": "-"}
                 if scene in ARMS and not arm.endswith(EACH):
                     look |= {"ls": ":", "mfc": "none"}
-                if arm == "price" and (shares := prices_bought(results, scene)):
-                    axes.plot(spends, [*shares.values()], color=INK, lw=1.2, ls="--", label="share of all prices")
                 axes.errorbar(spends, closed, bars, **look, elinewidth=0.8, capsize=2, label=arm)
+            if bought := prices_bought(results, scene):
+                axes.plot(*zip(*bought.values(), strict=True), color=INK, lw=1.2, ls="--", label="prices in the pins")
             axes.axhline(1, color=FAINT, lw=1)
             axes.axhline(0, color=INK, lw=1)
             axes.set_title(TITLES.get(scene, scene))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
 
 from gnmr.bench.scenes import EACH, HELD
-from gnmr.report.family import EQUAL
+from gnmr.report.family import EQUAL, Row
 from gnmr.report.family_notes import p_text, row_numbers
 from gnmr.report.statistics import BETTER, WORSE
 from pages.blame import BLAME, causes_of, judged_of
@@ -47,29 +46,39 @@ def _spent(results: Results) -> dict[str, str]:
                 f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
             }
     for where, scene in (("pins", "sim_e2m1"), ("inputs", "int4"), ("nvfp4", "nvfp4_curve")):
-        found[f"{where}/bought"] = percent(prices_bought(results, scene)[TENTH])
+        found[f"{where}/bought"] = percent(prices_bought(results, scene)[f"{TENTH:.1%}"][1])
     smallest = results.figures("spend-int4.json")["int4: smallest effect at 80 % power"]["value"]
     return found | {"inputs/smallest": f"{100 * smallest:.1f} %"}
 
 
 def _table11(results: Results) -> dict[str, str]:
-    """Of its forks what is closed, and against random of its kind verdicts and the smallest effect."""
+    """Of its forks what is closed, and against random of its kind who is told from it and the smallest effect."""
     family, _ = family_of("", results.beside(results.records(TABLE11)[0]))
-    told = {(row.arm.removesuffix(EACH), row.control): row for row in family.rows}
     found = {"forks11/n": str(family.n), "forks11/tests": str(len(family.rows))}
-    for name in ("price", "GNMR", "random", "price, 8 %"):
-        closed = row_numbers(told[name, "never"])
-        found |= {f"forks11/{name}": closed["closed"], f"forks11/{name}/interval": closed["closed_interval"]}
-    drawn = {name: row for (name, control), row in told.items() if control == f"random{EACH}"}
-    held = {name: row for (name, control), row in told.items() if control == f"random{HELD}"}
-    (alone,) = (name for name, row in held.items() if row.verdict == BETTER)
-    for verdict in (BETTER, EQUAL, WORSE):
-        names = [f"`{name}`" if "," in name else name for name, row in drawn.items() if row.verdict == verdict]
-        found[f"forks11/{verdict}"] = f"{', '.join(names[:-1])} and {names[-1]}"
-    found |= {"forks11/held": alone.removesuffix(HELD), "forks11/held/p": p_text(held[alone].p)}
-    smallest = {name: family.smallest_of(row) or math.nan for name, row in drawn.items()}
-    found |= {f"forks11/{name}/smallest": f"{100 * smallest[name]:.1f} %" for name in ("price", "GNMR")}
-    return found | {"forks11/smallest": f"{100 * median(smallest.values()):.1f} %"}
+    for row in family.rows:
+        name = row.arm.removesuffix(EACH)
+        if name in ("price", "GNMR", "random", "price, 8 %") and row.control == "never":
+            closed = row_numbers(row)
+            found |= {f"forks11/{name}": closed["closed"], f"forks11/{name}/interval": closed["closed_interval"]}
+    drawn = [row for row in family.rows if row.control == f"random{EACH}"]
+    for verdict in (BETTER, WORSE):
+        found[f"forks11/{verdict}"] = _listed(
+            r for r in drawn if r.verdict == verdict and r.p is not None and r.p < 0.01
+        )
+    found[f"forks11/{EQUAL}"] = _listed(row for row in drawn if row.verdict == EQUAL)
+    held = [row for row in family.rows if row.control == f"random{HELD}" and row.verdict == BETTER]
+    found |= {"forks11/held": _listed(held), "forks11/held/p": ", ".join(p_text(row.p) for row in held)}
+    smallest = {row.arm: one for row in drawn if (one := family.smallest_of(row)) is not None}
+    told = {"": median(smallest.values()), "/most": max(smallest.values()), "/family": median(family.smallest())}
+    told |= {f"/{name}": smallest[name + EACH] for name in ("price", "GNMR")}
+    return found | {f"forks11/smallest{which}": f"{100 * one:.1f} %" for which, one in told.items()}
+
+
+def _listed(rows: Iterable[Row]) -> str:
+    """Their arms: a, b and c."""
+    names = [row.arm.removesuffix(EACH).removesuffix(HELD) for row in rows]
+    *first, last = (f"`{name}`" if "," in name else name for name in names or ["none"])
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _low_paths(results: Results) -> dict[str, str]:

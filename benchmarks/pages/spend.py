@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 from gnmr.bench.scenes import BOUNDS, EACH, SCENES
@@ -31,9 +32,9 @@ def spend(results: Results) -> str:
         "one model of all arms, or where that model is refused by Fieller of each arm's own differences (half their",
         "width is shown).",
         "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
-        "`price, each step`, at the same budget, Holm over the table. Below the arms: of all prices of a base the",
-        "share in the operators that pins by price choose, mean over bases, dashed in the figure. No bound: gains need",
-        "not add up.",
+        "`price, each step`, at the same budget, Holm over the table. *Prices in the pins*, dashed in the figure: of",
+        "all prices of a base the share in the operators that pins by price choose, mean over bases. No bound: gains",
+        "need not add up, nor be in proportion to prices.",
     ]
     records = results.records(SPEND)
     for record in records:
@@ -58,26 +59,28 @@ def spend(results: Results) -> str:
         text += table_head(["arm", *(f"{float(budget[:-1]):g} %" for budget in budgets)])
         for arm in dict.fromkeys(arm for arm, budget in arms if budget in budgets):
             text.append(table_row([arm, *(_closed(figures[f"{scene}: {arm} at {budget}"]) for budget in budgets)]))
-        if shares := prices_bought(results, scene):
-            text.append(table_row(["*share of all prices*", *(percent(share) for share in shares.values())]))
+        if bought := prices_bought(results, scene):
+            held = (bought.get(budget) for budget in budgets)
+            text.append(table_row(["*prices in the pins*", *("-" if one is None else percent(one[1]) for one in held)]))
         whole = [(arm, budget) for arm, budget in arms if budget not in budgets]
         if whole:
             text += ["", *table_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
             text += [table_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
-    held = [results.read(SHARES)] if (results.folder / SHARES).exists() else []
-    return "\n".join([*text, "", *origin([*records, *held])])
+    shares = [results.read(SHARES)] if (results.folder / SHARES).exists() else []
+    return "\n".join([*text, "", *origin([*records, *shares])])
 
 
-def prices_bought(results: Results, scene: str) -> dict[float, float]:
-    """By budget the share of all prices in what pins by price choose, mean over bases; empty without a record."""
+def prices_bought(results: Results, scene: str) -> dict[str, tuple[float, float]]:
+    """By budget (10.0%) what pins by price spend and hold of all prices, means over bases; empty without a record."""
     if not (results.folder / SHARES).exists():
         return {}
-    found: dict[float, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for name, figure in results.figures(SHARES).items():
-        where, budget = name.removesuffix("% of the GEMMs").split(": prices in ")
+        where, budget = name.removesuffix(" of the GEMMs").split(": prices in ")
         if where.endswith(f", {scene}"):
-            found.setdefault(float(budget) / 100, []).append(figure["value"])
-    return {budget: sum(values) / len(values) for budget, values in found.items()}
+            spends = float(figure["note"].split()[1].rstrip("%:")) / 100
+            found.setdefault(budget, []).append((spends, figure["value"]))
+    return {budget: (fmean(x for x, _ in pairs), fmean(y for _, y in pairs)) for budget, pairs in found.items()}
 
 
 def _closed(figure: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ BENCHMARKS = {
     "price": Bench(
         "gnmr.bench.price",
         ("truth", "sampling", "cadence", "shares", "atlas"),
-        "prices against the true rise of the loss, of few tokens against all, against what forks gain",
+        "prices against the true rise of the loss, of few tokens against all, against what forks gain; in a budget",
         usual=False,
     ),
     "spend": Bench(

@@ -339,7 +339,7 @@ def _held(logs_TU: np.ndarray, every: int) -> np.ndarray:
 def shares(setting: Setting) -> list[Figure]:
     """Of all prices, the share in the operators that pins by price choose, for lasting scenes of several budgets.
 
-    What such a pin closes where an operator's gain is in proportion to its price and gains add up.
+    An operator counts with its price (that of fprop), whichever of its GEMMs the scene recovers.
     """
     scenes = {name: scene for name, scene in LASTING.items() if len(scene.budgets) > 1}
     figures = []
@@ -352,8 +352,10 @@ def shares(setting: Setting) -> list[Figure]:
             for budget in scene.budgets:
                 pins = pins_per_cost(operators, price, costs, budget, scene.recovers)
                 share = price[[operator in pins for operator in operators]].sum() / price.sum()
+                spent = sum(costs[operator, gemm] for operator, gemms in pins.items() for gemm in gemms)
                 where = f"{base}, {name}: prices in {budget:.1%} of the GEMMs"
-                figures.append(Figure(where, float(share), "%", n=len(operators)))
+                note = f"spends {spent / sum(costs.values()):.1%}: {', '.join(pins)}"
+                figures.append(Figure(where, float(share), "%", n=len(operators), note=note))
     return figures
 
 

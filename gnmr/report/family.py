@@ -287,7 +287,7 @@ class Family:
         return row.difference.error * smallest_shift(row.difference.freedom, LEVEL / tests) / self.gap.estimate
 
     def smallest(self, tests: int = 1) -> list[float]:
-        """`smallest_of` all arms that have one: equal where the residual is pooled and all have the same blocks."""
+        """Of every test that has one: equal where the residual is pooled and all arms have the same blocks."""
         found = (self.smallest_of(row, tests) for row in self.rows)
         return [one for one in found if one is not None]
 

@@ -29,10 +29,10 @@ def power(family: Family) -> list[str]:
     one, whole = smallest_texts(family)
     if one != NOTHING:
         median = _percent(float(np.median(family.smallest())))
+        up, usual = ("", "") if median == one else ("up to ", f" ({median} in the median)")
         told += (
-            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {one} of the gap by one test"
-            f"{f' at the most and {median} in the median' * (median != one)}, {whole} as the first of "
-            f"{len(family.rows)} by Holm."
+            f" Smallest effect that is shown with {100 * POWER:.0f} % power: {up}{one} of the gap by one test{usual}, "
+            f"{up}{whole} as the first of {len(family.rows)} by Holm."
         )
     return [told]
 

@@ -6,14 +6,16 @@ import io
 import json
 import math
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gnmr.bench import BENCHMARKS, RENAMED, paths, process
+from gnmr.bench import BENCHMARKS, RENAMED, parts_of, paths, process, scenes
 from gnmr.bench.setting import Setting
 from gnmr.config.compose import compose
+from gnmr.errors import UserError
 from gnmr.vocabulary import RECIPES
 
 MACHINE = {"cpu", "cores", "threads", "products", "load_average", "gpu"}
@@ -45,6 +47,31 @@ def named(tree: dict) -> dict[str, dict]:
 def test_help_names_every_benchmark(gnmr):
     outcome = gnmr("bench", "--help")
     assert outcome.code == 0 and all(f"  {name} " in outcome.out for name in BENCHMARKS)
+
+
+def test_the_table_of_benchmarks_names_the_parts_that_they_have() -> None:
+    for name, bench in BENCHMARKS.items():
+        assert sorted(bench.parts) == sorted(import_module(bench.module).PARTS), name
+    groups = {
+        "lasting": scenes.LASTING,
+        "passing": scenes.PASSING,
+        "table11": scenes.TABLE11,
+        "regimes": scenes.REGIMES,
+        "quick": scenes.QUICK,
+    }
+    assert {name: list(parts) for name, parts in BENCHMARKS["spend"].groups.items()} == {
+        name: list(found) for name, found in groups.items()
+    }
+    assert list(BENCHMARKS["spend"].parts) == list(scenes.SCENES)
+
+
+def test_scenes_are_chosen_by_name_and_by_group() -> None:
+    assert parts_of(["spend"], ["passing", "nvfp4"]) == ["broken", "nvfp4"]
+    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "atlas"]
+    with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
+        parts_of(["spend"], ["nvfp5"])
+    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, cadence, shares, atlas$"):
+        parts_of(["price"], ["lasting"])
 
 
 @pytest.mark.parametrize("word", RENAMED)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +15,6 @@ from omegaconf import OmegaConf
 from gnmr.bench import BENCHMARKS, parts_of
 from gnmr.bench.scenes import SCENES, Scene
 from gnmr.config.compose import compose
-from gnmr.errors import UserError
 from gnmr.sweep import combinations_of
 
 ROOT = Path(__file__).parents[2]
@@ -67,21 +65,6 @@ def test_every_step_is_a_command_of_this_version(evidence: ModuleType, tmp_path:
         assert given["out"] == str(tmp_path / f"{step.name}.json")
 
 
-def test_the_table_of_benchmarks_names_the_parts_that_they_have() -> None:
-    for name, bench in BENCHMARKS.items():
-        assert sorted(bench.parts) == sorted(import_module(bench.module).PARTS), name
-    assert list(BENCHMARKS["spend"].parts) == list(SCENES)
-
-
-def test_scenes_are_chosen_by_name_and_by_group() -> None:
-    assert parts_of(["spend"], ["passing", "nvfp4"]) == ["broken", "nvfp4"]
-    assert parts_of(["spend", "price"], ["lasting", "atlas"]) == ["sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "atlas"]
-    with pytest.raises(UserError, match=r"^only=nvfp5: must be of lasting, .*did you mean nvfp4"):
-        parts_of(["spend"], ["nvfp5"])
-    with pytest.raises(UserError, match=r"^only=lasting: must be of truth, sampling, cadence, shares, atlas$"):
-        parts_of(["price"], ["lasting"])
-
-
 def test_runs_from_scratch_are_counted(evidence: ModuleType, tmp_path: Path) -> None:
     sweeper = OmegaConf.load(ROOT / "conf" / "sweep" / "from_scratch.yaml").hydra.sweeper
     assert len(combinations_of([], sweeper.params, sweeper.arms)) == evidence.RUNS
@@ -93,9 +76,10 @@ def test_runs_from_scratch_are_counted(evidence: ModuleType, tmp_path: Path) -> 
 
 
 def test_dry_tells_the_steps_and_runs_none(
-    evidence: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
+    monkeypatch.setattr("gnmr.half.lacking", lambda: False)
     assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
     before = capsys.readouterr().out
     assert re.search(r"32 steps, about \d+\.\d h with 2 side by side", before) and not out.exists()
@@ -106,6 +90,19 @@ def test_dry_tells_the_steps_and_runs_none(
     assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
     told = capsys.readouterr().out
     assert "31 steps" in told and "spend-broken" not in told and "31 s  spend-nvfp4" in told
+
+
+def test_a_cpu_without_16_bit_products_takes_longer(
+    evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hours = []
+    for lacking in (False, True):
+        monkeypatch.setattr("gnmr.half.lacking", lambda lacking=lacking: lacking)
+        assert evidence.main(["night", str(tmp_path / "out"), "--dry", "--jobs", "2"]) == 0
+        told = capsys.readouterr().out
+        assert f"EPYC {'without' if lacking else 'with'} 16-bit products" in told
+        hours += [float(re.search(rf"([\d.]+) {unit}", told)[1]) for unit in ("h  spend-sim_e2m1", "h with 2")]
+    assert hours[2:] == pytest.approx([evidence.IN_FP32 * one for one in hours[:2]], rel=0.03)
 
 
 @pytest.mark.slow

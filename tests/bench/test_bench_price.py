@@ -85,13 +85,15 @@ def test_shares_are_of_the_pins_that_forks_are_given(monkeypatch: pytest.MonkeyP
         shares = [found[f"shipped, {name}: prices in {budget:.1%} of the GEMMs"].value for budget in scene.budgets]
         assert shares[0] > 0 and sorted(shares) == shares and shares[-1] <= 1 + 1e-9
     assert len(found) == sum(len(scene.budgets) for scene in lows.values())
-    forks, scene = Forks("shipped"), replace(scenes.LASTING["int4"], pins=("price",))
-    told = spend._measured(forks, scene)
-    pins = spend._pins(spend.Fork("shipped", "int4", "price", 0.25, 0), scene, told)
-    held = sum(score for name, score in zip(told.operators, told.scores["price"], strict=True) if name in pins)
-    assert found["shipped, int4: prices in 25.0% of the GEMMs"].value == pytest.approx(
-        held / told.scores["price"].sum()
-    )
+    for name in ("sim_e2m1", "int4"):  # fprop alone, and all GEMMs
+        scene = replace(lows[name], pins=("price",))
+        told = spend._measured(Forks("shipped"), scene)
+        pins = spend._pins(spend.Fork("shipped", name, "price", 0.25, 0), scene, told)
+        prices = dict(zip(told.operators, told.scores["price"], strict=True))
+        figure = found[f"shipped, {name}: prices in 25.0% of the GEMMs"]
+        assert figure.value == pytest.approx(sum(prices[one] for one in pins) / sum(prices.values()))
+        spends = sum(told.costs[one, gemm] for one, gemms in pins.items() for gemm in gemms) / sum(told.costs.values())
+        assert figure.note == f"spends {spends:.1%}: {', '.join(pins)}" and 0.2 < spends <= 0.25
 
 
 def test_it_runs_only_where_it_is_named(setting: Setting) -> None:

@@ -267,4 +267,10 @@ def test_the_smallest_effect_of_own_differences_is_each_tests_own() -> None:
     assert all(one is not None and 20 * one < least["c"] for arm, one in least.items() if arm != "c")
     (told,) = power(found)
     percents = [round(100 * one) for one in (max(found.smallest()), float(np.median(found.smallest())))]
-    assert f"{percents[0]} % of the gap by one test at the most and {percents[1]} % in the median, " in told
+    assert f"up to {percents[0]} % of the gap by one test ({percents[1]} % in the median), up to " in told
+
+
+def test_without_a_gap_no_smallest_effect_is_told() -> None:
+    found = judged(drawn(dict.fromkeys(ARMS, 4.0), 0.1, 0))
+    (told,) = power(found)
+    assert not found.gate and "Smallest" not in told
