@@ -18,8 +18,8 @@ if not (ROOT / "benchmarks" / "results").is_dir():
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 tables = import_module("tables")
-compressed, forks, numbers, price = (
-    import_module(f"pages.{name}") for name in ("compressed", "forks", "numbers", "price")
+compressed, forks, numbers, price, spend = (
+    import_module(f"pages.{name}") for name in ("compressed", "forks", "numbers", "price", "spend")
 )
 
 RESULTS = tables.Results(tables.RESULTS)
@@ -110,6 +110,20 @@ def test_what_docs_say_of_compression_in_nats_is_recorded() -> None:
         f"by {lost[0]} % and {lost[1]} % of it" in said
         and max(figures[f"{base}: momentum over rises"] for base in bases) < 0
     )
+
+
+def test_the_dashed_line_is_of_the_pins_that_forks_had(tmp_path: Path) -> None:
+    """Of E2M1 the bases are others, of another CPU."""
+    shares = RESULTS.figures("price-shares.json")
+    for scene in ("nvfp4_curve", "int4"):
+        rows = [row for row in RESULTS.lines(f"spend-{scene}.jsonl") if row["fork"]["arm"] == "price"]
+        for row in rows:
+            fork = row["fork"]
+            figure = shares[f"{fork['base']}, {scene}: prices in {fork['budget']:.1%} of the GEMMs"]
+            assert figure["note"] == f"spends {row['share']:.1%}: {', '.join(row['pins'])}"
+        assert len(rows) >= 30 and list(spend.prices_bought(RESULTS, scene)) == ["5.0%", "10.0%", "25.0%"]
+    assert spend.prices_bought(RESULTS, "broken") == {}
+    assert spend.prices_bought(tables.Results(tmp_path), "int4") == {}
 
 
 def test_numbers_in_texts_are_what_the_committed_figures_give() -> None:
