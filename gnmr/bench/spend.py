@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,26 +160,15 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
 
     By the pooled residual; where equal spread or the sum of arm and block is refused, by each arm's own differences.
     """
-    blocks, name = list(dict.fromkeys((cell.base, cell.order) for cell in forks)), forks[0].low
-
-    def losses(base: str, arm: str) -> dict[int, float]:
-        chosen = (cell for cell in forks if (cell.base, cell.arm) == (base, arm))
-        return {cell.order: known[cell]["loss"] for cell in chosen}
-
-    never = {base: losses(base, "never") for base, _ in blocks}
-    gaps = {base: np.mean([*never[base].values()]) - np.mean([*losses(base, "always").values()]) for base in never}
-    closed: dict[tuple[str, float], dict[int, float]] = {}
-    for cell in forks:
-        share = (never[cell.base][cell.order] - known[cell]["loss"]) / gaps[cell.base]
-        closed.setdefault((cell.arm, cell.budget), {})[blocks.index((cell.base, cell.order))] = float(share)
-    n, model = len(blocks), fit(closed)
-    figures = [Figure(f"{name}, {base}: gap, nats", float(gap), "", n=len(never[base])) for base, gap in gaps.items()]
+    name, gaps, closed = forks[0].low, _gaps(forks, known), closed_by(forks, known)
+    blocks = {base: len({cell.order for cell in forks if cell.base == base}) for base in gaps}
+    n, model = sum(blocks.values()), modelled(closed)
+    figures = [Figure(f"{name}, {base}: gap, nats", gap, "", n=blocks[base]) for base, gap in gaps.items()]
     p = dict[tuple[str, float], float]()
     if model is not None and set(closed) > {*BOUNDS.items()}:
-        model = replace(model, own=model.refused)
         of_all = f"residual {model.sd:.1%}, {model.freedom} degrees of freedom"
         spread = "each arm's own spread" if model.own else of_all
-        p, least = _tested(model, scene), _smallest(model, scene)
+        p, least = _tested(model, scene), smallest(model, scene)
         figures.append(
             Figure(
                 f"{name}: smallest effect at 80 % power",
@@ -210,6 +199,31 @@ def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any
     return figures
 
 
+def _gaps(forks: Sequence[Fork], known: Mapping[Fork, dict[str, Any]]) -> dict[str, float]:
+    """Of each base never less always, nats, mean over orders."""
+    losses: dict[tuple[str, str], list[float]] = {}
+    for cell in forks:
+        losses.setdefault((cell.base, cell.arm), []).append(known[cell]["loss"])
+    bases = dict.fromkeys(cell.base for cell in forks)
+    return {base: float(np.mean(losses[base, "never"]) - np.mean(losses[base, "always"])) for base in bases}
+
+
+def closed_by(forks: Sequence[Fork], known: Mapping[Fork, dict[str, Any]]) -> dict[tuple[str, float], dict[Any, float]]:
+    """Of each arm and budget, by block, the share that it closes of its base's mean gap."""
+    gaps, closed = _gaps(forks, known), dict[tuple[str, float], dict[Any, float]]()
+    never = {(cell.base, cell.order): known[cell]["loss"] for cell in forks if cell.arm == "never"}
+    for cell in forks:
+        block = cell.base, cell.order
+        closed.setdefault((cell.arm, cell.budget), {})[block] = (never[block] - known[cell]["loss"]) / gaps[cell.base]
+    return closed
+
+
+def modelled(closed: Mapping[tuple[str, float], Mapping[Any, float]]) -> Fit | None:
+    """Their model; contrasts by their own differences where there are arms beside the bounds and it is refused."""
+    model = fit(closed)
+    return replace(model, own=model.refused) if model is not None and set(closed) > {*BOUNDS.items()} else model
+
+
 def _interval(model: Fit | None, key: tuple[str, float]) -> tuple[float | None, float | None]:
     """95 %, of an arm's mean over blocks. By the pooled residual; of arms told by their own differences by Fieller, as
     the gap is a block's own too: what breaks differs. None where it is not told."""
@@ -236,9 +250,10 @@ def _tested(model: Fit, scene: Scene) -> dict[tuple[str, float], float]:
     return dict(zip(found, told, strict=True))  # type: ignore[arg-type]
 
 
-def _smallest(model: Fit, scene: Scene) -> float:
-    """The difference to `ours` that one test shows with 80 % power: the median over arms and budgets."""
-    known = [one for one in _rivals(model, scene).values() if one is not None]
+def smallest(model: Fit, scene: Scene, budget: float | None = None) -> float:
+    """The difference to `ours` that one test shows with 80 % power: the median over arms, and budgets without one."""
+    found = _rivals(model, scene).items()
+    known = [one for (_, at), one in found if one is not None and budget in (None, at)]
     return float(np.median([one.error * smallest_shift(one.freedom) for one in known]))
 
 
