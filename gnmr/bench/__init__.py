@@ -65,7 +65,7 @@ BENCHMARKS = {
     "price": Bench(
         "gnmr.bench.price",
         ("truth", "sampling", "cadence", "shares", "atlas"),
-        "prices against the true rise of the loss, of few tokens against all, against what forks gain; in a budget",
+        "prices against the true rise of the loss, of few tokens, against what forks gain; what a budget holds",
         usual=False,
     ),
     "spend": Bench(
