@@ -13,7 +13,7 @@ from gnmr.report.statistics import BETTER, WORSE
 from pages.blame import BLAME, causes_of, judged_of
 from pages.forks import family_of
 from pages.layout import ROOT, Results, percent
-from pages.spend import TABLE11, TENTH, low_paths, prices_bought
+from pages.spend import TABLE11, TENTH, low_paths, prices_bought, smallest_by
 
 TEXTS = tuple(
     ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
@@ -32,8 +32,19 @@ def _spent(results: Results) -> dict[str, str]:
     """What is closed for a tenth, and p against pins by price."""
     found: dict[str, str] = {}
     spent = results.figures("spend-sim_e2m1.json")
-    for name, arm in (("price", "price"), ("GNMR", "GNMR, each step"), ("random", "random")):
-        found[f"pins/{name}"] = percent(spent[f"sim_e2m1: {arm} at 10.0%"]["value"])
+    for name in ("price", "gradient norm", "gap", "MSE", "update norm", "first", "random", "last"):
+        found[f"pins/{name}"] = percent(spent[f"sim_e2m1: {name} at 10.0%"]["value"])
+    found["pins/GNMR"] = percent(spent[f"sim_e2m1: GNMR{EACH} at 10.0%"]["value"])
+    for name, arm in (("price", "price"), ("gradient norm", "gradient norm"), ("each", f"price{EACH}")):
+        found[f"pins15/{name}"] = percent(spent[f"sim_e2m1: {arm} at 15.0%"]["value"])
+    found["pins/each"] = percent(spent[f"sim_e2m1: price{EACH} at 10.0%"]["value"])
+    for where, budget in (("pins", "10.0%"), ("pins15", "15.0%")):
+        price = spent[f"sim_e2m1: price at {budget}"]
+        found[f"{where}/price/interval"] = f"({100 * price['low']:.0f} to {100 * price['high']:.0f})"
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        found[f"pins/{gemm}"] = percent(spent[f"sim_e2m1: {gemm} at 33.3%"]["value"])
+    found["pins/n"] = str(spent["sim_e2m1: price at 10.0%"]["n"])
+    found["pins/smallest"] = f"{100 * smallest_by(results, results.read('spend-sim_e2m1.json'))['10.0%']:.1f} %"
     few = ("MSE", "gap", "random", "GNMR, each step")
     more = ("gradient norm", "price, each step", "first")
     for where, scene, arms in (("inputs", "int4", few + more), ("nvfp4", "nvfp4_curve", few)):
