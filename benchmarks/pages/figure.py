@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gnmr.bench.scenes import EACH
-from pages.layout import Results, by_name
+from pages.layout import Results, by_name, listed, spends
 from pages.spend import SPEND, prices_bought, scene_of
 
 MARKS = {"price": "o", "gap": "s", "gradient norm": "^", "MSE": "D", "GNMR": "<", "first_last": "v", "random": "x"}
@@ -44,7 +44,7 @@ def spend_figure(results: Results) -> bytes:
                 points = [found for name, found in figures.items() if name.startswith(f"{scene}: {arm} at ")]
                 if not points:
                     continue
-                spends = [float(found["note"].split()[1].rstrip("%,")) / 100 for found in points]
+                spent = [spends(found) for found in points]
                 closed = [found["value"] for found in points]
                 bars = np.transpose([(max(f["value"] - f["low"], 0), max(f["high"] - f["value"], 0)) for f in points])
                 place = list(MARKS).index(arm.removesuffix(EACH))
@@ -52,7 +52,7 @@ def spend_figure(results: Results) -> bytes:
                 look |= {"lw": 2.2 if arm.startswith("price") else 1.1, "ls": "-"}
                 if scene in ARMS and not arm.endswith(EACH):
                     look |= {"ls": ":", "mfc": "none"}
-                axes.errorbar(spends, closed, bars, **look, elinewidth=0.8, capsize=2, label=arm)
+                axes.errorbar(spent, closed, bars, **look, elinewidth=0.8, capsize=2, label=arm)
             if bought := prices_bought(results, scene):
                 axes.plot(*zip(*bought.values(), strict=True), color=INK, lw=1.2, ls="--", label="prices in the pins")
             axes.axhline(1, color=FAINT, lw=1)
@@ -66,9 +66,8 @@ def spend_figure(results: Results) -> bytes:
                 axis.set_major_formatter(PercentFormatter(1, decimals=0))
         for axes in panels[::columns]:
             axes.set_ylabel("gap closed, validation in 16 bits")
-        blocks = [found["n"] for one in records for found in one["figures"] if "smallest effect" in found["name"]]
-        counted = ", ".join(map(str, blocks[:-1])) + f" and {blocks[-1]}"
-        foot(figure, f"forks of 40 steps, {counted} blocks, 95 % intervals")
+        blocks = [str(found["n"]) for one in records for found in one["figures"] if "smallest effect" in found["name"]]
+        foot(figure, f"forks of 40 steps, {listed(blocks)} blocks, 95 % intervals")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

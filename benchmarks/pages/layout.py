@@ -22,9 +22,13 @@ class Results:
         found: dict[str, Any] = json.loads((self.folder / name).read_text())
         return found | {"file": name}
 
+    def there(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Those of these records that are there."""
+        return [self.read(name) for name in names if (self.folder / name).exists()]
+
     def records(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Those that are there. FileNotFoundError where none is."""
-        found = [self.read(name) for name in names if (self.folder / name).exists()]
+        found = self.there(names)
         if not found:
             raise FileNotFoundError(f"{self.folder}: has none of {', '.join(names) or 'these records'}")
         return found
@@ -53,6 +57,17 @@ def table_head(names: Sequence[str]) -> list[str]:
 
 def table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c; of no word none."""
+    *first, last = words or ["none"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def spends(figure: dict[str, Any]) -> float:
+    """Of an arm's figure in `gnmr bench spend` the share of the arithmetic, by its note: "spends 9.9%"."""
+    return float(figure["note"].split()[1].rstrip("%,:")) / 100
 
 
 def percent(share: float) -> str:

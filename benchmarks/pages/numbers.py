@@ -10,10 +10,11 @@ from gnmr.bench.scenes import EACH, HELD
 from gnmr.report.family import EQUAL, Row
 from gnmr.report.family_notes import p_text, row_numbers
 from gnmr.report.statistics import BETTER, WORSE
+from gnmr.vocabulary import GEMMS
 from pages.blame import BLAME, causes_of, judged_of
 from pages.forks import family_of
-from pages.layout import ROOT, Results, percent
-from pages.spend import TABLE11, TENTH, low_paths, prices_bought, smallest_by
+from pages.layout import ROOT, Results, listed, percent
+from pages.spend import TABLE11, low_paths, prices_bought, smallest_by
 
 TEXTS = tuple(
     ROOT / name for name in ("README.md", "docs/evidence.md", "docs/cost.md", "docs/diagnose.md", "docs/price.md")
@@ -28,36 +29,39 @@ def numbers(results: Results) -> dict[str, str]:
     return {name: told for part in parts for name, told in part(results).items()}
 
 
+_SPENT = {
+    "pins": (
+        "sim_e2m1",
+        "10.0%",
+        ("gradient norm", "gap", "MSE", "update norm", "first", "random", "last", f"GNMR{EACH}", f"price{EACH}"),
+    ),
+    "pins15": ("sim_e2m1", "15.0%", ("gradient norm", f"price{EACH}")),
+    "inputs": ("int4", "10.0%", ("MSE", "gap", "random", "gradient norm", "first", f"GNMR{EACH}", f"price{EACH}")),
+    "nvfp4": ("nvfp4_curve", "10.0%", ("MSE", "gap", "random", f"GNMR{EACH}")),
+}
+"""Scene, budget, and the arms that are told beside pins by price, by the first word of their numbers."""
+
+
 def _spent(results: Results) -> dict[str, str]:
-    """What is closed for a tenth, and p against pins by price."""
+    """What is closed, p against pins by price, and what these hold of all prices."""
     found: dict[str, str] = {}
-    spent = results.figures("spend-sim_e2m1.json")
-    for name in ("price", "gradient norm", "gap", "MSE", "update norm", "first", "random", "last"):
-        found[f"pins/{name}"] = percent(spent[f"sim_e2m1: {name} at 10.0%"]["value"])
-    found["pins/GNMR"] = percent(spent[f"sim_e2m1: GNMR{EACH} at 10.0%"]["value"])
-    for name, arm in (("price", "price"), ("gradient norm", "gradient norm"), ("each", f"price{EACH}")):
-        found[f"pins15/{name}"] = percent(spent[f"sim_e2m1: {arm} at 15.0%"]["value"])
-    found["pins/each"] = percent(spent[f"sim_e2m1: price{EACH} at 10.0%"]["value"])
-    for where, budget in (("pins", "10.0%"), ("pins15", "15.0%")):
-        price = spent[f"sim_e2m1: price at {budget}"]
-        found[f"{where}/price/interval"] = f"({100 * price['low']:.0f} to {100 * price['high']:.0f})"
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        found[f"pins/{gemm}"] = percent(spent[f"sim_e2m1: {gemm} at 33.3%"]["value"])
-    found["pins/n"] = str(spent["sim_e2m1: price at 10.0%"]["n"])
+    for where, (scene, budget, arms) in _SPENT.items():
+        figures = {
+            arm: results.figures(f"spend-{scene}.json")[f"{scene}: {arm} at {budget}"] for arm in ("price", *arms)
+        }
+        found |= {f"{where}/{arm}": percent(figure["value"]) for arm, figure in figures.items()}
+        if scene == "sim_e2m1":  # its text has the price's intervals, and one p for all arms
+            low, high = (100 * figures["price"][end] for end in ("low", "high"))
+            found[f"{where}/price/interval"] = f"({low:.0f} to {high:.0f})"
+        else:
+            found |= {f"{where}/{arm}/p": figures[arm]["note"].rpartition(" ")[2] for arm in arms}
+    for where in ("pins", "inputs", "nvfp4"):
+        scene, budget, _ = _SPENT[where]
+        found[f"{where}/bought"] = percent(prices_bought(results, scene)[budget][1])
+    whole = results.figures("spend-sim_e2m1.json")
+    found |= {f"pins/{gemm}": percent(whole[f"sim_e2m1: {gemm} at 33.3%"]["value"]) for gemm in GEMMS}
+    found["pins/n"] = str(whole["sim_e2m1: price at 10.0%"]["n"])
     found["pins/smallest"] = f"{100 * smallest_by(results, results.read('spend-sim_e2m1.json'))['10.0%']:.1f} %"
-    few = ("MSE", "gap", "random", "GNMR, each step")
-    more = ("gradient norm", "price, each step", "first")
-    for where, scene, arms in (("inputs", "int4", few + more), ("nvfp4", "nvfp4_curve", few)):
-        figures = results.figures(f"spend-{scene}.json")
-        found[f"{where}/price"] = percent(figures[f"{scene}: price at 10.0%"]["value"])
-        for arm in arms:
-            figure = figures[f"{scene}: {arm} at 10.0%"]
-            found |= {
-                f"{where}/{arm}": percent(figure["value"]),
-                f"{where}/{arm}/p": figure["note"].rpartition(" ")[2],
-            }
-    for where, scene in (("pins", "sim_e2m1"), ("inputs", "int4"), ("nvfp4", "nvfp4_curve")):
-        found[f"{where}/bought"] = percent(prices_bought(results, scene)[f"{TENTH:.1%}"][1])
     smallest = results.figures("spend-int4.json")["int4: smallest effect at 80 % power"]["value"]
     return found | {"inputs/smallest": f"{100 * smallest:.1f} %"}
 
@@ -73,23 +77,20 @@ def _table11(results: Results) -> dict[str, str]:
             found |= {f"forks11/{name}": closed["closed"], f"forks11/{name}/interval": closed["closed_interval"]}
     drawn = [row for row in family.rows if row.control == f"random{EACH}"]
     for verdict in (BETTER, WORSE):
-        found[f"forks11/{verdict}"] = _listed(
-            r for r in drawn if r.verdict == verdict and r.p is not None and r.p < 0.01
-        )
-    found[f"forks11/{EQUAL}"] = _listed(row for row in drawn if row.verdict == EQUAL)
+        found[f"forks11/{verdict}"] = _arms(r for r in drawn if r.verdict == verdict and r.p is not None and r.p < 0.01)
+    found[f"forks11/{EQUAL}"] = _arms(row for row in drawn if row.verdict == EQUAL)
     held = [row for row in family.rows if row.control == f"random{HELD}" and row.verdict == BETTER]
-    found |= {"forks11/held": _listed(held), "forks11/held/p": ", ".join(p_text(row.p) for row in held)}
+    found |= {"forks11/held": _arms(held), "forks11/held/p": ", ".join(p_text(row.p) for row in held)}
     smallest = {row.arm: one for row in drawn if (one := family.smallest_of(row)) is not None}
     told = {"": median(smallest.values()), "/most": max(smallest.values()), "/family": median(family.smallest())}
     told |= {f"/{name}": smallest[name + EACH] for name in ("price", "GNMR")}
     return found | {f"forks11/smallest{which}": f"{100 * one:.1f} %" for which, one in told.items()}
 
 
-def _listed(rows: Iterable[Row]) -> str:
-    """Their arms: a, b and c."""
-    names = [row.arm.removesuffix(EACH).removesuffix(HELD) for row in rows]
-    *first, last = (f"`{name}`" if "," in name else name for name in names or ["none"])
-    return f"{', '.join(first)} and {last}" if first else last
+def _arms(rows: Iterable[Row]) -> str:
+    """Their arms."""
+    names = (row.arm.removesuffix(EACH).removesuffix(HELD) for row in rows)
+    return listed([f"`{name}`" if "," in name else name for name in names])
 
 
 def _low_paths(results: Results) -> dict[str, str]:

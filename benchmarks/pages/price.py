@@ -76,7 +76,7 @@ def sampling(results: Results) -> str:
             base, low, stride = where.replace(": one token in ", ", ").split(", ")
             factor = math.exp(figures[f"{where}, median |log ratio|"]["value"])
             text.append(table_row([base, low, stride, f"{figure['value']:.2f}", f"{factor:.2f}", str(figure["n"])]))
-    steps = results.records(CADENCE) if any((results.folder / name).exists() for name in CADENCE) else []
+    steps = results.there(CADENCE)
     text += _cadence(steps) if steps else []
     return "\n".join([*text, "", *origin([*records, *steps])])
 

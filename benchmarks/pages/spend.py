@@ -7,13 +7,13 @@ from statistics import fmean
 from typing import Any
 
 from gnmr.bench.scenes import BOUNDS, EACH, SCENES
-from gnmr.bench.spend import Fork, closed_by, modelled, smallest
-from gnmr.report.family import Family
+from gnmr.bench.spend import Fork, closed_by, smallest
+from gnmr.report.family import Family, modelled
 from gnmr.report.family_notes import p_text
 from gnmr.report.layout import Table
 from gnmr.report.statistics import BETTER
 from pages.forks import family_of
-from pages.layout import Results, by_name, origin, percent, table_head, table_row
+from pages.layout import Results, by_name, origin, percent, spends, table_head, table_row
 
 SPEND = tuple(f"spend-{scene}.json" for scene in ("sim_e2m1", "nvfp4", "nvfp4_curve", "int4", "broken"))
 TABLE11, REGIMES = ("spend-table11.json",), "spend-regime_*.json"
@@ -73,8 +73,7 @@ def spend(results: Results) -> str:
         if whole:
             text += ["", *table_head(["GEMM of every operator", "share of the arithmetic", "gap closed"])]
             text += [table_row([arm, budget, _closed(figures[f"{scene}: {arm} at {budget}"])]) for arm, budget in whole]
-    shares = [results.read(SHARES)] if (results.folder / SHARES).exists() else []
-    return "\n".join([*text, "", *origin([*records, *shares])])
+    return "\n".join([*text, "", *origin([*records, *results.there([SHARES])])])
 
 
 def smallest_by(results: Results, record: dict[str, Any]) -> dict[str, float]:
@@ -87,14 +86,11 @@ def smallest_by(results: Results, record: dict[str, Any]) -> dict[str, float]:
 
 def prices_bought(results: Results, scene: str) -> dict[str, tuple[float, float]]:
     """By budget (10.0%) what pins by price spend and hold of all prices, means over bases; empty without a record."""
-    if not (results.folder / SHARES).exists():
-        return {}
     found: dict[str, list[tuple[float, float]]] = {}
-    for name, figure in results.figures(SHARES).items():
+    for name, figure in by_name(*results.there([SHARES])).items():
         where, budget = name.removesuffix(" of the GEMMs").split(": prices in ")
         if where.endswith(f", {scene}"):
-            spends = float(figure["note"].split()[1].rstrip("%:")) / 100
-            found.setdefault(budget, []).append((spends, figure["value"]))
+            found.setdefault(budget, []).append((spends(figure), figure["value"]))
     return {budget: (fmean(x for x, _ in pairs), fmean(y for _, y in pairs)) for budget, pairs in found.items()}
 
 

@@ -30,12 +30,12 @@ from torch.nn import functional as F
 
 from gnmr.bench.figures import Figure
 from gnmr.bench.rows import Rows
-from gnmr.bench.scenes import LASTING
+from gnmr.bench.scenes import LASTING, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
 from gnmr.controller.signals.base import Context
 from gnmr.controller.signals.price import Price
-from gnmr.doctor.choice import Item, arithmetic, by_score
+from gnmr.doctor.choice import Choice, Item, arithmetic, by_score
 from gnmr.errors import UserError
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.linear import PathLinear
@@ -82,6 +82,24 @@ def forked(forks: Forks, low: str, *words: str) -> Config:
     """The config of forks of that low path, static otherwise."""
     more = [f"paths.{key}={value}" for key, value in LOW.get(low, {}).items()]
     return forks.config(f"paths.low={low}", "paths.recovery=bf16", "controller.signal=always_low", *more, *words)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What pins of a base are chosen by."""
+
+    operators: list[str]
+    scores: Mapping[str, np.ndarray]
+    """By name; empty where no arm asks."""
+    costs: Mapping[Item, float]
+
+
+def ranked(forks: Forks, scene: Scene) -> Ranked:
+    """Of the base's operators under a scene's low path."""
+    parts = forks.parts(forked(forks, scene.low, *scene.words))
+    costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
+    scores = scored(parts)[0] if scene.pins else {}
+    return Ranked([operator.operator_name for operator in parts.plan.operators], scores, costs)
 
 
 @dataclass(frozen=True)
@@ -263,16 +281,16 @@ def _of_truth(where: str, found: Truth, costs: Mapping[Item, float]) -> list[Fig
 
 def _chosen(operators: Sequence[str], score: np.ndarray, costs: Mapping[Item, float]) -> list[int]:
     """Indices of the operators whose `fprop` fills `SHARE` of all arithmetic, by score per cost."""
-    pins = pins_per_cost(operators, score, costs, SHARE, GEMMS[:1])
+    pins = per_cost(operators, score, costs, SHARE, GEMMS[:1]).pins
     return [i for i, name in enumerate(operators) if name in pins]
 
 
-def pins_per_cost(
+def per_cost(
     operators: Sequence[str], score: np.ndarray, costs: Mapping[Item, float], budget: float, gemms: Sequence[str]
-) -> dict[str, list[str]]:
-    """The pins that fill the budget with these GEMMs of the operators of the highest score per cost."""
+) -> Choice:
+    """Pins that fill the budget with these GEMMs of the operators of the highest score per cost."""
     rates = {name: float(value) / costs[name, "fprop"] for name, value in zip(operators, score, strict=True)}
-    return by_score(rates, {}, costs, budget, gemms=gemms).pins
+    return by_score(rates, {}, costs, budget, gemms=gemms)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -345,17 +363,14 @@ def shares(setting: Setting) -> list[Figure]:
     figures = []
     for base, forks in bases(setting):
         for name in setting.over([*scenes], f"shares: {base}"):
-            scene = scenes[name]
-            parts = forks.parts(forked(forks, scene.low, *scene.words))
-            operators = [operator.operator_name for operator in parts.plan.operators]
-            costs, price = arithmetic(operator_shapes(parts.model, parts.config.paths)), scored(parts)[0]["price"]
+            scene, found = scenes[name], ranked(forks, scenes[name])
+            prices = dict(zip(found.operators, found.scores["price"], strict=True))
             for budget in scene.budgets:
-                pins = pins_per_cost(operators, price, costs, budget, scene.recovers)
-                share = price[[operator in pins for operator in operators]].sum() / price.sum()
-                spent = sum(costs[operator, gemm] for operator, gemms in pins.items() for gemm in gemms)
+                choice = per_cost(found.operators, found.scores["price"], found.costs, budget, scene.recovers)
+                share = sum(prices[operator] for operator in choice.pins) / sum(prices.values())
                 where = f"{base}, {name}: prices in {budget:.1%} of the GEMMs"
-                note = f"spends {spent / sum(costs.values()):.1%}: {', '.join(pins)}"
-                figures.append(Figure(where, float(share), "%", n=len(operators), note=note))
+                note = f"spends {choice.share:.1%}: {', '.join(choice.pins)}"
+                figures.append(Figure(where, float(share), "%", n=len(prices), note=note))
     return figures
 
 

@@ -35,14 +35,13 @@ import numpy as np
 from scipy import stats
 
 from gnmr.bench.figures import Figure
-from gnmr.bench.price import bases, forked, pins_per_cost, scored
+from gnmr.bench.price import Ranked, bases, forked, per_cost, ranked
 from gnmr.bench.rows import Rows
 from gnmr.bench.scenes import BOUNDS, SCENES, WHOLE, Scene
 from gnmr.bench.setting import Setting
 from gnmr.config import Config
-from gnmr.doctor.choice import GUESSES, Item, arithmetic, guess
-from gnmr.paths.conversion import operator_shapes
-from gnmr.report.family import Contrast, Family, Fit, fit, judge
+from gnmr.doctor.choice import GUESSES, guess
+from gnmr.report.family import Contrast, Family, Fit, judge, modelled
 from gnmr.report.statistics import LEVEL, holm, smallest_shift
 from gnmr.training.fork import Forks
 from gnmr.vocabulary import GEMMS
@@ -72,7 +71,7 @@ def spent(setting: Setting, name: str) -> list[Figure]:
     """Of a scene the gap closed by each arm at each budget, mean over bases and orders; `repeats` orders. Goes on with
     what is recorded."""
     scene, file = SCENES[name], Path(setting.config.runs_dir) / _FILE
-    opened, found, figures = dict(bases(setting)), dict[str, _Measured](), list[Figure]()
+    opened, found, figures = dict(bases(setting)), dict[str, Ranked](), list[Figure]()
     known = Rows(file, Fork, opened)
     blocks = [(base, order) for order in range(setting.repeats or ORDERS) for base in opened]
 
@@ -80,7 +79,7 @@ def spent(setting: Setting, name: str) -> list[Figure]:
         base, order = block
         todo = [cell for cell in chosen if cell not in known]
         if todo and base not in found:
-            found[base] = _measured(opened[base], scene)
+            found[base] = ranked(opened[base], scene)
         for cell in setting.over(todo, f"spend: {base}, {name}, order {order}{what}") if todo else ():
             known.put(cell, _run(opened[base], cell, scene, found[base]))
 
@@ -104,24 +103,7 @@ def _control(bounds: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> Family
     return judge(values, (), low="never", high="always")
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What pins of a base are chosen by."""
-
-    operators: list[str]
-    scores: Mapping[str, np.ndarray]
-    """By name; empty where no arm asks."""
-    costs: Mapping[Item, float]
-
-
-def _measured(forks: Forks, scene: Scene) -> _Measured:
-    parts = forks.parts(forked(forks, scene.low, *scene.words))
-    costs = arithmetic(operator_shapes(parts.model, parts.config.paths))
-    scores = scored(parts)[0] if scene.pins else {}
-    return _Measured([operator.operator_name for operator in parts.plan.operators], scores, costs)
-
-
-def _run(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> dict[str, Any]:
+def _run(forks: Forks, cell: Fork, scene: Scene, found: Ranked) -> dict[str, Any]:
     """Makes the fork: what came out."""
     config = _config(forks, cell, scene, found)
     result = forks(config, phases=("low",))
@@ -130,7 +112,7 @@ def _run(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> dict[str, 
     return row | losses | {"broken": config.stress.targets if scene.stress else None}
 
 
-def _config(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> Config:
+def _config(forks: Forks, cell: Fork, scene: Scene, found: Ranked) -> Config:
     words = [*scene.words, f"fork.order={cell.order}", "fork.heal=0"]
     if scene.stress:
         broken = random.Random(f"{cell.base} {cell.order}").choice(found.operators)
@@ -145,14 +127,14 @@ def _config(forks: Forks, cell: Fork, scene: Scene, found: _Measured) -> Config:
     return replace(config, paths=replace(config.paths, pins=_pins(cell, scene, found)))
 
 
-def _pins(cell: Fork, scene: Scene, found: _Measured) -> dict[str, list[str]]:
+def _pins(cell: Fork, scene: Scene, found: Ranked) -> dict[str, list[str]]:
     names, gemms = found.operators, scene.recovers
     if cell.arm in (*BOUNDS, *WHOLE):
         every = {"never": [], "always": list(GEMMS)}.get(cell.arm, cell.arm.split(", "))
         return {name: every for name in names if every}
     if cell.arm in GUESSES:
         return guess(cell.arm, {}, found.costs, cell.budget, gemms=gemms, seed=cell.order).pins
-    return pins_per_cost(names, found.scores[cell.arm], found.costs, cell.budget, gemms)
+    return per_cost(names, found.scores[cell.arm], found.costs, cell.budget, gemms).pins
 
 
 def _figures(scene: Scene, forks: list[Fork], known: Mapping[Fork, dict[str, Any]]) -> list[Figure]:
@@ -216,12 +198,6 @@ def closed_by(forks: Sequence[Fork], known: Mapping[Fork, dict[str, Any]]) -> di
         block = cell.base, cell.order
         closed.setdefault((cell.arm, cell.budget), {})[block] = (never[block] - known[cell]["loss"]) / gaps[cell.base]
     return closed
-
-
-def modelled(closed: Mapping[tuple[str, float], Mapping[Any, float]]) -> Fit | None:
-    """Their model; contrasts by their own differences where there are arms beside the bounds and it is refused."""
-    model = fit(closed)
-    return replace(model, own=model.refused) if model is not None and set(closed) > {*BOUNDS.items()} else model
 
 
 def _interval(model: Fit | None, key: tuple[str, float]) -> tuple[float | None, float | None]:

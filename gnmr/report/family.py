@@ -200,6 +200,12 @@ def fit(values: Mapping[Any, Values]) -> Fit | None:
     return Fit(values, rows, left, sd, freedom) if math.isfinite(sd) else None
 
 
+def modelled(values: Mapping[Any, Values]) -> Fit | None:
+    """As `fit`; contrasts by their own differences where equal spread or the sum of arm and block is refused."""
+    model = fit(values)
+    return replace(model, own=True) if model is not None and model.refused else model
+
+
 @lru_cache(maxsize=64)
 def _design(rows: tuple[tuple[int, Hashable], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The matrix of arms and blocks, its pseudo-inverse, and their product: what the rows tell."""
@@ -302,9 +308,7 @@ def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *,
         high: always on it: the positive control.
     """
     finite = {arm: found for arm, found in values.items() if all(map(math.isfinite, found.values()))}
-    model = fit(finite)
-    if model is not None and model.refused:
-        model = replace(model, own=True)
+    model = modelled(finite)
     gap = model.between(low, high) if model and low in finite and high in finite else None
     if gap is not None:
         p_gate: float | None = gap.p if len(values[low].keys() & values[high].keys()) >= FEWEST else None

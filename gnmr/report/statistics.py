@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -130,6 +131,7 @@ def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
     return Paired(n, (mine, theirs), p=p, direction=direction)
 
 
+@lru_cache(maxsize=256)
 def smallest_shift(freedom: int, level: float = LEVEL) -> float:
     """The difference, in standard errors, that a two-sided t-test at that level shows with `POWER`.
 

@@ -87,7 +87,7 @@ def test_shares_are_of_the_pins_that_forks_are_given(monkeypatch: pytest.MonkeyP
     assert len(found) == sum(len(scene.budgets) for scene in lows.values())
     for name in ("sim_e2m1", "int4"):  # fprop alone, and all GEMMs
         scene = replace(lows[name], pins=("price",))
-        told = spend._measured(Forks("shipped"), scene)
+        told = price.ranked(Forks("shipped"), scene)
         pins = spend._pins(spend.Fork("shipped", name, "price", 0.25, 0), scene, told)
         prices = dict(zip(told.operators, told.scores["price"], strict=True))
         figure = found[f"shipped, {name}: prices in 25.0% of the GEMMs"]
@@ -215,9 +215,9 @@ def test_arms_of_unequal_spread_are_told_by_their_own_differences() -> None:
     assert found["nvfp4: smallest effect at 80 % power"].note == "each arm's own spread"
 
 
-def measured_of(forks: Forks, scene: Scene) -> spend._Measured:
+def measured_of(forks: Forks, scene: Scene) -> price.Ranked:
     """Of a scene without its scores, which take a minute: the operators in their order, whoever asks."""
-    found = spend._measured(forks, replace(scene, pins=()))
+    found = price.ranked(forks, replace(scene, pins=()))
     return replace(found, scores=dict.fromkeys(scene.pins, np.arange(len(found.operators))))
 
 
