@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from gnmr.paths import Plan
 from gnmr.paths.kernels import in_backward
 from gnmr.paths.linear import PathLinear
+from gnmr.paths.plan import StepMark
 
 CAUSES = ("data", "precision", "not_reproducible")
 MOST = 4.0
@@ -142,7 +143,7 @@ class Start:
 
     cpu: Tensor
     cuda: Tensor | None
-    plan: tuple[Tensor | None, Tensor | None]
+    plan: StepMark
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device) -> Start:

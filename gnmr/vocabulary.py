@@ -58,6 +58,8 @@ RECIPES: dict[str, Words] = {
     "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
     "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
     "mxfp4": _alike("e2m1/mx", "e2m1/mx"),
+    "mxfp8_floor": _alike("e4m3/mx_floor", "e4m3/mx_floor"),
+    "mxfp4_floor": _alike("e2m1/mx_floor", "e2m1/mx_floor"),
     "nvfp4": _nvfp4(),
     "nvfp4_no_sr": _nvfp4(stochastic=""),
     "nvfp4_no_rht": _nvfp4(hadamard=""),

@@ -118,13 +118,12 @@ def test_monitoring_alone() -> None:
     assert (controller.signal.history.count == 8).all()
 
 
-def test_state_dict_holds_the_generator_of_stochastic_rounding() -> None:
+def test_state_dict_holds_the_seed_of_stochastic_rounding() -> None:
     kwargs = {"rounding": "stochastic", "targets": ["?"]}
     controller = gnmr.attach(net(), seed=1, **kwargs)
     other = gnmr.attach(net(), seed=2, **kwargs)
     other.load_state_dict(controller.state_dict())
-    states = [c.plan.shared.generator.get_state() for c in (controller, other)]
-    assert torch.equal(*states)
+    assert controller.plan.shared.rounding.seed == other.plan.shared.rounding.seed == 1
 
 
 def test_what_has_no_effect_warns() -> None:

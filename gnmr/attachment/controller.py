@@ -16,6 +16,7 @@ from gnmr.attachment.units import units_of
 from gnmr.blame import Verdict
 from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.observed import watched
+from gnmr.distributed import world
 from gnmr.paths import Plan
 from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
@@ -101,8 +102,17 @@ class AttachedController(Controller):
         """A step of the paths: measured only if somebody reads it, and in 16 bits in a warm-up there."""
         self._measured = False
         self._scale_histories()
+        self._share_draws()
         self.plan.begin_step(self.t + 1)
+        self._began = self.plan.mark()
         self._evidence.begin_step(self.t + 1, read=self.reads_next())
+
+    def _share_draws(self) -> None:
+        """Has rounding draw for this process's own micro-batches; under tensor parallelism all have the same."""
+        rounding = self.plan.shared.rounding
+        new = rounding is not None and self.together() and rounding.ranks != world.size()
+        if rounding is not None and new and tensor_parallel(self._model) is None:
+            rounding.rank, rounding.ranks = world.rank(), world.size()
 
     def _scale_histories(self) -> None:
         """Delayed scales of gradients know how many times as large they come here."""
@@ -262,7 +272,7 @@ class AttachedController(Controller):
         self._check_attached()
         super().discard()
         self._evidence.reset()
-        self._end()
+        self.plan.begin_again(self._began)
         self._begin()
 
     def _advice(self, decision: Decision) -> str:

@@ -397,21 +397,22 @@ def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
     """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
     own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
     shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
-    kept = [(module, module.read, module._node) for module in own]
+    kept = [(module, module.read, module._node, module.passes) for module in own]
     with ExitStack() as stack:
         for state in shared.values():
             stack.enter_context(_untouched(state))
         try:
             yield
         finally:
-            for module, read, node in kept:
-                module.read, module._node = read, node
+            for module, read, node, passes in kept:
+                module.read, module._node, module.passes = read, node, passes
 
 
 @contextmanager
 def _untouched(state: SharedState) -> Iterator[None]:
     effects, probe, prices = state.no_side_effects, state.probe, state.prices
-    drawn = None if state.generator is None else state.generator.get_state()
+    drawn = None if state.rounding is None else state.rounding.mark()
+    replaced = None if state.amax is None else state.amax.replaced
     state.no_side_effects, state.probe, state.prices = True, None, None
     state.forget()
     try:
@@ -419,8 +420,10 @@ def _untouched(state: SharedState) -> Iterator[None]:
     finally:
         state.no_side_effects, state.probe, state.prices = effects, probe, prices
         state.forget()
-        if drawn is not None and state.generator is not None:
-            state.generator.set_state(drawn)
+        if drawn is not None and state.rounding is not None:
+            state.rounding.back_to(drawn)
+        if replaced is not None and state.amax is not None:
+            state.amax.replaced = replaced
 
 
 def _of_passes(operators: Sequence[Operator], found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:

@@ -193,12 +193,12 @@ def _declared(name: str, module: nn.Module) -> Operator:
         if hasattr(weight.config, "_float8_linear_config"):
             return Operator(name, module, "torchao float8", _float8(weight.config._float8_linear_config))
         if hasattr(weight.config, "wgrad_with_hp"):
-            return Operator(name, module, "torchao mx", _mx(weight.config.wgrad_with_hp))
+            return Operator(name, module, "torchao mx", _mx(weight.config))
         return Operator(name, module, type(weight.data).__name__, None)
     if kind == "Float8Linear" and hasattr(module, "config"):
         return Operator(name, module, "torchao float8", _float8(module.config))
     if kind == "MXFP8Linear" and hasattr(module, "wgrad_with_hp"):
-        return Operator(name, module, "torchao mx", _mx(bool(module.wgrad_with_hp)))
+        return Operator(name, module, "torchao mx", _mx(module))
     if type(module) is nn.Linear or kind in ("NonDynamicallyQuantizableLinear", "ParametrizedLinear"):
         return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
     return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)
@@ -245,8 +245,10 @@ def _float8(config: Any) -> Declared:
     return found
 
 
-def _mx(wgrad_kept: bool) -> Declared:
-    """Of torchao's MXFP8: 32 elements along what is contracted."""
-    cast = Cast.of("e4m3/mx")
+def _mx(given: Any) -> Declared:
+    """Of torchao's MXFP8 as `given` (its config or module) says: 32 elements along what is contracted."""
+    rule = getattr(given, "scale_calculation_mode", None)
+    cast = Cast.of("e4m3/mx_floor" if getattr(rule, "name", None) == "FLOOR" else "e4m3/mx")
     assert cast is not None
-    return {place: None if wgrad_kept and place[0] == "wgrad" else Grain(cast) for place in CONTRACTS}
+    kept = bool(given.wgrad_with_hp)
+    return {place: None if kept and place[0] == "wgrad" else Grain(cast) for place in CONTRACTS}

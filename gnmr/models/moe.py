@@ -43,7 +43,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gnmr.config import ModelConfig
 from gnmr.models.gpt import GPT
@@ -218,6 +217,12 @@ def _softmax(x_NE: Tensor) -> Tensor:
     return x_NE.t().softmax(dim=0).t()
 
 
+def _refuse_twice() -> None:
+    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the mixture of experts has no second derivatives (create_graph=True)")
+
+
 class _Dispatch(torch.autograd.Function):
     """x_ND -> rows_RD, each token once for each of its experts, grouped by expert.
 
@@ -232,8 +237,8 @@ class _Dispatch(torch.autograd.Function):
         return x_ND.index_select(0, token_R)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_twice()
         (place_Nk,) = ctx.saved_tensors
         return F.embedding_bag(place_Nk, grads[0].contiguous(), mode="sum"), None, None
 
@@ -249,8 +254,8 @@ class _Combine(torch.autograd.Function):
         return F.embedding_bag(place_Nk, rows_RD, mode="sum", per_sample_weights=weight_Nk.to(rows_RD.dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_twice()
         rows_RD, weight_Nk, order_R, token_R, place_Nk = ctx.saved_tensors
         grad_ND = grads[0].contiguous()
         weight_R1 = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype).unsqueeze(1)

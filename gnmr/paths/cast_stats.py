@@ -11,7 +11,10 @@ from torch import Tensor
 
 from gnmr.vocabulary import OPERANDS
 
-_GRADIENT = OPERANDS.index("grad_output")
+_WEIGHT, _GRADIENT = OPERANDS.index("weight"), OPERANDS.index("grad_output")
+_REPLACED = 1.5
+"""A weight whose largest magnitude changes by more than this factor from one step to the next was replaced (another
+checkpoint was loaded, an average was swapped in), not trained."""
 
 
 @dataclass(eq=False)
@@ -41,6 +44,10 @@ class AmaxHistory:
       gradients' mean is the step's: how many times as large grad_output comes here as in one process. The history has
       it as in one process, so it is right under any number of them.
 
+    A delayed scale of a weight that was replaced since the last step would saturate it or lose its digits. So from the
+    first such weight of a step on all delayed scales are those of the tensors themselves, and the steps before are
+    forgotten.
+
     An operator writes in its backward pass, so that neither evaluation nor a recomputed forward pass is counted. One
     that has no backward pass (frozen, as all before it) writes at the end of its forward pass.
     """
@@ -50,6 +57,8 @@ class AmaxHistory:
         self.history = torch.zeros(operators, 3, 1 + history, device=device) if history else None
         self.times = 1.0
         self._written = False
+        self.replaced = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether a weight was replaced before this step."""
 
     def come(self, times: float) -> None:
         """From this step on grad_output is `times` as large as in one process; what the step saw was so already."""
@@ -64,6 +73,8 @@ class AmaxHistory:
             if self.history is not None:
                 self.history = self.history.roll(1, dims=2)  # a new tensor: `Plan.mark` keeps the one before
                 self.history[:, :, 0] = 0
+                self.history[:, :, 2:].masked_fill_(self.replaced, 0)
+                self.replaced = torch.zeros_like(self.replaced)
         self._written = False
 
     def begin_again(self) -> None:
@@ -71,18 +82,30 @@ class AmaxHistory:
         self.counts.zero_()
         if self.history is not None:
             self.history[:, :, 0] = 0
+            self.replaced = torch.zeros_like(self.replaced)
         self._written = False
 
-    def delayed(self, operator: int, operand: int, steps: int, now: Tensor) -> Tensor:
+    def load(self, history: Tensor) -> None:
+        """Continue with these magnitudes."""
+        assert self.history is not None
+        self.history = self.history.new_empty(history.shape).copy_(history)
+
+    def delayed(self, operator: int, operand: int, steps: int, now: Tensor, history: Tensor | None = None) -> Tensor:
         """The magnitude that a delayed scale is taken from, `now` being the tensor's own.
 
-        The largest of the `steps` before; `now` before there are any; NaN if `now` is not finite.
+        The largest of the `steps` before; `now` before there are any and where a weight was replaced; NaN if `now` is
+        not finite. `history`: as it was at an earlier time; None: as it is.
         """
-        assert self.history is not None
-        before = self.history[operator, operand, 1 : 1 + steps].amax()
+        history = self.history if history is None else history
+        assert history is not None
+        before = history[operator, operand, 1 : 1 + steps].amax()
         if operand == _GRADIENT:
             before = before * self.times
-        return torch.where(now.isfinite(), torch.where(before > 0, before, now), torch.nan)
+        if operand == _WEIGHT:
+            grown = (before > 0) & (now > _REPLACED * before)
+            shrunk = now * _REPLACED < history[operator, operand, 1]
+            self.replaced = self.replaced | (grown | shrunk).any()
+        return torch.where(now.isfinite(), torch.where((before > 0) & ~self.replaced, before, now), torch.nan)
 
     def add(self, counts: Tensor) -> None:
         """Adds numbers (operators, operands, 2) that were counted elsewhere."""

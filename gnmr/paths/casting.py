@@ -58,8 +58,8 @@ def quantize(
 ) -> tuple[Tensor, CastStats]:
     """(`x` (N, D) in the nearest values of `cast`, same dtype; what the cast found).
 
-    Of a cast with `hadamard` the values are those of `rotated`, which may have more rows or columns. A `stochastic` one
-    draws from `generator`, on the device of x, and rounds to nearest without.
+    Of a cast with `hadamard` the values are those of `rotated`, in its dtype; it may have more rows or columns. A
+    `stochastic` one draws from `generator`, on the device of x, and rounds to nearest without.
 
     `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
     delayed scale is that of the tensor.
@@ -116,7 +116,7 @@ def quantize(
             scale, inverse, limit = known[number]
         elif not one_scale:
             each.append(largest_of(magnitudes, (1, 3)))
-            scale = scale_under(cast, each[-1])
+            scale = scale_under(cast, each[-1], dtype=x.dtype)
         if may_saturate:
             # 1.0 or 0.0: on CPUs much faster than bool.
             beyond = torch.gt(magnitudes, _limit(scale, cast) if limit is None else limit, out=magnitudes)
@@ -141,8 +141,9 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
     """`x` (N, D), each `HADAMARD` elements along the contracted dimension times the matrix H S, a new tensor.
 
     H is Sylvester's Hadamard matrix over 4, S the diagonal matrix of `SIGNS`: orthonormal, so that the product of two
-    operands that are both rotated is what it was. Computed in float32 and rounded to the dtype of x. Filled up with
-    zeros to whole groups. `back`: by the transpose.
+    operands that are both rotated is what it was. Computed in float32 and rounded to the dtype of x; of float16, which
+    cannot hold four times its largest number, the result stays in float32. Filled up with zeros to whole groups.
+    `back`: by the transpose.
     """
     short = -x.shape[contraction_dim] % HADAMARD
     x = x.detach()
@@ -151,7 +152,8 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
     matrix = _rotation(x.device).t() if back else _rotation(x.device)
     # As groups (groups, 16, D), or (groups, 16) of lines.
     groups = x.reshape(-1, HADAMARD, x.shape[1]) if contraction_dim == 0 else x.reshape(-1, HADAMARD)
-    found = torch.empty_like(groups, memory_format=torch.contiguous_format)
+    dtype = rotated_dtype(x.dtype)
+    found = torch.empty_like(groups, dtype=dtype, memory_format=torch.contiguous_format)
     at_once = max(1, (_AT_ONCE if x.device.type == "cpu" else _MOST) // max(1, groups[:1].numel()))
     wide = torch.empty_like(found[:at_once], dtype=torch.float32)
     turned = torch.empty_like(wide)
@@ -164,6 +166,11 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
             torch.mm(worked, matrix.t(), out=result)
         out.copy_(result)
     return found.view(x.shape)
+
+
+def rotated_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what `rotated` makes of a tensor in `dtype`."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -192,23 +199,30 @@ def scaled(
     """
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest, reference)
+    scale = scale_under(cast, largest, reference, dtype=x.dtype)
     saturated = None
     if _may_saturate(cast):
         saturated = as_matrix(groups.abs() > _limit(scale, cast), x).sum()
     return over_scale(groups, scale, cast).clamp_(-cast.format.max, cast.format.max), scale, largest, saturated
 
 
-def scale_under(cast: Cast, largest: Tensor, reference: Reference = None, finite: Tensor | None = None) -> Tensor:
+def scale_under(
+    cast: Cast,
+    largest: Tensor,
+    reference: Reference = None,
+    finite: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf.
 
-    `reference`: of a scale of all of the tensor. `finite`: `largest_if_finite` of them, where it was asked before."""
+    `reference`: of a scale of all of the tensor. `finite`: `largest_if_finite` of them, where it was asked before.
+    `dtype`: of the tensor, which has to hold the values."""
     if cast.two_levels:
         return _two_level_scale(largest, cast.format, reference, finite)
     if reference is not None:
         largest = reference(largest)
-    if cast.scale == "mx":
-        return _power_of_two_scale(largest, cast.format)
+    if cast.power_of_two:
+        return _power_of_two_scale(largest, cast, dtype)
     return scale_of(largest, cast.format, torch.float32)
 
 
@@ -217,7 +231,7 @@ def over_scale(
 ) -> Tensor:
     """The float32 `x` divided by its scales as the cast does it; `out`: see torch.div. `inverse`: `_inverse` of the
     scales, where it is there already."""
-    if cast.scale == "mx" or cast.two_levels:
+    if cast.power_of_two or cast.two_levels:
         # By a power of two: the same number, and much faster for so small groups. For two levels it is the published
         # rule, and a group whose scale is 0 is to become 0, not NaN.
         return torch.mul(x, _inverse(scale) if inverse is None else inverse, out=out)
@@ -231,7 +245,7 @@ def _inverse(scale: Tensor) -> Tensor:
 
 def _may_saturate(cast: Cast) -> bool:
     """Whether elements may lie beyond the format's largest value."""
-    return cast.scale in ("mx", "delayed") or cast.two_levels
+    return cast.power_of_two or cast.scale == "delayed" or cast.two_levels
 
 
 def _limit(scale: Tensor, cast: Cast) -> Tensor:
@@ -245,7 +259,7 @@ def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Refere
     """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize`."""
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest, reference)
+    scale = scale_under(cast, largest, reference, dtype=x.dtype)
     return as_matrix(scale.expand_as(groups), x).contiguous(), largest
 
 
@@ -266,11 +280,20 @@ def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
     return groups.reshape(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
 
 
-def _power_of_two_scale(largest: Tensor, fmt: Format) -> Tensor:
-    """E8M0, by the bits of a float32; never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too)."""
-    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    scale = (power * 2.0 ** (1 - math.frexp(fmt.max)[1])).clamp_(min=TINY)
-    return scale.add_(nan_unless_finite(largest))
+def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
+    """Return the E8M0 scales of groups with these largest magnitudes, computed on the bits of float32 numbers.
+
+    A scale is never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too), and never so large that
+    scale * format.max leaves the range of `dtype`: there the largest elements saturate, as they would become Inf.
+    """
+    exponent = math.frexp(cast.format.max)[1] - 1
+    if cast.scale == "mx_floor":
+        scale = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-exponent
+    else:  # up to the next power of two: what is below one carries into the exponent's bits
+        over = (largest / cast.format.max).view(torch.int32)
+        scale = ((over + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    top = math.frexp(torch.finfo(dtype).max)[1] - 1
+    return scale.clamp_(min=TINY, max=2.0 ** (top - exponent)).add_(nan_unless_finite(largest))
 
 
 def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference, finite: Tensor | None) -> Tensor:
@@ -281,6 +304,7 @@ def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference, finite:
     if reference is not None:
         of_tensor = reference(of_tensor)
     encode = torch.full_like(of_tensor, _E4M3.max * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
-    numbers = _E4M3.round((largest / fmt.max).mul_(encode).clamp_(max=_E4M3.max))
+    # In this order, as Transformer Engine does it: the group's own magnitude is rounded once.
+    numbers = _E4M3.round((largest * (encode * (1 / fmt.max))).clamp_(max=_E4M3.max))
     scale = numbers.mul_(encode.reciprocal())
     return scale if bad is None else scale.add_(bad)

@@ -137,7 +137,14 @@ class _InGraph(GemmContext):
 class _ValuesContext(_InGraph):
     """Its casts are those of the simulation, in whole tensors."""
 
-    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
         divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
         values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
         return values, CastStats(largest, saturated, self.nonfinite(x, largest))

@@ -23,6 +23,7 @@ from gnmr.paths.memory import SHARDED, is_sharded
 from gnmr.paths.pair import named, pinned, resolve
 from gnmr.paths.plan import Plan
 from gnmr.paths.recipes import KEPT, RECIPES, ExecutionPath, Gemm, Recipe
+from gnmr.paths.rounding import Rounding
 from gnmr.paths.shared import SharedState
 from gnmr.paths.spec import PathSpec
 from gnmr.paths.units import check_unit, grouped, operator_names, unwrapped
@@ -51,7 +52,7 @@ def convert(
     are left out of the units' names.
 
     Args:
-        seed: of the generator of stochastic rounding.
+        seed: of what stochastic rounding draws.
         device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
             device can be planned, not trained: convert it again when it has weights.)
         store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
@@ -204,15 +205,14 @@ def _shared_state(
 ) -> SharedState:
     """What the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
-    engine, generator, amax = te.engine_for(paths), None, None
+    engine, rounding, amax = te.engine_for(paths), None, None
     draws = engine is None and any(recipe.stochastic for recipe in recipes)
     if draws or spec.rounding == "stochastic":
-        generator = torch.Generator(device="cpu" if here.type == "meta" else here)
-        generator.manual_seed(seed)
+        rounding = Rounding(seed, torch.device("cpu") if here.type == "meta" else here)
     if recipes and engine is None:
         amax = AmaxHistory(operators, max(recipe.history for recipe in recipes), here)
     shared = SharedState(
-        quantize_forward=spec.site == "forward", generator=generator, amax=amax, engine=engine, device=here
+        quantize_forward=spec.site == "forward", rounding=rounding, amax=amax, engine=engine, device=here
     )
     if engine is not None and engine.delayed:
         engine.around(model, shared, next(recipe for recipe in recipes if recipe.history))
@@ -239,6 +239,7 @@ def _exchanged(
     module.gemms, module.mixed, module.shared = (), {}, shared
     module.put(frozenset())
     module.fault = module.read = module._node = None
+    module.passes = []
     module.in_graphs = module.tally = None
     if isinstance(module, Int8Linear):
         module.store("online")

@@ -7,28 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.hooks import FaultInjection
 from gnmr.paths.kernels.int8 import IntContext, Integers, integers
-from gnmr.paths.kernels.simulated import GemmContext
-from gnmr.paths.linear import PathLinear, autocast_dtype
+from gnmr.paths.kernels.simulated import GemmContext, owned
+from gnmr.paths.linear import Pass, PathLinear, autocast_dtype
 from gnmr.paths.memory import Place, place_of
 from gnmr.paths.recipes import Recipe
 
 
 class _LinearOfCodes(torch.autograd.Function):
-    """F.linear with codes times scale as its weight, which the graph holds as codes. Differentiable once."""
+    """F.linear with codes times scale as its weight, which the graph holds as codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.x_shape, ctx.holds_copy, ctx.num_weights = x.shape, False, 2
         ctx.save_for_backward(codes, scale)
-        return F.linear(x, Integers(codes, scale).values(x.dtype), bias)
+        return owned(F.linear(x, Integers(codes, scale).values(x.dtype), bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_2d = grads[0].reshape(-1, grads[0].shape[-1])
         need_x, _, _, need_bias = ctx.needs_input_grad
@@ -109,9 +107,9 @@ class Int8Linear(PathLinear):
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
-        generator: torch.Generator | None = None,
+        begun: Pass | None = None,
     ) -> GemmContext:
-        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run, generator=generator)
+        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run, begun=begun)
         if isinstance(context, IntContext) and weight is not None:
             context.weight_codes = self.kept_codes(weight)
         return context
@@ -119,6 +117,7 @@ class Int8Linear(PathLinear):
     def _under_recipe(
         self,
         recipe: Recipe,
+        begun: Pass,
         input: Tensor,
         x: Tensor,
         weight: Tensor,
@@ -128,7 +127,7 @@ class Int8Linear(PathLinear):
         fault: FaultInjection | None,
     ) -> tuple[Tensor, str | Place]:
         if recipe.integer or self.weights != "instead":
-            return super()._under_recipe(recipe, input, x, weight, bias, keeps=keeps, fault=fault)
+            return super()._under_recipe(recipe, begun, input, x, weight, bias, keeps=keeps, fault=fault)
         # Nothing but the weight is cast (`conversion._check_weights`), and only its codes are left.
         return _LinearOfCodes.apply(x, weight, self.weight_scale, bias), self.operator_name
 

@@ -22,27 +22,58 @@ is never shared.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.hooks import FaultInjection, GraphLinear, Measurement
-from gnmr.paths.kernels import GemmContext, context_kind, in_backward, recipe_linear
+from gnmr.paths.kernels import GemmContext, casts_nothing, context_kind, in_backward, owned, recipe_linear, refuse_twice
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.recipes import ExecutionPath, Recipe
+from gnmr.paths.rounding import Key
 from gnmr.paths.scaling import decompress
 from gnmr.paths.shared import SharedState
-from gnmr.vocabulary import GEMMS
+from gnmr.vocabulary import GEMMS, OPERANDS
+
+_INPUT = OPERANDS.index("input")
+_MOST_PASSES = 64
+"""Forward passes of an operator that are remembered for a recomputation."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """What is in force in one forward pass of an operator, for its backward pass and for a recomputation of it."""
+
+    path: ExecutionPath | None
+    """The format or recipe; None: it is a plain linear (`high_precision`)."""
+    recovered: frozenset[str]
+    sound: frozenset[str]
+    history: Tensor | None
+    """From which delayed scales are taken."""
+    alike: tuple[Any, ...]
+    """What a recomputation has in common with it, besides its values."""
+    step: int
+    done: bool = False
+    """Whether its backward pass has run."""
+    key: Key | None = None
+    """What its casts draw from, once one has drawn."""
+
+    def same(self, other: Pass) -> bool:
+        """Whether the passes compute the same, but for what they draw."""
+        return (self.path, self.recovered) == (other.path, other.recovered) and self.history is other.history
 
 
 class _Linear(torch.autograd.Function):
-    """F.linear whose saved input is `copy`. Differentiable once."""
+    """F.linear whose saved input is `copy`. Of a format that keeps the input it is differentiable twice."""
 
     @staticmethod
     def forward(
@@ -53,23 +84,28 @@ class _Linear(torch.autograd.Function):
         fmt: Format,
         quantized: bool,
         measured: Measurement | None,
+        name: str,
+        begun: Pass,
         *copy: Tensor,
     ) -> Tensor:
         ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
+        ctx.name, ctx.begun = name, begun
         ctx.holds_copy, ctx.num_weights = ctx.needs_input_grad[1], 1
+        if isinstance(fmt, KeepFormat):
+            copy = (x,)
         ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
         if quantized and not isinstance(fmt, KeepFormat):
             x = decompress(copy[0], copy[1], fmt, x.shape[-1], x.dtype).view(x.shape)
-        return F.linear(x, weight, bias)
+        return owned(F.linear(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
+        refuse_twice(ctx.name, ctx.fmt)
         if is_sharded(grad_output):
             raise ValueError(f"the gradient of a linear's output {SHARDED}")
         weight, *copy = ctx.saved_tensors
-        ctx.holds_copy = False  # freed when this returns
+        ctx.holds_copy, ctx.begun.done = False, True  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = (grad_2d @ weight).view(ctx.x_shape) if need_x else None
@@ -83,7 +119,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = grad_2d.t() @ x_2d
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
         if ctx.measured is not None:  # here, not in forward: checkpointing runs that twice
-            ctx.measured.add(grad_2d)
+            ctx.measured.add(grad_2d.detach())
             ctx.measured = None
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
@@ -119,6 +155,8 @@ class PathLinear(nn.Linear):
     """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
     same tensor, or of a tensor that is kept as it is its place."""
     _node: weakref.ref[Any] | None
+    passes: list[Callable[[], Pass | None]]
+    """Forward passes whose backward pass may come, the oldest first."""
     in_graphs: tuple[tuple[str, GraphLinear], ...] | None
     """The recipes of the low and the recovery path, and what runs each in graphs of torch.compile's; None: between
     them."""
@@ -190,22 +228,68 @@ class PathLinear(nn.Linear):
     # the identity of tensors.
     @torch.compiler.disable
     def _between_graphs(self, input: Tensor) -> Tensor:
-        output, prices = self._on_path(input), self.shared.prices
-        if prices is not None and prices.enabled and not self.shared.high_precision:
+        begun = self._begin(input)
+        output, prices = self._on_path(input, begun), self.shared.prices
+        if prices is not None and prices.enabled and begun.path is not None:
             prices.watch(self, input, output)
         if self.shared.watch is not None:
             self.shared.watch(self, input, output)
         return output
 
-    def _on_path(self, input: Tensor) -> Tensor:
+    def _begin(self, input: Tensor) -> Pass:
+        """The pass that begins; where activation checkpointing runs one again, that one.
+
+        RuntimeError where several that differ may be meant.
+        """
+        shared, again = self.shared, in_backward()
+        alike = input.shape, input.dtype, autocast_dtype(input), self.training
+        if again:
+            known = [one for ref in self.passes if (one := ref()) is not None and one.alike == alike]
+            waiting = [one for one in known if not one.done] or known[-1:]
+            if waiting and all(one.same(waiting[-1]) for one in waiting):
+                return waiting[-1]
+            if waiting:
+                raise RuntimeError(
+                    f"{self.operator_name}: activation checkpointing recomputes one of {len(waiting)} forward passes "
+                    "that ran on different paths or scales, and cannot tell which; run the backward pass of each "
+                    "before the path changes or the next step begins"
+                )
+        path = None if shared.high_precision else self.path
+        history = None if shared.amax is None else shared.amax.history
+        return Pass(path, self.recovered, self.sound, history, alike, shared.step, done=again)
+
+    def _remember(self, begun: Pass, output: Tensor) -> None:
+        """Takes note of a pass, as long as its graph lives; without a graph, until the next step's."""
+        if begun.done or in_backward():
+            return
+        node, known = output.grad_fn, [one for one in self.passes if _step_of(one) >= begun.step - 1]
+        if node is not None:
+            node.metadata["gnmr"] = begun  # lives as long as the graph
+            ref: Callable[[], Pass | None] = weakref.ref(begun)
+        elif torch.is_grad_enabled() or _in_checkpoint():
+            known = [one for one in known if isinstance(one, weakref.ref) or _step_of(one) == begun.step]
+            ref = partial(_itself, begun)
+        else:
+            return  # an evaluation
+        self.passes = [*known, ref][-_MOST_PASSES:]
+
+    def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
         """`forward`, between graphs."""
-        shared, path = self.shared, self.path
+        shared, path = self.shared, begun.path
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
-        if shared.high_precision or not (keeps or quantizes):
-            return self.plain(input)
+        transformed = path is not None and _transformed()
+        if transformed and not casts_nothing(path):
+            raise RuntimeError(
+                f"{self.operator_name}: torch.func's transforms (vmap, jvp, grad, ...) and forward-mode derivatives "
+                f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
+            )
+        if path is None or transformed or not (keeps or quantizes):
+            output = self.plain(input)
+            self._remember(begun, output)
+            return output
         self._check(input, weight)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
@@ -225,11 +309,12 @@ class PathLinear(nn.Linear):
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
         if isinstance(path, Recipe):
-            output, kept_by = self._under_recipe(path, input, x, weight, bias, keeps=keeps, fault=fault)
+            output, kept_by = self._under_recipe(path, begun, input, x, weight, bias, keeps=keeps, fault=fault)
         else:
             output, kept_by = self._under_format(
-                path, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
+                path, begun, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
             )
+        self._remember(begun, output)
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
         self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
@@ -258,12 +343,11 @@ class PathLinear(nn.Linear):
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
-        generator: torch.Generator | None = None,
+        begun: Pass | None = None,
     ) -> GemmContext:
-        """A pass of this operator under `recipe` that begins now.
+        """The pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales of now.
 
-        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`. `generator`: what stochastic casts draw from;
-        None: the plan's own, but in a dry run nothing, which rounds to nearest.
+        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
         """
         assert self.shared.amax is not None
         return context_kind(recipe)(
@@ -275,12 +359,23 @@ class PathLinear(nn.Linear):
             sound=sound,
             dry_run=dry_run,
             no_side_effects=self.shared.no_side_effects,
-            generator=self.shared.generator if generator is None and not dry_run else generator,
+            draws=None if begun is None or self.shared.rounding is None else partial(self._generator, begun),
+            history=None if begun is None else begun.history,
+            begun=begun,
         )
+
+    def _generator(self, begun: Pass, reader: int, operand: int, dim: int) -> torch.Generator:
+        """What a stochastic cast of the pass draws from; `reader`: the operator whose cast it is (`Read.index`)."""
+        rounding = self.shared.rounding
+        assert rounding is not None
+        if begun.key is None:
+            begun.key = rounding.next_pass(self.index, begun.step)
+        return rounding.generator(*begun.key, reader, operand, dim)
 
     def _under_recipe(
         self,
         recipe: Recipe,
+        begun: Pass,
         input: Tensor,
         x: Tensor,
         weight: Tensor,
@@ -291,10 +386,10 @@ class PathLinear(nn.Linear):
     ) -> tuple[Tensor, str | Place]:
         """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
         path that is in force, whatever the operator's path."""
-        read, probe = self.shared.read_of(input, self.operator_name), self.shared.probe
-        sound: frozenset[str] = frozenset() if fault is None else self.sound
+        read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
+        sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
-        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound)
+        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound, begun=begun)
         observe = None
         if probe is not None and probe.enabled:
             observe = partial(probe.measure_casts, self.index, read, fault)
@@ -303,6 +398,7 @@ class PathLinear(nn.Linear):
     def _under_format(
         self,
         fmt: Format,
+        begun: Pass,
         input: Tensor,
         x: Tensor,
         weight: Tensor,
@@ -316,22 +412,29 @@ class PathLinear(nn.Linear):
         shared = self.shared
         copy: tuple[Tensor, ...]
         kept_by: str | Place
-        if quantizes and shared.generator is not None and in_backward():
+        read, draws = shared.read_of(input, self.operator_name, self.index), shared.rounding is not None
+        if quantizes and draws and in_backward() and not self._alone(begun):
             raise RuntimeError(
-                f"{self.operator_name}: with site='forward' and rounding='stochastic' a forward pass that activation "
-                "checkpointing recomputes differs from the first; use rounding='nearest'"
+                f"{self.operator_name}: with site='forward' and rounding='stochastic' activation checkpointing cannot "
+                "tell which of several forward passes it recomputes; run the backward pass of each before the next "
+                "one, or use rounding='nearest'"
             )
-        read = shared.read_of(input, self.operator_name)
-        if fault is not None and not self.recovering:
-            copy, kept_by = fault.compress(input, fmt, shared.generator is not None), f"{self.operator_name} (broken)"
+        if fault is not None and not begun.recovered:
+            copy, kept_by = fault.compress(input, fmt, draws), f"{self.operator_name} (broken)"
         elif isinstance(fmt, KeepFormat):
             copy, kept_by = (x.detach(),), place_of(x)
         else:
-            copy, kept_by = read.copy_of(input, fmt, shared.generator), read.reader
+            generator = partial(self._generator, begun, read.index, _INPUT, 2) if draws else None
+            copy, kept_by = read.copy_of(input, fmt, generator), read.reader
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
             measured = shared.probe.measure(self.index, read, input, x, fault, copy)
-        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, *copy), kept_by
+        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, begun, *copy), kept_by
+
+    def _alone(self, begun: Pass) -> bool:
+        """Whether no other pass that a recomputation could mean waits for its backward pass."""
+        known = [one for ref in self.passes if (one := ref()) is not None and one is not begun]
+        return all(one.done or one.alike != begun.alike for one in known)
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
@@ -350,13 +453,38 @@ class PathLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step, whole."""
-        return {**self.__dict__, "_node": None, "read": None, "fault": None, "in_graphs": None, "tally": None}
+        of_step = {"_node": None, "passes": [], "read": None, "fault": None, "in_graphs": None, "tally": None}
+        return {**self.__dict__, **of_step}
 
     def extra_repr(self) -> str:
         if not self.converted:
             return super().extra_repr()
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+def _itself(begun: Pass) -> Pass:
+    return begun
+
+
+def _step_of(ref: Callable[[], Pass | None]) -> int:
+    """Of a remembered pass; -1: it is gone."""
+    return -1 if (one := ref()) is None else one.step
+
+
+def _in_checkpoint() -> bool:
+    """Whether an autograd function's forward pass runs the code that is running, as reentrant checkpointing does."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

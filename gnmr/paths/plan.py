@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gnmr.caller import users_level
+from gnmr.paths.casting import rotated_dtype
 from gnmr.paths.compiled import graph_linear, missing, new_tally
 from gnmr.paths.formats import FORMATS, Format, KeepFormat
 from gnmr.paths.int8_linear import Int8Linear
@@ -25,6 +26,7 @@ from gnmr.paths.memory import Place
 from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
 from gnmr.paths.recipes import HADAMARD, RECIPES, ExecutionPath, Recipe
+from gnmr.paths.rounding import Mark, Rounding
 from gnmr.paths.scaling import row_bytes, scale_dtype, scales_of
 from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
@@ -56,6 +58,10 @@ class _Numbers:
     saved: int | None = None
     """What was read from the graph, and of which operators it held an input then."""
     held: list[bool] | None = None
+
+
+StepMark: TypeAlias = tuple[Mark | None, tuple[Tensor | None, Tensor] | None, int]
+"""The place of stochastic rounding, the delayed scales, the step."""
 
 
 @dataclass(eq=False)
@@ -180,7 +186,8 @@ class Plan:
         """
         self._collect()
         shared, state = self.shared, self.state_dict()
-        in_force = [(operator.recovered, operator.fault) for operator in self.operators]
+        in_force = [(operator.recovered, operator.fault, operator.passes) for operator in self.operators]
+        mark = self.mark()
         before, shared.no_side_effects = shared.no_side_effects, True
         warmup, shared.warmup = shared.warmup, None
         try:
@@ -190,26 +197,32 @@ class Plan:
             shared.no_side_effects, shared.warmup = before, warmup
             shared.forget()
             self._load(state)  # unlooked at: that waits for the device
-            for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
+            self.back_to(mark)
+            for operator, (recovered, fault, passes) in zip(self.operators, in_force, strict=True):
                 operator.put(recovered)
-                operator.fault = fault
+                operator.fault, operator.passes = fault, passes
 
-    def mark(self) -> tuple[Tensor | None, Tensor | None]:
+    def mark(self) -> StepMark:
         """What a step changes of the paths' state, as it is now, for `back_to`. Does not wait for the device."""
-        generator, amax = self.shared.generator, self.shared.amax
-        return None if generator is None else generator.get_state(), None if amax is None else amax.history
+        rounding, amax = self.shared.rounding, self.shared.amax
+        return (
+            None if rounding is None else rounding.mark(),
+            None if amax is None else (amax.history, amax.replaced),
+            self.shared.step,
+        )
 
-    def back_to(self, mark: tuple[Tensor | None, Tensor | None]) -> None:
+    def back_to(self, mark: StepMark) -> None:
         """Rounding draws what it drew, delayed scales are those of the steps before. For a pass within
         `no_side_effects`."""
-        state, history = mark
+        drawn, scales, self.shared.step = mark
         self.shared.forget()
-        if self.shared.generator is not None and state is not None:
-            self.shared.generator.set_state(state)
-        if self.shared.amax is not None and history is not None:
-            self.shared.amax.history = history.clone()
+        if self.shared.rounding is not None and drawn is not None:
+            self.shared.rounding.back_to(drawn)
+        if self.shared.amax is not None and scales is not None:
+            history, self.shared.amax.replaced = scales
+            self.shared.amax.history = None if history is None else history.clone()
 
-    def begin_again(self, mark: tuple[Tensor | None, Tensor | None]) -> None:
+    def begin_again(self, mark: StepMark) -> None:
         """The step that began at `mark` begins again; what it wrote is forgotten."""
         self.back_to(mark)
         self._collect(into_counts=False)
@@ -217,12 +230,19 @@ class Plan:
             self.shared.amax.begin_again()
 
     def begin_step(self, step: int) -> None:
-        """Call before step `step` (from 1) where there are `warmup_steps`.
+        """Call before step `step` (from 1) where there are `warmup_steps`, and where steps are not taken one by one.
 
-        Until they are over operators in recovery run in 16 bits, whatever the recovery path is.
+        Until the warm-up is over operators in recovery run in 16 bits, whatever the recovery path is. Stochastic
+        rounding draws the numbers of this step.
         """
+        self._enter(step)
         sixteen: ExecutionPath = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
         self.shared.warmup = sixteen if step <= self.warmup_steps else None
+
+    def _enter(self, step: int) -> None:
+        self.shared.step = step
+        if self.shared.rounding is not None:
+            self.shared.rounding.begin_step(step)
 
     def end_step(self) -> None:
         """Call once per optimizer step, after its last backward pass: drops compressed copies, advances the history of
@@ -231,6 +251,7 @@ class Plan:
         self._collect(into_counts=False)
         if self.shared.amax is not None:
             self.shared.amax.end_step()
+        self._enter(self.shared.step + 1)
 
     def saturation(self) -> dict[str, Tensor]:
         """{operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and that were Inf
@@ -514,13 +535,13 @@ class Plan:
         return lines
 
     def state_dict(self) -> dict[str, Any]:
-        """Whose it is (`paths`), and the state of the stochastic generator and of delayed scales where they are.
+        """Whose it is (`paths`), the seed and step of stochastic rounding and delayed scales, where there are any.
 
         Waits for the device under backend=te with delayed scales.
         """
         state: dict[str, Any] = {"paths": self._owner()}
-        if self.shared.generator is not None:
-            state["generator"] = self.shared.generator.get_state()
+        if self.shared.rounding is not None:
+            state["rounding"] = self.shared.rounding.state()
         if self.shared.engine is not None and self.shared.engine.delayed:
             state["te"] = self.shared.engine.state()
         history = None if self.shared.amax is None else self.shared.amax.history
@@ -533,8 +554,8 @@ class Plan:
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
         shared = self.shared
         try:
-            if shared.generator is not None:
-                torch.Generator(shared.generator.device).set_state(state["generator"].cpu())
+            if shared.rounding is not None:
+                Rounding(0, torch.device("cpu")).load(state["rounding"])
             if "te" in state:
                 torch.load(BytesIO(state["te"]), weights_only=True)
             if shared.amax is not None and (history := shared.amax.history) is not None:
@@ -548,7 +569,7 @@ class Plan:
     def _owner(self) -> str:
         # Recipes name the GEMMs that are recovered where it is not all of them.
         low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
-        rounding = "nearest" if self.shared.generator is None else "stochastic"
+        rounding = "nearest" if self.shared.rounding is None else "stochastic"
         # Of a recipe of the user's the name alone says nothing.
         own = "".join(
             f", {path.name}: {path.words()}"
@@ -574,10 +595,11 @@ class Plan:
                 if isinstance(path, Recipe)
             ]
             self.shared.engine.load(state["te"], runs)
-        if self.shared.generator is not None:
-            self.shared.generator.set_state(state["generator"].cpu())
+        if self.shared.rounding is not None:
+            self.shared.rounding.load(state["rounding"])
+            self.shared.step = self.shared.rounding.step
         if self.shared.amax is not None and self.shared.amax.history is not None:
-            self.shared.amax.history.copy_(state["largest"])
+            self.shared.amax.load(state["largest"])
 
 
 def _numbered(pattern: str, names: Sequence[str]) -> str:
@@ -618,7 +640,7 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
     """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
     width = operator.in_features
     if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
-        rows += -rows % HADAMARD
+        rows, dtype = rows + -rows % HADAMARD, rotated_dtype(dtype)
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         return rows * (row_bytes(width, path.bits) + scales_of(width, path) * scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
@@ -626,7 +648,7 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
         assert cast is not None
         height, columns = cast.group(0)
         scales = -(-rows // (height or rows)) * -(-width // (columns or width))
-        return rows * width + scales * (1 if cast.scale == "mx" else torch.float32.itemsize)
+        return rows * width + scales * (1 if cast.power_of_two else torch.float32.itemsize)
     return rows * width * dtype.itemsize
 
 

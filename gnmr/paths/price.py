@@ -306,7 +306,7 @@ def _broken_inputs(
     if isinstance(path, Format):
         if isinstance(path, KeepFormat):
             return sound
-        packed, scale = fault.compress(input, path, operator.shared.generator is not None)
+        packed, scale = fault.compress(input, path, operator.shared.rounding is not None)
         copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
         return dict.fromkeys(sound, copy)
     rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)

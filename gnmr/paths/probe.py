@@ -155,7 +155,7 @@ class Probe:
         if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
             if fault is not None:  # whole, for a sample would not have the same rows hit
                 whole = (
-                    fault.compress(input, low, operator.shared.generator is not None) if operator.recovering else copy
+                    fault.compress(input, low, operator.shared.rounding is not None) if operator.recovering else copy
                 )
                 found = self._compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
             else:
@@ -305,8 +305,8 @@ class Probe:
             if isinstance(fmt, KeepFormat):
                 return (rows,)
             if broken is not None:
-                return broken.compress(input, fmt, shared.generator is not None) if operator.recovering else copy
-            if shared.generator is None:
+                return broken.compress(input, fmt, shared.rounding is not None) if operator.recovering else copy
+            if shared.rounding is None:
                 return read.copy_of(input, fmt)
             return compress(rows, fmt)
 
@@ -318,7 +318,7 @@ class Probe:
             shared = operator.shared
             if isinstance(fmt, KeepFormat):
                 copy: tuple[Tensor, ...] = ()
-            elif self.tokens == 1 and shared.generator is None:
+            elif self.tokens == 1 and shared.rounding is None:
                 copy = read.copy_of(input, fmt)  # made already, or of use to the next reader
             else:
                 copy = compress(input.detach().reshape(-1, input.shape[-1])[:: self.tokens], fmt)

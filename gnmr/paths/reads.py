@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from gnmr.paths.scaling import compress
 
 
 class Read:
-    """Copies, casts and measurements of one tensor. They are dropped with the tensor."""
+    """Copies, casts and measurements of one tensor. They are dropped with the tensor.
 
-    def __init__(self, x: Tensor, reader: str) -> None:
+    `reader` and `index` are the name and the place of the operator that read it first, on whatever path.
+    """
+
+    def __init__(self, x: Tensor, reader: str, index: int) -> None:
         own = weakref.ref(self)
 
         def let_go(_: object) -> None:
@@ -25,7 +29,7 @@ class Read:
 
         self._tensor = weakref.ref(x, let_go)
         self._version = -1 if x.is_inference() else x._version
-        self.reader = reader
+        self.reader, self.index = reader, index
         self._readers = {reader}
         self.copies: dict[str, tuple[Tensor, ...]] = {}
         self.casts: dict[Any, Any] = {}
@@ -38,8 +42,12 @@ class Read:
         self._readers.add(reader)
         return True
 
-    def copy_of(self, x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        """`x`, which is this tensor, compressed in `fmt`: once for all its readers."""
+    def copy_of(
+        self, x: Tensor, fmt: Format, generator: Callable[[], torch.Generator] | None = None
+    ) -> tuple[Tensor, ...]:
+        """`x`, which is this tensor, compressed in `fmt`: once for all its readers. `generator`: gives what is drawn
+        from."""
         if fmt.name not in self.copies:
-            self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, generator)
+            drawn = None if generator is None else generator()
+            self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, drawn)
         return self.copies[fmt.name]

@@ -19,18 +19,21 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
                    tokens of one channel) than in fprop (128 channels of one token)
     block          128 x 128
     mx             32 elements along the contracted dimension, with a power of two as their scale (OCP Microscaling)
+    mx_floor       the same under the OCP specification's own rule for the scale, which is smaller
     nv             16 elements along the contracted dimension, with an E4M3 number as their scale, times one float32
                    number of the tensor (NVFP4, 2509.25149)
     nv2d           16 x 16, the same: a weight has the same values in fprop and dgrad
     delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor (as
                    Transformer Engine's delayed scaling): saturates what has grown since
 
-A scale is max|group| / format.max in float32. That of `mx` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the
-rule of the OCP specification, under which the largest elements of a group may saturate. A group that the tensor's edge
+A scale is max|group| / format.max in float32. That of `mx` is this number rounded up to a power of two (RCEIL), as in
+torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
+need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
+under which the largest elements of a group may saturate. A group that the tensor's edge
 cuts is smaller; along the widths of a linear `gnmr.paths.convert` refuses that. Those of `nv` are two, as in appendix C
 of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest group to
-E4M3's largest number, a group's E4M3 number is max|group| / format.max * encode, rounded to nearest, and its scale that
-number / encode. The largest elements saturate where it was rounded down.
+E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its scale
+that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded down.
 
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
@@ -54,6 +57,7 @@ Named recipes (`RECIPES`):
     deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
     mxfp4          the same in E2M1
+    mxfp8_floor, mxfp4_floor    the same two with mx_floor
     nvfp4          E2M1 everywhere: nv for input and grad_output, nv2d for the weight, results kept; grad_output is
                    rounded stochastically, wgrad's operands are rotated (2509.25149)
     nvfp4_no_sr, nvfp4_no_rht, nvfp4_1d    the same without stochastic rounding, without the rotation, or with the
@@ -91,10 +95,10 @@ from gnmr import vocabulary
 from gnmr.paths.formats import FORMATS, Format, KeepFormat, get_format
 from gnmr.vocabulary import GEMMS
 
-SCALES = ("delayed", "tensor", "block", "row", "nv2d", "tile", "mx", "nv")
+SCALES = ("delayed", "tensor", "block", "row", "nv2d", "tile", "mx", "mx_floor", "nv")
 """The coarsest first."""
 TILE, MX, NV, HADAMARD = 128, 32, 16, 16
-_LENGTHS = {"tile": TILE, "mx": MX, "nv": NV}
+_LENGTHS = {"tile": TILE, "mx": MX, "mx_floor": MX, "nv": NV}
 """Of groups along the contracted dimension."""
 _SQUARES = {"block": TILE, "nv2d": NV}
 """Of groups that are as long in both."""
@@ -153,6 +157,11 @@ class Cast:
     def directed(self) -> bool:
         """Whether the result depends on the dimension that the GEMM contracts."""
         return self.scale in _LENGTHS or self.hadamard
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether groups have powers of two as their scales (E8M0)."""
+        return self.scale in ("mx", "mx_floor")
 
     @property
     def two_levels(self) -> bool:

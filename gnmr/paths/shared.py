@@ -14,13 +14,15 @@ from gnmr.paths.hooks import Engine, Observer, PriceObserver
 from gnmr.paths.memory import seen_by_numpy
 from gnmr.paths.reads import Read
 from gnmr.paths.recipes import ExecutionPath
+from gnmr.paths.rounding import Rounding
 
 
 class SharedState:
     """Common to all operators of a plan.
 
     - the compressed copies of the tensor that was read last, so that its other readers find them;
-    - `generator`: of stochastic rounding (None: round to nearest);
+    - `rounding`: what stochastic rounding draws (None: round to nearest);
+    - `step`: the optimizer step that runs, from 1;
     - `no_side_effects`: while true, a pass must leave no trace in what faults and casts remember;
     - `high_precision`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
     - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
@@ -35,14 +37,15 @@ class SharedState:
         self,
         *,
         quantize_forward: bool,
-        generator: torch.Generator | None = None,
+        rounding: Rounding | None = None,
         amax: AmaxHistory | None = None,
         engine: Engine | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.device = device
         self.quantize_forward = quantize_forward
-        self.generator = generator
+        self.rounding = rounding
+        self.step = 1
         self.amax = amax
         self.engine = engine
         self.high_precision = False
@@ -56,17 +59,18 @@ class SharedState:
     @property
     def stays(self) -> bool:
         """Whether it holds tensors on the device on which the operators were converted."""
-        return self.amax is not None or self.generator is not None or self.probe is not None
+        return self.amax is not None or self.rounding is not None or self.probe is not None
 
-    def read_of(self, x: Tensor, reader: str) -> Read:
-        """What is known of this very tensor since its first operator read it. Once in each forward pass of `reader`.
+    def read_of(self, x: Tensor, reader: str, index: int) -> Read:
+        """What is known of this very tensor since its first operator read it. Once in each forward pass of `reader`,
+        the operator in place `index`.
 
         The other readers of the tensor that was read last join in. The same operator's next pass does not: the tensor
         may hold something else by then, be it under the same version number (a write through `.data`).
         """
         last = self._last
         if last is None or not last.joins(x, reader):
-            last = Read(x, reader)
+            last = Read(x, reader, index)
             # These change without a new version number: a parameter (fused optimizers), an inference tensor, an array.
             if not (x.is_leaf and x.requires_grad) and not x.is_inference() and not seen_by_numpy(x):
                 self._last = last  # in one assignment: another thread finds all of it or none

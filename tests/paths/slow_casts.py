@@ -35,7 +35,7 @@ def nearest(scaled: np.ndarray, name: str) -> np.ndarray:
 def groups(shape: tuple[int, int], scale: str, dim: int) -> list[tuple[slice, slice]]:
     """The elements with one scale, group by group."""
     rows, columns = shape
-    length = {"tile": 128, "mx": 32, "nv": 16}.get(scale, 0)
+    length = {"tile": 128, "mx": 32, "mx_floor": 32, "nv": 16}.get(scale, 0)
     height, width = {
         "tensor": (rows, columns),
         "delayed": (rows, columns),
@@ -54,7 +54,8 @@ def scale_of_two_levels(own: float, tensor: float, name: str) -> np.float32:
     if own == 0:
         return np.float32(0)
     encode = np.float32(448 * MAX[name]) / np.float32(tensor)
-    number = nearest(np.array([np.float32(own) / np.float32(MAX[name]) * encode]), "e4m3").astype(np.float32)[0]
+    over = encode * (np.float32(1) / np.float32(MAX[name]))
+    number = nearest(np.array([np.float32(own) * over]), "e4m3").astype(np.float32)[0]
     return number * (np.float32(1) / encode)
 
 
@@ -122,8 +123,11 @@ def slow_cast(
             scaled = group * (np.float32(1) / scale) if scale > 0 else np.zeros_like(group)
         else:
             scale = np.float32(1)
-            if own > 0 and scale_kind == "mx":
+            if own > 0 and scale_kind == "mx_floor":
                 scale = np.float32(2.0 ** (np.floor(np.log2(own)) - EXPONENT_OF_MAX[name]))
+            elif own > 0 and scale_kind == "mx":
+                mantissa, exponent = np.frexp(np.float32(own) / np.float32(MAX[name]))  # mantissa in [1/2, 1)
+                scale = np.float32(2.0 ** (exponent - (mantissa == 0.5)))
             elif own > 0:
                 scale = np.float32(own) / np.float32(MAX[name])
             scaled = group / scale

@@ -359,12 +359,21 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> N
         assert torch.equal(ours, theirs)
 
 
-def test_a_forward_pass_that_would_differ_when_recomputed_is_refused() -> None:
-    net = nn.Sequential(nn.Linear(8, 8))
-    convert(net, PathSpec.of("int4", None, targets=["?"], site="forward", rounding="stochastic"))
-    output = checkpoint(net, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="recomputes differs from the first; use rounding='nearest'"):
-        output.sum().backward()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_pass_that_draws_is_recomputed_as_it_was(reentrant: bool) -> None:
+    x, found = torch.randn(4, 8, requires_grad=True), []
+    for run in (lambda net: net(x), lambda net: checkpoint(net, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        convert(net, PathSpec.of("int4", None, targets=["?"], site="forward", rounding="stochastic"))
+        found.append(torch.autograd.grad(run(net).square().sum(), net[0].weight) if not reentrant else None)
+        if reentrant:
+            run(net).square().sum().backward()
+            found[-1] = (net[0].weight.grad,)
+    assert torch.equal(found[0][0], found[1][0])
+    outputs = [run(net) for _ in range(2)]  # two passes that a recomputation may mean
+    with pytest.raises(RuntimeError, match=r"^0: .*cannot tell which of several forward passes"):
+        outputs[0].sum().backward()
 
 
 @pytest.mark.parametrize("low", ["int4", "bf16", "mxfp8"])
@@ -416,7 +425,7 @@ def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
     plan = convert(
         nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", rounding=rounding, backend=backend(low))
     )
-    name = "generator" if low == "int4" else "largest"
+    name = "rounding" if low == "int4" else "largest"
     before, good = plan.state_dict(), plan.state_dict()
     bad: list[object] = [None, 3, torch.zeros(3, dtype=torch.uint8), "x"]
     bad += [torch.full_like(good[name], torch.nan), -torch.ones_like(good[name])] if name == "largest" else []
@@ -458,6 +467,7 @@ def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
     net = model()
     plan = convert(net, PathSpec.of("int4", None, rounding="stochastic"), seed=5)
     gradients(net, inputs())
+    plan.end_step()
     state = plan.state_dict()
     expected = gradients(net, inputs())
     other = model()
@@ -465,7 +475,7 @@ def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
     other_plan.load_state_dict(state)
     for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
         assert torch.equal(ours, theirs)
-    assert not torch.equal(gradients(other, inputs())[0], expected[0]), "the generator moves on"
+    assert not torch.equal(gradients(other, inputs())[0], expected[0]), "each micro-batch has its own"
 
 
 def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> None:

@@ -2,10 +2,25 @@
 
 from gnmr.paths.kernels.int8 import IntContext
 from gnmr.paths.kernels.scaled_mm import ScaledContext
-from gnmr.paths.kernels.simulated import GemmContext, in_backward, recipe_linear
+from gnmr.paths.kernels.simulated import (
+    GemmContext,
+    casts_nothing,
+    in_backward,
+    owned,
+    recipe_linear,
+    refuse_twice,
+)
 from gnmr.paths.recipes import Recipe
 
-__all__ = ["GemmContext", "context_kind", "in_backward", "recipe_linear"]
+__all__ = [
+    "GemmContext",
+    "casts_nothing",
+    "context_kind",
+    "in_backward",
+    "owned",
+    "recipe_linear",
+    "refuse_twice",
+]
 
 
 def context_kind(recipe: Recipe) -> type[GemmContext]:

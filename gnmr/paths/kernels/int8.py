@@ -174,10 +174,17 @@ class IntContext(GemmContext):
             output += bias
         return output.to(x.dtype).view(*x.shape[:-1], -1)
 
-    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
         if cast.codes:
             return integers(x, cast.outliers)
-        return super().quantize(x, cast, contraction_dim, reference)
+        return super().quantize(x, cast, contraction_dim, reference, generator)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         if not cast.codes:

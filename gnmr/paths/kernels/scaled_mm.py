@@ -48,7 +48,7 @@ MULTIPLE = 16
 """What the hardware wants every dimension of an eight-bit product to be a multiple of."""
 E8M0 = torch.float8_e8m0fnu
 _FOUR = 4
-_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx"}
+_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx", "mx_floor": "mx"}
 """Scale: what its hardware is known by."""
 _LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
 _TILE_CAPABILITY = (9, 0)
@@ -225,7 +225,14 @@ def _mx(scale: Tensor, _lines: int) -> Tensor:
 class ScaledContext(GemmContext):
     """Its casts give `Codes`."""
 
-    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Codes, CastStats]:
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
         divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
@@ -240,7 +247,7 @@ class ScaledContext(GemmContext):
         each = as_groups(scales, cast, contraction_dim)
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
         scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
-        if cast.scale == "mx":  # a fault's scale need not be a power of two; the next larger one holds its values
+        if cast.power_of_two:  # a fault's scale need not be a power of two; the next larger one holds its values
             scale = scale.log2().ceil().exp2()
         divided = as_groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
@@ -268,4 +275,4 @@ def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.d
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
     found = scale[:, 0, :, 0]
-    return Codes(codes, found.to(E8M0) if cast.scale == "mx" else found)
+    return Codes(codes, found.to(E8M0) if cast.power_of_two else found)

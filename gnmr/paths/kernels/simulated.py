@@ -19,19 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnmr.paths.cast_stats import AmaxHistory, CastStats
-from gnmr.paths.casting import Reference, quantize
+from gnmr.paths.casting import Reference, quantize, rotated_dtype
+from gnmr.paths.formats import KeepFormat
 from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.paths.reads import Read
-from gnmr.paths.recipes import Cast, Gemm, Recipe
+from gnmr.paths.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.paths.scaling import count_nonfinite, largest_magnitude
 from gnmr.vocabulary import OPERANDS
 
@@ -39,8 +39,15 @@ Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] |
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
 
 
+Draws: TypeAlias = Callable[[int, int, int], torch.Generator]
 _READS_INPUT = ("wgrad", "fprop")
 """By the dimension of the input that it contracts."""
+
+
+class Begun(Protocol):
+    """A forward pass that waits for its backward pass."""
+
+    done: bool
 
 
 class GemmContext:
@@ -54,7 +61,10 @@ class GemmContext:
         sound: GEMMs whose casts it leaves as they are.
         dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
         no_side_effects: this pass is not the run's own, so at its end nothing is written.
-        generator: what stochastic casts draw from; None: they round to nearest.
+        draws: (the operator that draws, its operand, the dimension that is contracted) -> what a stochastic cast draws
+            from; None: it rounds to nearest.
+        history: of delayed scales, as it was when the forward pass began; None: as it is now.
+        begun: is told that the backward pass has run.
     """
 
     def __init__(
@@ -68,11 +78,14 @@ class GemmContext:
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
         no_side_effects: bool = False,
-        generator: torch.Generator | None = None,
+        draws: Draws | None = None,
+        history: Tensor | None = None,
+        begun: Begun | None = None,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
         self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
-        self.generator = generator
+        self._draws, self._history = draws, amax.history if history is None else history
+        self._reader, self._begun = index, begun
         self._found: dict[int, tuple[int, CastStats]] = {}
         """By identity: two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
@@ -100,11 +113,15 @@ class GemmContext:
         if found is None:
             reference = None
             if cast.scale == "delayed":
-                reference = partial(self.amax.delayed, self.index, place, cast.history)
+                reference = partial(self.amax.delayed, self.index, place, cast.history, history=self._history)
             if broken:
                 found = self.break_input(x, cast, contraction_dim, reference)
             else:
-                found = self.quantize(x, cast, contraction_dim, reference)
+                generator = None
+                if cast.stochastic and self._draws is not None:
+                    reader = self._reader if operand == "input" else self.index  # whose cast others may share
+                    generator = self._draws(reader, place, contraction_dim if cast.directed else 2)
+                found = self.quantize(x, cast, contraction_dim, reference, generator)
             if made is not None:
                 made[key] = found
         values, stats = found
@@ -117,15 +134,22 @@ class GemmContext:
         self._found[id(stats)] = place, stats
         return values
 
-    def quantize(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
-        return quantize(x, cast, contraction_dim, reference, self.generator)
+        return quantize(x, cast, contraction_dim, reference, generator)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """As `quantize`, of an input under the fault."""
         assert self.fault is not None
         values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
-        return values.to(x.dtype), stats
+        return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
         """(the weight as fprop reads it; what is kept of it for dgrad: its cast, or itself for a cast of its own)."""
@@ -164,9 +188,9 @@ class GemmContext:
         return count_nonfinite(x, largest)
 
     def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        """a (M, K) times b (K, N), as `cast` gives them."""
+        """a (M, K) times b (K, N), as `cast` gives them, in `dtype`."""
         result: Tensor = a @ b
-        return result
+        return result.to(dtype)  # rotated operands of float16 are in float32
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
         """What a GEMM reads of the tensors that the graph held of a cast; `dtype`: the other operand's."""
@@ -186,6 +210,7 @@ class GemmContext:
 
     def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
         """The casts of the tensor that was `read`, shared by its readers; those under a fault are not shared."""
+        self._reader = read.index
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
     def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
@@ -199,12 +224,14 @@ class GemmContext:
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
         """Equal for casts that give the same numbers."""
-        draws = cast.stochastic and self.generator is not None
-        own = self.index if cast.scale == "delayed" else None
+        draws = cast.stochastic and self._draws is not None
+        own = (self.index, id(self._history)) if cast.scale == "delayed" else None
         return cast, contraction_dim if cast.directed else None, own, draws
 
     def end(self) -> None:
         """Once, when the last of its GEMMs is done."""
+        if self._begun is not None:
+            self._begun.done = True
         if not self._no_side_effects:
             self.amax.write(self.index, self._found.values(), self._largest)
         self._found.clear()
@@ -215,6 +242,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
     casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
     context: GemmContext = ctx.context
+    refuse_twice(context.name, context.recipe)
     if is_sharded(grad_output):
         raise ValueError(f"the gradient of a linear's output {SHARDED}")
     saved = ctx.saved_tensors  # once: checkpointing allows no second look
@@ -233,9 +261,13 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         product = context.product(grad, read, ctx.x_dtype)
         grad_x = context.cast("result", product, recipe.dgrad.result).view(ctx.x_shape)
     if need_weight:
-        grad_weight = context.wgrad(grad_2d, context.restored(kept, grad_2d.dtype), ctx.weight_dtype, made)
+        x_wgrad = context.restored(kept, grad_2d.dtype)
+        if isinstance(x_wgrad, Tensor):
+            x_wgrad = x_wgrad.reshape(-1, x_wgrad.shape[-1])
+        grad_weight = context.wgrad(grad_2d, x_wgrad, ctx.weight_dtype, made)
         if ctx.measured is not None:
-            ctx.measured.add_backward(grad_2d, grad_weight, context, made)
+            with torch.no_grad():
+                ctx.measured.add_backward(grad_2d, grad_weight, context, made)
             ctx.measured = None
     grad_bias = grad_2d.sum(dim=0) if need_bias else None
     context.end()
@@ -243,7 +275,8 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class RecipeLinear(torch.autograd.Function):
-    """F.linear as `context` casts and multiplies, of an input that was cast already. Differentiable once."""
+    """F.linear as `context` casts and multiplies, of an input that was cast already. Where nothing is cast it can be
+    differentiated twice."""
 
     @staticmethod
     def forward(
@@ -258,16 +291,38 @@ class RecipeLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
         ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
-        w_fprop, kept = context.cast_weight(weight)
-        weights = _tensors(kept)
-        ctx.weight_is_cast, ctx.num_weights = kept is not weight, len(weights)
-        ctx.save_for_backward(*weights, *_tensors(x_wgrad))
-        return context.fprop(x, x_fprop, weight, w_fprop, bias)
+        w_fprop, w_dgrad = context.cast_weight(weight)
+        weights = _tensors(w_dgrad)
+        ctx.weight_is_cast, ctx.num_weights = w_dgrad is not weight, len(weights)
+        kept = _tensors(x_wgrad)
+        if kept and casts_nothing(context.recipe):
+            kept = (x,)  # with its graph
+        ctx.save_for_backward(*weights, *kept)
+        return owned(context.fprop(x, x_fprop, weight, w_fprop, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return linear_backward(ctx, *grads)
+
+
+def owned(output: Tensor) -> Tensor:
+    """Return `output` as no view: a view that an autograd function returns cannot be changed in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+    return found
+
+
+def casts_nothing(path: ExecutionPath) -> bool:
+    """Return whether a linear on `path` computes what a plain one does."""
+    return isinstance(path, KeepFormat) or (isinstance(path, Recipe) and not path.casts)
+
+
+def refuse_twice(name: str, path: ExecutionPath) -> None:
+    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for and `path` has none."""
+    if torch.is_grad_enabled() and not casts_nothing(path):
+        raise RuntimeError(
+            f"{name}: second derivatives (create_graph=True) are not defined on the path {path.name}, whose casts have "
+            "none; run the forward pass within plan.high_precision()"
+        )
 
 
 def _tensors(x: Any) -> tuple[Tensor, ...]:
