@@ -1,0 +1,346 @@
+"""One forward pass of an operator, its backward pass, and what may come between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gnmr
+
+PATHS = ["bf16", "int4", "sim_int4", "fp8_hybrid", "fp8_delayed", "nvfp4", "mxfp8", "deepseek_v3", "llm_int8"]
+CASTING = [name for name in PATHS if name != "bf16"]
+WIDTH = 128
+pytestmark = pytest.mark.filterwarnings("ignore:.*caps nothing", "ignore:backend", "ignore:low=")
+
+
+class Two(nn.Module):
+    """Two linears with a curve between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(torch.tanh(self.q_proj(x)))
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attached(low: str, recovery: str | None = None, **kwargs: object) -> tuple[Two, gnmr.Controller]:
+    model = Two()
+    return model, gnmr.attach(model, low=low, recovery=recovery, signal="always_low", **kwargs)
+
+
+# ---- second derivatives ----
+
+
+def penalty(model: nn.Module) -> list[Tensor | None]:
+    """The gradients of a gradient penalty."""
+    x = numbers(8, WIDTH).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    ((gradient.norm(dim=1) - 1) ** 2).mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_second_derivatives_of_bf16_are_the_plain_models() -> None:
+    (model, _), plain = attached("bf16"), Two()
+    for ours, theirs in zip(penalty(model), penalty(plain), strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    x = numbers(WIDTH)
+
+    def value(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda v: net(v).square().sum()
+
+    functional = torch.autograd.functional
+    assert torch.equal(functional.hessian(value(model), x), functional.hessian(value(plain), x))
+    for derivative in (functional.vhp, functional.hvp, functional.jvp):
+        assert torch.equal(derivative(value(model), x, x)[1], derivative(value(plain), x, x)[1])
+    assert torch.equal(torch.func.jvp(model, (x,), (x,))[1], torch.func.jvp(plain, (x,), (x,))[1])
+    assert torch.equal(torch.func.vmap(model)(numbers(3, WIDTH)), torch.func.vmap(plain)(numbers(3, WIDTH)))
+
+
+@pytest.mark.parametrize("low", CASTING)
+def test_second_derivatives_of_casts_are_refused_with_the_operators_name(low: str) -> None:
+    model, controller = attached(low)
+    with pytest.raises(RuntimeError, match=r"^o_proj: second derivatives \(create_graph=True\) [^\n]*$"):
+        penalty(model)
+    model.zero_grad()
+    with controller.plan.high_precision():
+        assert all(
+            ours is theirs is None or torch.equal(ours, theirs)
+            for ours, theirs in zip(penalty(model), penalty(Two()), strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.vmap(f)(x.expand(3, -1)),
+        lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
+        lambda f, x: torch.func.jacrev(f)(x),
+    ],
+)
+@pytest.mark.parametrize("low", ["int4", "nvfp4", "llm_int8"])
+def test_transforms_of_casts_are_refused_with_the_operators_name(low: str, transform: Callable) -> None:
+    model, _ = attached(low)
+    with pytest.raises(RuntimeError, match=r"^q_proj: torch.func's transforms [^\n]*$"):
+        transform(model, numbers(WIDTH))
+
+
+# ---- changes in place ----
+
+
+def masked(h: Tensor, x: Tensor) -> Tensor:
+    h[h < 0] = 0
+    return h
+
+
+def through_a_view(h: Tensor, x: Tensor) -> Tensor:
+    h.view(-1)[:3].add_(1)
+    return h
+
+
+IN_PLACE = [
+    lambda h, x: h.add_(x),
+    lambda h, x: h.mul_(2),
+    lambda h, x: torch.relu_(h),
+    lambda h, x: h.copy_(x),
+    masked,
+    through_a_view,
+]
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (64, WIDTH), (2, 32, WIDTH), (2, 2, 16, WIDTH)], ids=str)
+@pytest.mark.parametrize("low", PATHS)
+def test_outputs_can_be_changed_in_place(low: str, shape: tuple[int, ...]) -> None:
+    (model, _), plain, x = attached(low), Two(), numbers(*shape)
+    for change in IN_PLACE:
+        found = []
+        for net in (model, plain):
+            leaf = x.clone().requires_grad_()
+            change(net.q_proj(leaf), x).square().sum().backward()
+            found.append((leaf.grad, net.q_proj.weight.grad.clone()))
+            net.zero_grad()
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None and theirs is None) or ours.isfinite().all()
+            if low == "bf16":
+                assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+# ---- steps that do not count ----
+
+
+@pytest.mark.parametrize("low", ["fp8_delayed", "nvfp4"])
+def test_a_discarded_step_leaves_no_trace(low: str) -> None:
+    runs = []
+    for discards in (False, True):
+        model, controller = attached(low, "bf16")
+        for step in range(3):
+            if discards:
+                for scale in (1e6, 1e-3):  # a batch that is thrown away, and an optimizer that looks twice
+                    model(numbers(8, WIDTH, seed=step) * scale).sum().backward()
+                    controller.discard()
+                    model.zero_grad()
+            model(numbers(8, WIDTH, seed=step)).square().sum().backward()
+            runs.append([parameter.grad.clone() for parameter in model.parameters()])
+            controller.step()
+            model.zero_grad()
+        runs.append(list(controller.plan.state_dict().values())[1:])
+    half = len(runs) // 2
+    for ours, theirs in zip(runs[:half], runs[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- recomputed passes ----
+
+
+@pytest.mark.parametrize("between", ["high_precision", "promotion", "step", "evaluation"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("low", CASTING)
+def test_a_recomputed_pass_is_the_one_that_it_repeats(low: str, reentrant: bool, between: str) -> None:
+    found = []
+    for late in (False, True):
+        model, controller = attached(low, "bf16")
+        first = nn.Linear(WIDTH, WIDTH)
+        first.load_state_dict(Two().o_proj.state_dict())
+        x = numbers(64, WIDTH)
+        for _ in range(2):
+            model(x).sum().backward()
+            controller.step()
+            model.zero_grad()
+
+        def forward(model: Two = model, first: nn.Linear = first, x: Tensor = x) -> Tensor:
+            return checkpoint(model, first(x), use_reentrant=reentrant).square().sum()
+
+        if between == "high_precision":
+            with controller.plan.high_precision():
+                loss = forward()
+                if not late:
+                    loss.backward()
+        else:
+            loss = forward()
+        if late and between == "promotion":
+            controller.plan.operators[0].switch(True)
+        if late and between == "step":
+            controller.step()
+        if late and between == "evaluation":
+            with torch.no_grad(), controller.plan.high_precision():
+                model(x)
+        if late or between != "high_precision":
+            loss.backward()
+        found.append([parameter.grad for parameter in (*model.parameters(), *first.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("low", CASTING)
+def test_a_kept_graph_keeps_its_path_and_its_scales(low: str) -> None:
+    model, controller = attached(low, "bf16")
+    x = numbers(64, WIDTH)
+    model(x).sum().backward()
+    controller.step()
+    model.zero_grad()
+    loss, found = model(2 * x).square().sum(), []
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        controller.step()
+        model.zero_grad()
+        controller.plan.operators[1].switch(True)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_pass_that_may_be_either_of_two_paths_is_refused(reentrant: bool) -> None:
+    model, controller = attached("sim_int4", "bf16")
+    x = numbers(4, WIDTH).requires_grad_()
+    first = checkpoint(model, x, use_reentrant=reentrant).sum()
+    for operator in controller.plan.operators:
+        operator.switch(True)
+    second = checkpoint(model, x, use_reentrant=reentrant).sum()
+    with pytest.raises(RuntimeError, match=r"^[qo]_proj: activation checkpointing recomputes one of 2 forward passes"):
+        (first + second).backward()
+
+
+# ---- replaced weights ----
+
+
+def by_copy(model: nn.Module, state: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def by_data(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data = state[name]
+
+
+@pytest.mark.parametrize("factor", [100.0, 3.0, 0.01])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda model, state: model.load_state_dict(state),
+        lambda model, state: model.load_state_dict(state, assign=True),
+        by_copy,
+        by_data,
+    ],
+)
+def test_delayed_scales_notice_replaced_weights(replace: Callable, factor: float) -> None:
+    """Scales are then those of the tensors themselves, as fp8_hybrid takes them; and go on from there."""
+    (model, controller), (fresh, _) = attached("fp8_delayed", "bf16"), attached("fp8_hybrid", "bf16")
+    x = numbers(32, WIDTH)
+    for _ in range(3):
+        model(x).sum().backward()
+        controller.step()
+        model.zero_grad()
+    state = {name: value * factor for name, value in model.state_dict().items()}
+    replace(model, {name: value.clone() for name, value in state.items()})
+    fresh.load_state_dict(state)
+    found = []
+    for net in (model, fresh):
+        net(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert controller.plan.saturation()["weight"].sum() == 0
+    controller.step()
+    history = controller.plan.state_dict()["largest"]
+    assert (history[:, 1, 1] > 0).all() and (history[:, 1, 2:] == 0).all(), "what was before is forgotten"
+
+
+def test_trained_weights_are_not_taken_for_replaced_ones() -> None:
+    model, controller = attached("fp8_delayed", "bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(8):
+        model(numbers(32, WIDTH, seed=step)).square().mean().backward()
+        assert not controller.plan.shared.amax.replaced
+        controller.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- what is drawn ----
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"low": "nvfp4", "recovery": "bf16"},
+        {"low": "int4", "recovery": "bf16", "rounding": "stochastic"},
+        {"low": "int4", "recovery": "int8", "rounding": "stochastic"},
+        {"low": "nvfp4", "recovery": "bf16", "unit": "gemm"},
+    ],
+    ids=str,
+)
+def test_moving_one_operator_leaves_the_noise_of_the_others(how: dict) -> None:
+    """All three read one tensor: its first reader moves."""
+    found = []
+    for moved in ((), ("q_proj",), ("k_proj",)):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj")})
+        controller = gnmr.attach(model, signal="always_low", **how)
+        own: dict[str, list[Tensor]] = {name: [] for name in model}
+        for step in range(3):
+            for operator in controller.plan.operators:
+                if operator.operator_name in moved:
+                    operator.switch(True)
+            for micro in range(2):
+                x = numbers(64, WIDTH, seed=10 * step + micro)
+                sum(linear(x).square().sum() for linear in model.values()).backward()
+            for name, linear in model.items():
+                own[name].append(linear.weight.grad.clone())
+            controller.step()
+            model.zero_grad()
+        found.append({name: own[name] for name in model})
+    for other, moved in ((found[1], "q_proj"), (found[2], "k_proj")):
+        for name in other:
+            alike = all(torch.equal(a, b) for a, b in zip(found[0][name], other[name], strict=True))
+            assert alike == (name != moved), name
+
+
+def test_micro_batches_and_steps_draw_anew_and_a_resumed_run_draws_the_same() -> None:
+    def steps(model: Two, controller: gnmr.Controller, number: int) -> list[Tensor]:
+        found = []
+        for _ in range(number):
+            for _ in range(2):
+                model(numbers(64, WIDTH)).square().sum().backward()
+                found.append(model.q_proj.weight.grad.clone())
+                model.zero_grad()
+            controller.step()
+        return found
+
+    model, controller = attached("nvfp4", "bf16")
+    whole = steps(model, controller, 2)
+    assert not any(torch.equal(whole[i], whole[j]) for i in range(4) for j in range(i))
+    state = controller.state_dict()
+    rest = steps(model, controller, 1)
+    model, other = attached("nvfp4", "bf16", seed=7)
+    other.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(steps(model, other, 1), rest, strict=True))
