@@ -243,6 +243,7 @@ def linear(path: str | None, dtype: torch.dtype, device: torch.device, shape: Sh
 
 def correctness(lab: Lab) -> None:
     """Compare casts, saved formats and linears with the CPU, and hardware with its simulation."""
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # more are slower on matrices of this size
     cpu, shapes = torch.device("cpu"), [(100, 128, 256)] + ([] if lab.tiny else [(256, 512, 640)])
     casts = {str(cast): cast for recipe in RECIPES.values() for cast in recipe.casts}
     formats = [fmt for name, fmt in FORMATS.items() if name != "bf16"]
