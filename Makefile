@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench evidence evidence-quick wheel clean
+.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench gpu-check evidence evidence-quick wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -45,6 +45,10 @@ report: $(READY)  ## tables and plots of the runs in RUNS: gnmr report RUNS ARGS
 
 bench: $(READY)  ## what controller and paths cost on this machine: gnmr bench ARGS
 	$(BIN)/gnmr bench $(ARGS)
+
+gpu-check: $(READY)  ## check and time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
+	@mkdir -p runs
+	$(BIN)/python benchmarks/gpu.py runs/gpu.json $(ARGS)
 
 test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
 	$(PYTEST) $(ARGS)

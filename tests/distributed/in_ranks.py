@@ -272,16 +272,6 @@ def measured(config: Any, hook: bool = False) -> Any:
     return found
 
 
-def gpu_checks(plan: Any) -> Any:
-    """What the checks of benchmarks/gpu_parallel.py find, on the CPU."""
-    from gnmr.distributed.world import World
-    from gpu_parallel import Plan, played
-
-    found = played(Plan(**plan), World(world.rank(), world.size()))
-    torch.set_num_threads(1)
-    return found
-
-
 def tensor_parallel(order: str, low: str = "int4", **options: Any) -> Any:
     """Two blocks of which tensor parallelism shards the linears, `first` or `after` two paths: a step, or what is said.
 
