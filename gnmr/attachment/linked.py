@@ -27,14 +27,23 @@ class Linked:
             for part in filter(None, names[module].split(".")):
                 found[id(at), part] = at._modules, part, at._modules[part]
                 at = at.get_submodule(part)
+        read: dict[int, dict[str, Any]] = {}
         for module in {below: None for one in self._read for below in one.modules()}:
             for where in (module._modules, module._parameters):
                 found |= {(id(where), name): (where, name, value) for name, value in where.items()}
+                read[id(where)] = where
         self._links = list(found.values())
+        self._sizes = [(where, len(where)) for where in read.values()]
+        there = (value for where in read.values() for value in where.values() if isinstance(value, nn.Parameter))
+        self._trained = [(parameter, parameter.requires_grad) for parameter in there]
 
     def changed(self) -> bool:
-        """Whether anything was exchanged since the last look."""
-        return any(where.get(name) is not found for where, name, found in self._links)
+        """Whether anything was exchanged, added, frozen or made trainable since the last look."""
+        return (
+            any(where.get(name) is not found for where, name, found in self._links)
+            or any(len(where) != size for where, size in self._sizes)
+            or any(parameter.requires_grad != trained for parameter, trained in self._trained)
+        )
 
     def refuse_missing(self) -> None:
         """ValueError where one of the modules is no longer in the model."""
