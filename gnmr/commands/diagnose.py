@@ -198,7 +198,7 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     console = for_tables()
     by_words = console.is_terminal
     if found.little:
-        print_plain(console, f"nothing has to be kept: less than {LITTLE} nats are lost, see the last line\n", by_words)
+        print_plain(console, f"nothing has to be kept: {found.recipe} costs less than {LITTLE} nats here\n", by_words)
     lead = "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
     lead += "squared error of the gradient. The shade: how much of the largest in its column."
     print_plain(console, lead, by_words)

@@ -150,9 +150,9 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """(name, elements that are NaN or Inf, all elements) of each parameter that holds such."""
     for name, parameter in model.named_parameters():
-        if type(parameter) is nn.Parameter and parameter.dtype in _DTYPES:
-            if number := int((~parameter.isfinite()).sum()):
-                yield name, number, parameter.numel()
+        plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
+        if plain and (number := int((~parameter.isfinite()).sum())):
+            yield name, number, parameter.numel()
 
 
 def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:

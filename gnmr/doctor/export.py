@@ -90,7 +90,7 @@ CONVERTED = frozenset({json.dumps(low, indent=4)})
 
 
 def module_filter_fn(module, fqn):
-    """Whether the linear of this name is converted, whatever wraps the model (peft, DDP, FSDP, compile, checkpointing)."""
+    """Whether the linear of this name is converted, below whatever wraps it (peft, DDP, FSDP, compile)."""
     name = re.sub(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\\.", "", fqn)
     name = re.sub(r"^(?:module\\.|base_model\\.model\\.)+", "", name).removesuffix(".base_layer")
     return fqn in CONVERTED or name in CONVERTED

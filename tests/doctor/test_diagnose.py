@@ -238,7 +238,7 @@ def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
 def test_what_is_shown_to_cost_little_is_not_kept(found: Diagnosis) -> None:
     for cost, little in ((0.0099, True), (0.0101, False)):
         one = _with(found, measured=Measured(6, 2.0, 2.0 + cost, 0.001))
-        assert one.little == little == one.verdict().startswith("nothing has to be kept: sim_e2m1 costs 0.0099 nats here")
+        assert one.little == little == one.verdict().startswith("nothing has to be kept: sim_e2m1 costs 0.0099 nats")
         assert ("GEMMs" in one.verdict()) != little
         assert ('<p class="verdict">nothing has to be kept: ' in page(one, "", {})) == little
     under = _with(found, measured=Measured(6, 2.0, 2.001, 0.0001), pins={"0": ["fprop"]})

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import gnmr
 
 pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
+import peft
 from tiny_lora import BASE, PROJECTIONS, llama, lora_llama, token_blocks
 
 pytestmark = pytest.mark.slow
