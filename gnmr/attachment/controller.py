@@ -58,7 +58,7 @@ class AttachedController(Controller):
         outside = [] if observe == "parameters" else [module_of(name) for name in self.names]
         around: list[nn.Module] = [watched(model, name) for name in dict.fromkeys(outside)]
         read = around if observe == "adapter" else plan.operators
-        self._linked = Linked(model, [*plan.operators, *around], read)
+        self._linked = Linked(model, [*plan.operators, *around], read, trained=observe == "adapter")
         self._evidence = PathEvidence(plan, self._path_needs(), probe_tokens, price_tokens)
         self._begin()
 

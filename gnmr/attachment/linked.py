@@ -12,10 +12,14 @@ _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 
 
 class Linked:
-    """The ways from a model to some of its modules, and the parameters in and below those that are `read`."""
+    """The ways from a model to some of its modules, and the parameters in and below those that are `read`; with
+    `trained` also which of these are trained."""
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module], trained: bool = False
+    ) -> None:
         self._model, self._modules, self._read = model, dict.fromkeys(modules), list(read)
+        self._watches_trained = trained
         self.look()
 
     def look(self) -> None:
@@ -35,7 +39,7 @@ class Linked:
         self._links = list(found.values())
         self._sizes = [(where, len(where)) for where in read.values()]
         there = (value for where in read.values() for value in where.values() if isinstance(value, nn.Parameter))
-        self._trained = [(parameter, parameter.requires_grad) for parameter in there]
+        self._trained = [(one, one.requires_grad) for one in there] if self._watches_trained else []
 
     def changed(self) -> bool:
         """Whether anything was exchanged, added, frozen or made trainable since the last look."""

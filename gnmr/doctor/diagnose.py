@@ -172,13 +172,15 @@ def refuse_constant(
 ) -> None:
     """ValueError for a loss that no weight changes, be there gradients of zeros, or of what rounding left. `of`: what
     the weights are of."""
-    there = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
+    both = zip(gradients, weights, strict=True)
+    there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
     if not there:
         return
     # What a weight as large as itself, or as 1, changes of the loss; less than its last digit is none.
     reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
-    right = f"every gradient that reaches {of} is 0, so the loss is constant; has the batch its targets?"
+    zero = f"every gradient that reaches {of} is 0, so the loss is constant"
+    right = f"{zero}; has the batch its targets, and is no layer after them all zeros?"
     require(not float(reach) <= constant * abs(value), where, value, right)
 
 
@@ -332,7 +334,8 @@ class _Doctor:
         finally:
             self._measuring(False)
         unused = all(gradient is None for gradient in gradients)
-        require(not unused, "loss_of_batch", "...", "its loss does not depend on the linears of this model")
+        right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        require(not unused, "loss_of_batch", "...", right)
         refuse_constant(loss, self._weights, gradients, f"loss_of_batch of batch {place + 1}", "its linears")
         self._called |= {o.operator_name for o in self.plan.operators if o.read is not None}
         self._read |= {o.operator_name for o, g in zip(self.plan.operators, gradients, strict=True) if g is not None}
