@@ -30,10 +30,13 @@ def by_end(names: Iterable[str]) -> dict[str, list[str]]:
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
-    chosen, empty = [], list(patterns)
-    for name in names:
-        found = [p for p in patterns if fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}")]
-        if found:
-            chosen.append(name)
-            empty = [pattern for pattern in empty if pattern not in found]
-    return chosen, empty
+    names = list(names)
+    ends, chosen, empty = by_end(names), set(), []
+    for pattern in patterns:
+        if set(pattern) & set("*?["):
+            found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+        else:
+            found = ends.get(pattern, [])
+        chosen.update(found)
+        empty += [] if found else [pattern]
+    return [name for name in names if name in chosen], empty

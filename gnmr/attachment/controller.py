@@ -36,8 +36,9 @@ class AttachedController(Controller):
     `step` is the last three in one; `discard` ends a step that is not to count. `gnmr train` calls them one by one,
     because its optimizer steps, and other numbers join the packet, before the one transfer to the host.
 
-    A parameter of a unit that was exchanged for another one is followed from the next step on; a module that was, and
-    parameters that were sharded, are refused there (`ValueError`).
+    A parameter of a unit that was exchanged for another one is followed from the next step on, and so is an adapter
+    that was added or switched to; a module that was exchanged, and parameters that were sharded, are refused there
+    (`ValueError`).
     """
 
     plan: Plan
@@ -58,7 +59,7 @@ class AttachedController(Controller):
         outside = [] if observe == "parameters" else [module_of(name) for name in self.names]
         around: list[nn.Module] = [watched(model, name) for name in dict.fromkeys(outside)]
         read = around if observe == "adapter" else plan.operators
-        self._linked = Linked(model, [*plan.operators, *around], read)
+        self._linked = Linked(model, [*plan.operators, *around], read, trained=observe == "adapter")
         self._evidence = PathEvidence(plan, self._path_needs(), probe_tokens, price_tokens)
         self._begin()
 
@@ -95,7 +96,7 @@ class AttachedController(Controller):
             return
         self._linked.refuse_missing()
         costs = [unit.cost for unit in self.units]
-        self._exchange(units_of(self.plan, self._model, self.spec.observe, costs))
+        self._exchange(units_of(self.plan, self._model, self.spec.observe, costs, self.units))
         self._linked.look()
 
     def _begin(self) -> None:

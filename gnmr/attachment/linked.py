@@ -12,10 +12,14 @@ _Link: TypeAlias = tuple[dict[str, Any], str, Any]
 
 
 class Linked:
-    """The ways from a model to some of its modules, and the parameters in and below those that are `read`."""
+    """The ways from a model to some of its modules, and the parameters in and below those that are `read`; with
+    `trained` also which of these are trained."""
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module], trained: bool = False
+    ) -> None:
         self._model, self._modules, self._read = model, dict.fromkeys(modules), list(read)
+        self._watches_trained = trained
         self.look()
 
     def look(self) -> None:
@@ -27,14 +31,23 @@ class Linked:
             for part in filter(None, names[module].split(".")):
                 found[id(at), part] = at._modules, part, at._modules[part]
                 at = at.get_submodule(part)
+        read: dict[int, dict[str, Any]] = {}
         for module in {below: None for one in self._read for below in one.modules()}:
             for where in (module._modules, module._parameters):
                 found |= {(id(where), name): (where, name, value) for name, value in where.items()}
+                read[id(where)] = where
         self._links = list(found.values())
+        self._sizes = [(where, len(where)) for where in read.values()]
+        there = (value for where in read.values() for value in where.values() if isinstance(value, nn.Parameter))
+        self._trained = [(one, one.requires_grad) for one in there] if self._watches_trained else []
 
     def changed(self) -> bool:
-        """Whether anything was exchanged since the last look."""
-        return any(where.get(name) is not found for where, name, found in self._links)
+        """Whether anything was exchanged, added, frozen or made trainable since the last look."""
+        return (
+            any(where.get(name) is not found for where, name, found in self._links)
+            or any(len(where) != size for where, size in self._sizes)
+            or any(parameter.requires_grad != trained for parameter, trained in self._trained)
+        )
 
     def refuse_missing(self) -> None:
         """ValueError where one of the modules is no longer in the model."""

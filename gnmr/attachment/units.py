@@ -29,7 +29,11 @@ def costs_of(plan: Plan, control: ControlSpec) -> tuple[list[float], float]:
 
 
 def units_of(
-    plan: Plan, model: nn.Module | None = None, observe: str = "parameters", costs: Sequence[float] | None = None
+    plan: Plan,
+    model: nn.Module | None = None,
+    observe: str = "parameters",
+    costs: Sequence[float] | None = None,
+    before: Sequence[Unit] = (),
 ) -> list[Unit]:
     """The plan's units; monitored only where it has no recovery path, or where pins leave nothing to recover: routed,
     such a unit would take one of the max_o places for nothing, and what is measured of it says what its pin is worth.
@@ -38,8 +42,10 @@ def units_of(
     path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
 
     Their parameters are the operators' own; with observe="adapter" (`gnmr.controller.observed`) the trainable ones
-    below their names in `model`. ValueError for a unit without any.
+    below their names in `model`. ValueError for a unit without any, unless it was one `before`: adapters are disabled
+    for a while, or the one in force does not reach it, and it keeps its parameters, which have no gradient.
     """
+    known = {unit.name: unit.parameters for unit in before}
 
     def extra_bytes(unit: PathUnit) -> float:
         more = sum(
@@ -51,7 +57,7 @@ def units_of(
 
     def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
         if observe == "adapter" and model is not None:
-            return adapters(model, module_of(unit.name))
+            return adapters(model, module_of(unit.name), known.get(unit.name, ()))
         return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
 
     return [

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TextIO
 
 from gnmr import __version__
@@ -59,6 +60,8 @@ COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval",
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script and of `python -m gnmr`; returns the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # ? for a letter that ASCII or Latin-1 has not
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-sc", "--shell-completion"):
         return _complete(words)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr import output
 from gnmr.commands.progress import showing
-from gnmr.commands.words import Parser, names_of, needs, optional, path, text, whole
+from gnmr.commands.words import Parser, names_of, needs, optional, path, recipe_of, text, whole
 from gnmr.errors import UserError, printable, told_as
+from gnmr.terminal import for_tables, print_plain, say
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _LISTS = {
 def _parser() -> Parser:
     parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT)
     parser.option("recipe", text, "what a checkpoint's linears are put on, or what a run's should be on")
-    parser.option("plan", optional, "a plan.json: what a checkpoint's linears are put on, with its pins")
+    parser.option("plan", optional, "a plan.json, or its folder: what a checkpoint's linears are put on, with its pins")
     for name, about in _LISTS.items():
         parser.option(name, names_of, about)
     parser.option("data", path, "a file of text, of which the model's own tokens are read")
@@ -75,19 +76,20 @@ def main(argv: list[str]) -> int:
     if not run:
         needs("audit", "transformers")
     found, subject = _audited(asked, place, run)
-    _show(found, subject.name, asked.table)
-    if asked.out is not None:
-        from gnmr.training.provenance import commit, told_command
+    try:  # written before it is shown: whoever reads that may have left
+        if asked.out is not None:
+            from gnmr.training.provenance import commit, told_command
 
-        origin = {"subject": subject.name, "command": told_command(shlex.join(["gnmr", "audit", *argv]))}
-        output.write_json(asked.out, origin | {"commit": commit()} | _finite(found.tree()), f"out={asked.out}")
+            origin = {"subject": subject.name, "command": told_command(shlex.join(["gnmr", "audit", *argv]))}
+            output.write_json(asked.out, origin | {"commit": commit()} | _finite(found.tree()), f"out={asked.out}")
+    finally:
+        _show(found, subject.name, asked.table)
     return 0 if found.sound else 1
 
 
 def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
     import torch
 
-    from gnmr.doctor.diagnose import recipe_named
     from gnmr.doctor.lists import read_lists
     from gnmr.doctor.plan import read_plan
     from gnmr.evaluation.blocks import blocks_of
@@ -101,7 +103,7 @@ def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
         lists = read_lists({name: given for name in _LISTS if (given := getattr(asked, name)) is not None})
         plan = None if asked.plan is None else read_plan(asked.plan)
         if asked.recipe is not None:
-            recipe = recipe_named(asked.recipe, own)
+            recipe = recipe_of("recipe", asked.recipe, own)
             recipe = Recipe.of(recipe, own[recipe]) if recipe in own else recipe
     subject = load_subject(place, device=asked.device)
     extra: list[Finding] = []
@@ -116,7 +118,7 @@ def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
         data = None if asked.data is None else asked.data.expanduser()
         blocks = blocks_of(subject, data, batches=1, held_out=0, length=asked.block, size=asked.batch_size)
         about = f"{blocks.size} x {blocks.length} tokens on {subject.device}"
-        print(f"gnmr: {subject.name}: a batch of {about}", flush=True)
+        say(printable(f"gnmr: {subject.name}: a batch of {about}"))
     try:
         return _found(subject, None if blocks is None else blocks.batches[0], recipe, lists, extra), subject
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -198,8 +200,6 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
 
 
 def _show(found: Audit, name: str, table: bool) -> None:
-    from gnmr.terminal import for_tables, print_plain
-
     console = for_tables()
     if table:
         console.print(_table(found))

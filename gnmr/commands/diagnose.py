@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr import output
 from gnmr.commands.progress import showing
-from gnmr.commands.words import Parser, needs, optional, path, text, whole
+from gnmr.commands.words import Parser, needs, optional, path, recipe_of, text, whole
+from gnmr.doctor.plan import PLAN_FILE
 from gnmr.errors import UserError, printable, told_as, writing
+from gnmr.terminal import for_tables, print_plain, say
 from gnmr.untrusted import exists
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
 """
-PLAN, NUMBERS = "plan.json", "diagnosis.json"
+NUMBERS = "diagnosis.json"
 
 
 def _parser() -> Parser:
@@ -43,7 +44,7 @@ def _parser() -> Parser:
     )
     parser.option("recovery", text, "the path of higher precision: a recipe", "bf16")
     parser.option("budget", share, "share of the GEMM time that the plan may keep on it: 10%% or 0.1", 0.1)
-    parser.option("plan", optional, "a plan.json: price what it leaves, under its own recipes")
+    parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     parser.option("data", path, "a file of text, of which the model's own tokens are read")
     parser.option("batches", whole(2), "batches that are priced", 16)
     parser.option("held_out", whole(0), "batches on which losses alone are measured", 4)
@@ -51,7 +52,7 @@ def _parser() -> Parser:
     parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
     parser.option("device", text, "auto, cpu or cuda", "auto")
-    parser.option("out", path, f"a folder for {PLAN}, {NUMBERS} and the plan in the words of other libraries")
+    parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS} and the plan in the words of other libraries")
     parser.option("html", path, "a file for the same as one page")
     return parser
 
@@ -87,12 +88,17 @@ def main(argv: list[str]) -> int:
         subject, data, batches=asked.batches, held_out=asked.held_out, length=asked.block, size=asked.batch_size
     )
     size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
-    _say(f"gnmr: {subject.name}: {size} on {subject.device}")
+    say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
     began = time.perf_counter()
     found = _diagnosed(subject, blocks, asked, plan, low)
     origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
-    _show(found, plan)
-    _write(found, origin, asked, plan)
+    lines: list[str] = []
+    try:
+        lines = _write(found, origin, asked, plan)  # before it is shown: whoever reads that may have left
+    finally:
+        _show(found, plan)
+    for line in lines:
+        print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
 
 
@@ -116,7 +122,6 @@ def _check_places(asked: Namespace) -> None:
 def _asked_paths(asked: Namespace, run: Path | None) -> tuple[PinPlan | None, str | Recipe]:
     """(the plan, the low path). UserError for neither."""
     from gnmr.config import read
-    from gnmr.doctor.diagnose import recipe_named
     from gnmr.doctor.plan import read_plan
     from gnmr.paths import Recipe
     from gnmr.untrusted import reading
@@ -131,8 +136,8 @@ def _asked_paths(asked: Namespace, run: Path | None) -> tuple[PinPlan | None, st
     if asked.plan is not None:
         return read_plan(asked.plan), ""
     with told_as():
-        recipe_named(asked.recovery, key="recovery")
-        name = recipe_named(asked.recipe or "nvfp4", own)
+        recipe_of("recovery", asked.recovery)
+        name = recipe_of("recipe", asked.recipe or "nvfp4", own)
         return None, Recipe.of(name, own[name]) if name in own else name
 
 
@@ -186,20 +191,14 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
     }
 
 
-def _say(line: str) -> None:
-    """A line now; a terminal that is too narrow breaks it between words."""
-    from gnmr.terminal import for_tables, print_plain
-
-    print_plain(console := for_tables(), printable(line), by_words=console.is_terminal)
-    sys.stdout.flush()
-
-
 def _show(found: Diagnosis, plan: PinPlan | None) -> None:
+    from gnmr.doctor.diagnosis import LITTLE
     from gnmr.doctor.show import SHOWN, choices_table, operators_table, totals
-    from gnmr.terminal import for_tables, print_plain
 
     console = for_tables()
     by_words = console.is_terminal
+    if found.little:
+        print_plain(console, f"nothing has to be kept: {found.recipe} costs less than {LITTLE} nats here\n", by_words)
     lead = "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
     lead += "squared error of the gradient. The shade: how much of the largest in its column."
     print_plain(console, lead, by_words)
@@ -218,31 +217,32 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     print_plain(console, found.verdict(), by_words)
 
 
-def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> None:
-    """The files of out= and html=, each replaced as a whole, when all of them are known."""
+def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:
+    """The files of out= and html=, each replaced as a whole, when all of them are known. Returns what to say of them,
+    and prints nothing."""
     from gnmr.doctor.export import TARGETS, export
     from gnmr.doctor.show import page
 
     files: dict[str, str] = {}
+    lines: list[str] = []
     if asked.out is not None and plan is None:
         subject = origin["subject"]["name"]
         made = found.plan(
             provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         )
-        files[PLAN] = made.text()
+        files[PLAN_FILE] = made.text()
         for target in TARGETS:
             try:
                 one = export(made, target)
             except UserError as error:
-                print(f"gnmr: not written for {target}: {str(error).removeprefix('export: ')}", file=sys.stderr)
+                lines.append(f"not written for {target}: {str(error).removeprefix('export: ')}")
                 continue
             files[one.file] = one.text
-            for note in one.notes:
-                _say(f"{one.file}: {note}")
+            lines += [f"{one.file}: {note}" for note in one.notes]
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
         output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
-        _say(f"page: {asked.html}")
+        lines.append(f"page: {asked.html}")
     if asked.out is not None:
         with writing(f"out={asked.out}"):
             asked.out.mkdir(exist_ok=True)
@@ -250,4 +250,5 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
             output.write_text(asked.out / name, content, f"out={asked.out / name}", follow=False)
         numbers = asked.out / NUMBERS
         output.write_json(numbers, origin | found.tree(), f"out={numbers}", follow=False)
-        _say(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
+        lines.append(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
+    return lines

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr import output
 from gnmr.commands.words import Parser, names_of, needs, optional, text, whole
-from gnmr.errors import UserError, writing
+from gnmr.errors import UserError, printable, writing
+from gnmr.terminal import for_tables, say
 from gnmr.untrusted import exists
 from gnmr.vocabulary import TASKS
 
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
     subject = load_subject(place, asked.path, asked.adapter, asked.device)
     low = f" ({subject.facts['low_path']})" if subject.path == "low" else ""
     in_force = f"path in force: {subject.named_path}{low}"
-    print(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, {in_force}")
+    say(printable(f"gnmr: {subject.name}: {subject.facts['kind']} on {subject.device}, {in_force}"))
     try:
         with _bar() as progress:
             found = score(subject, asked.tasks, **options, data=data, progress=progress)
@@ -138,7 +139,6 @@ def _record(subject: Any, asked: Namespace, found: dict[str, Any], command: str)
 
 def _show(found: dict[str, Any]) -> None:
     from gnmr.report.layout import NOTHING, Table
-    from gnmr.terminal import for_tables
 
     table = Table("Scores", ["task", "metric", "value", "stderr", "items", "shots", "tokens scored"])
     for name, task in found.items():

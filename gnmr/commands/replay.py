@@ -163,10 +163,10 @@ def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out
     arms: list[tuple[Calibration, float]] = []
 
     def found(name: str, share: float, calibration: Calibration) -> None:
-        print(f"{name:20} {calibration.share:.5f}  {' '.join(calibration.overrides)}", flush=True)
         if out is not None:
             arms.append((calibration, share))
             write_arms(out, arms)
+        print(f"{name:20} {calibration.share:.5f}  {' '.join(calibration.overrides)}", flush=True)
 
     calibrate_each(recorded, settings, asked, wanted, found=found, left_out=_left_out)
     return 0
@@ -186,11 +186,12 @@ def _detect(places: Unpacked, asked: Request, share: float, out: Path | None) ->
     if not runs:
         raise UserError("detect: none of these runs had faults; train with stress.kind=... (conf/config.yaml)")
     found = detect_each(runs, share, asked.signals, _left_out)
+    if out is not None:
+        output.write_json(out, as_tree(found, runs, share), f"out={out}")
     shown = for_tables()
     for table in tables(found, runs, share):
         table.print(shown)
     if out is not None:
-        output.write_json(out, as_tree(found, runs, share), f"out={out}")
         print(f"figures: {out}")
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -144,6 +144,17 @@ def names_of(_name: str, value: str) -> list[str]:
     """[a,b] or a,b."""
     inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     return [one.strip(" '\"") for one in inner.split(",")] if inner.strip() else []
+
+
+def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
+    """The recipe that a word names, which is said where the word is a format's. ValueError: see `recipe_named`."""
+    from gnmr.doctor.diagnose import recipe_named
+    from gnmr.terminal import say
+
+    name = recipe_named(word, others, key)
+    if name != word:
+        say(f"gnmr: {key}={word} is a format: read as the recipe {name}, which casts everything to it")
+    return name
 
 
 def fraction(name: str, value: str) -> float:

@@ -42,13 +42,14 @@ def watched(model: nn.Module, unit: str) -> nn.Module:
     raise ValueError(f"unit {unit!r}: the model has no module of this name to observe")
 
 
-def adapters(model: nn.Module, unit: str) -> tuple[nn.Parameter, ...]:
-    """The trainable parameters below the unit's name, of its operators and of everything else there.
+def adapters(model: nn.Module, unit: str, before: tuple[nn.Parameter, ...] = ()) -> tuple[nn.Parameter, ...]:
+    """The trainable parameters below the unit's name, of its operators and of everything else there; where there is
+    none now, those of `before`.
 
-    **Choice 43**: one that stands below several units counts in each. ValueError where there is none, now: adapters
+    **Choice 43**: one that stands below several units counts in each. ValueError where there is none at all: adapters
     have to be there before.
     """
-    found = tuple(p for p in watched(model, unit).parameters() if p.requires_grad)
+    found = tuple(p for p in watched(model, unit).parameters() if p.requires_grad) or before
     if not found:
         raise ValueError(
             f"observe='adapter': unit {unit!r} has no trainable parameter; add its adapters first, leave it out of the "

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.checks import require
-from gnmr.doctor.diagnose import Progress, as_it_was, recipe_named
+from gnmr.doctor.diagnose import Progress, as_it_was, not_finite, recipe_named, refuse_constant, refuse_not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Cause, Measured, watching
 from gnmr.paths import RECIPES, PathLinear, Recipe
 from gnmr.paths.memory import is_sharded
 from gnmr.paths.shared import SharedState
+from gnmr.paths.units import unit_of
 from gnmr.vocabulary import GEMMS
 
 KINDS = (
@@ -43,6 +44,7 @@ KINDS = (
     "odd one out",
     "parameter",
     "unused recipe",
+    "never ran",
     "never quantized",
     "undeclared cast",
     "scale",
@@ -106,10 +108,13 @@ class Audit:
 
     def verdict(self) -> str:
         """One sentence."""
-        low = sum(any("/" in words for words in row.precision.values()) for row in self.rows)
-        seen = sum(row.ran for row in self.rows)
-        head = f"{len(self.rows)} linears, {low} in low precision"
-        head += f", {seen} of them measured in one batch" if self.dynamic else ", nothing measured"
+        rows = [row for row in self.rows if row.ran] if self.dynamic else self.rows
+        low = sum(any("/" in words for words in row.precision.values()) for row in rows)
+        head = f"{len(rows)} linears, {low} in low precision"
+        head += f", {len(rows)} of them measured in one batch" if self.dynamic else ", nothing measured"
+        if idle := [row.operator for row in self.rows if row not in rows]:
+            more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+            head += f"; {', '.join(idle[:3])}{more} did not run"
         return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
 
     def tree(self) -> dict[str, Any]:
@@ -152,14 +157,16 @@ def audit(
     require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
     found: dict[tuple[str, str, str], Measured] = {}
     ran: set[str] = set()
+    read: set[str] = set()
     if loss_of_batch is not None:
-        found, ran = _measured(model, operators, loss_of_batch, batch, progress)
+        found, ran, read = _measured(model, operators, loss_of_batch, batch, progress)
     entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
     findings = [
         *_of_lists(entries, model, operators),
         *_of_conversion(operators, entries, texts, wanted, found),
         *_of_roles(operators, entries, found),
-        *_of_parameters(model),
+        *_of_parameters(model, found),
+        *(_of_idle(operators, ran, read) if loss_of_batch is not None else ()),
         *_of_passes(operators, found),
     ]
     rows = tuple(_row(operator, found, ran, loss_of_batch is not None) for operator in operators)
@@ -238,15 +245,16 @@ def _of_conversion(
         elif low and selects and name not in chosen:
             not_applied.setdefault(("no entry", "names"), []).append(name)
         wanted = name in chosen or (not operator.role and name not in out and not selects)
-        if wanted and not low and not operator.role and (recipe is not None or (listed and any_low)):
+        if wanted and not low and not operator.role and (recipe is not None or listed):
             missing.append(name)
     for (entry_text, verb), names in not_applied.items():
         what = f"{entry_text} leaves it out, and it is in {_said(operators, names[0])}"
         if verb == "names":
             what = f"{entry_text} names it, and it is in {_said(operators, names[0])}"
         yield Finding("not applied", tuple(names), what, "16 bits; hand the list to the conversion itself")
-    if recipe is not None and not any_low and missing:
-        what = f"no linear is in low precision, recipe={recipe.name} was to be"
+    if not any_low and missing:
+        asked = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
+        what = f"no linear is in low precision, {asked}"
         yield Finding("not converted", tuple(missing), what, "convert before training, and audit what is trained")
     elif missing:
         what = "is in 16 bits, and nothing leaves it out"
@@ -328,8 +336,12 @@ def _of_roles(
             yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
-def _of_parameters(model: nn.Module) -> Iterator[Finding]:
-    """Norms, embeddings and other parameters of one byte an element."""
+def _of_parameters(model: nn.Module, found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
+    """Norms, embeddings and other parameters of one byte an element; where a GEMM met NaN or Inf, parameters that hold
+    any."""
+    if _met_not_finite(found) and (wrong := list(not_finite(model))):
+        what = f"{wrong[0][1]} of its {wrong[0][2]} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
+        yield Finding("not finite", tuple(name for name, _, _ in wrong), what, "weights from before the loss was NaN")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             continue
@@ -338,6 +350,29 @@ def _of_parameters(model: nn.Module) -> Iterator[Finding]:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 what = f"a parameter of {type(module).__name__} is kept in {dtype}"
                 yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
+
+
+def _met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
+    return any(cause.kind == "not finite" for one in found.values() for cause in one.causes)
+
+
+def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
+    """Linears that may be in low precision and did not run. An expert that no token reached, where others of its kind
+    ran, is none."""
+    experts = {_experts(name) for name in ran} - {""}
+    idle = [o.name for o in operators if o.name not in ran and o.low is not False and _experts(o.name) not in experts]
+    if names := tuple(name for name in idle if name in read):
+        what = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
+        yield Finding("never ran", names, what, "call the module, or leave it out of the conversion")
+    if names := tuple(name for name in idle if name not in read):
+        what = "did not run in this batch, so nothing is known of it"
+        yield Finding("never ran", names, what, "a batch that reaches it, or leave it out of the conversion")
+
+
+def _experts(name: str) -> str:
+    """What an expert is one of; nothing where the operator is part of none."""
+    expert = unit_of(name, "expert")
+    return "" if expert == name else expert.rpartition(".")[0]
 
 
 def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
@@ -356,14 +391,16 @@ def _measured(
     loss_of_batch: Callable[[Any], Tensor],
     batch: Any,
     progress: Progress | None,
-) -> tuple[dict[tuple[str, str, str], Measured], set[str]]:
-    """(what was measured, the operators that ran) in one forward and backward pass."""
+) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
+    """(what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
+    pass."""
     meta = any(parameter.is_meta for parameter in model.parameters())
     require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
     require(not sharded, "model", type(model).__name__, right)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    read: set[int] = set()
     passes = 2 * len(operators)
     tell = None if progress is None else lambda done: progress(min(done, passes), passes)
     with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
@@ -373,17 +410,21 @@ def _measured(
         one = isinstance(loss, Tensor) and loss.numel() == 1
         said = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         require(one, "loss_of_batch", said, right)
+        require(loss.requires_grad or not trained, "loss_of_batch", "a tensor without gradient", right)
+        require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
+        if not _met_not_finite(watch.found):
+            refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
-            require(loss.requires_grad, "loss_of_batch", "a tensor without gradient", right)
-            _backward(loss.reshape(()), trained)
-    require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
-    return watch.found, watch.ran
+            gradients = _backward(loss.reshape(()), trained)
+            refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
+            read = {id(one) for one, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    return watch.found, watch.ran, {o.name for o in operators if id(o.module.weight) in read}
 
 
-def _backward(loss: Tensor, trained: Sequence[Tensor]) -> None:
-    """A backward pass that leaves no gradients. ValueError where activation checkpointing allows none."""
+def _backward(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a backward pass that leaves none. ValueError where activation checkpointing allows none."""
     try:
-        torch.autograd.grad(loss, trained, allow_unused=True)
+        return torch.autograd.grad(loss, trained, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise

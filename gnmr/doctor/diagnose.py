@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -24,7 +24,7 @@ from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest
 from gnmr.names import select
-from gnmr.paths import PathSpec, Plan, Recipe, convert
+from gnmr.paths import PathLinear, PathSpec, Plan, Recipe, convert
 from gnmr.paths.conversion import operator_shapes
 from gnmr.paths.price import PRICES, PriceMeter
 from gnmr.paths.probe import Probe
@@ -33,6 +33,7 @@ from gnmr.vocabulary import FORMATS, GEMMS, RECIPES
 Progress = Callable[[int, int | None], None]
 """Called with (passes over batches that are done, of how many; None: nobody knows)."""
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BY_OPERAND = ("fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
 
 
@@ -79,7 +80,7 @@ def diagnose(
     with as_it_was(model):
         converted = convert(model, spec)
         try:
-            return _Doctor(converted, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
+            return _Doctor(converted, model, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
                 batches, list(held_out), budget, progress or (lambda _done, _total: None)
             )
         finally:
@@ -146,6 +147,43 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
+def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """(name, elements that are NaN or Inf, all elements) of each parameter that holds such."""
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
+        if plain and (number := int((~parameter.isfinite()).sum())):
+            yield name, number, parameter.numel()
+
+
+def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
+    """ValueError for a loss that is not finite, which names the first parameter that is not."""
+    if math.isfinite(value):
+        return
+    right = "is not finite; has it any targets?"
+    for name, number, of in not_finite(model):
+        right = f"{number} of the {of} elements of {name} are not finite; take weights that are"
+        break
+    require(False, where, value, right)
+
+
+@torch.no_grad()
+def refuse_constant(
+    loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], where: str, of: str
+) -> None:
+    """ValueError for a loss that no weight changes, be there gradients of zeros, or of what rounding left. `of`: what
+    the weights are of."""
+    both = zip(gradients, weights, strict=True)
+    there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
+    if not there:
+        return
+    # What a weight as large as itself, or as 1, changes of the loss; less than its last digit is none.
+    reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
+    value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
+    zero = f"every gradient that reaches {of} is 0, so the loss is constant"
+    right = f"{zero}; has the batch its targets, and is no layer after them all zeros?"
+    require(not float(reach) <= constant * abs(value), where, value, right)
+
+
 @dataclass
 class _Found:
     """Of each batch so far."""
@@ -154,6 +192,8 @@ class _Found:
     low: list[float]
     numbers: list[np.ndarray]
     """(names, U)."""
+    ran: list[list[bool]]
+    """Whether each operator's fprop reached the loss."""
 
 
 class _Doctor:
@@ -162,13 +202,14 @@ class _Doctor:
     def __init__(
         self,
         plan: Plan,
+        model: nn.Module,
         spec: PathSpec,
         loss_of_batch: Callable[[Any], Tensor],
         *,
         tokens: int,
         terms: Callable[[Any], int] | None,
     ) -> None:
-        self.plan, self.spec, self.tokens = plan, spec, tokens
+        self.plan, self.model, self.spec, self.tokens = plan, model, spec, tokens
         self._loss_of_batch, self._terms = loss_of_batch, terms
         for operator in plan.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
@@ -179,6 +220,9 @@ class _Doctor:
         self._probe: Probe = plan.probe(["mse"], tokens)
         self._measuring(False)
         self._passes = 0
+        self._called: set[str] = set()
+        self._read: set[str] = set()
+        """Operators that were called in any batch, and those whose weight had a gradient."""
 
     def diagnosis(
         self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, progress: Progress
@@ -186,23 +230,29 @@ class _Doctor:
         """All of it."""
         number = len(batches) if isinstance(batches, Sized) else None
         total = None if number is None else number + len(held_out)
-        found = _Found([], [], [])
+        found = _Found([], [], [], [])
         for batch in batches:
             place = len(found.high)
-            high, numbers = self._priced(batch, place)
+            high, numbers, ran = self._priced(batch, place)
+            found.ran.append(ran)
             found.high.append(high)
             found.low.append(self._loss(batch, place, recovering=False))
             found.numbers.append(numbers)
             progress(place + 1, total)
         require(len(found.high) > 1, "batches", len(found.high), "needs two at least, for the spread between them")
-        names = self._names()
-        samples = {name: np.stack([own[i] for own in found.numbers]) for i, name in enumerate(names)}
-        operators = {o.operator_name: (o.in_features, o.out_features) for o in self.plan.operators}
+        names, times = self._names(), np.array(found.ran).sum(axis=0)
+        kept = [o for o, ran in zip(self.plan.operators, times, strict=True) if ran]
+        require(kept, "loss_of_batch", "...", "its loss does not run the linears of this model")
+        samples = {name: np.stack([own[i] for own in found.numbers])[:, times > 0] for i, name in enumerate(names)}
+        shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.plan.operators}
+        operators = {o.operator_name: shapes[o.operator_name] for o in kept}
+        idle = {name: self._why(name) for name in shapes if name not in operators}
+        targets = self._targets(list(operators)) if idle else list(self.spec.targets)
         known: dict[str, Any] = {
             "recipe": self.spec.low,
             "recovery": self.spec.recovery or "bf16",
             "operators": operators,
-            "rows": self._rows(samples),
+            "rows": self._rows(kept, samples),
             "samples": samples["fprop"] - samples["fprop_recovery"],
             "measured": Measured.of(np.array(found.high), np.array(found.low)),
             "scores": {
@@ -211,39 +261,69 @@ class _Doctor:
             },
             "budget": budget,
             "tokens": self.tokens,
-            "pins": {o.operator_name: list(o.pinned) for o in self.plan.operators if o.pinned},
-            "targets": list(self.spec.targets),
+            "pins": {o.operator_name: list(o.pinned) for o in kept if o.pinned},
+            "targets": targets or list(self.spec.targets),
+            "idle": idle,
+            "matched": {} if targets else {name: shapes[name] for name in idle},
+            "partly": {
+                o.operator_name: int(ran)
+                for o, ran in zip(self.plan.operators, times, strict=True)
+                if 0 < ran < len(found.ran)
+            },
             "recipes": {n: one.words() if isinstance(one, Recipe) else one for n, one in self.spec.recipes.items()},
         }
         known["recipes"] = {name: one for name, one in known["recipes"].items() if name not in RECIPES}
-        without = Diagnosis(held_out=None, left={}, **known)
+        without = Diagnosis(held_out=None, left={}, guessed={}, **known)
         if not held_out:
             return without
         low, left = self._held_out(without, held_out, lambda done: progress(len(found.high) + done, total))
-        return Diagnosis(held_out=low, left=left, **known)
+        guessed = {name: Measured.of(left["plan"], own) for name, own in left.items() if name != "plan"}
+        return Diagnosis(
+            held_out=low, left={name: float(own.mean()) for name, own in left.items()}, guessed=guessed, **known
+        )
 
     def _held_out(
         self, found: Diagnosis, batches: Sequence[Any], progress: Callable[[int], None]
-    ) -> tuple[Measured, dict[str, float]]:
-        """(losses of all high and all low, what is left under the plan and each guess)."""
+    ) -> tuple[Measured, dict[str, np.ndarray]]:
+        """(losses of all high and all low, what is left of each batch under the plan and each guess)."""
         choices = {} if found.pins else {"plan": [found.choice()], **found.guesses()}
         high, low = [], []
-        left: dict[str, list[float]] = {name: [] for name in choices}
+        left: dict[str, list[float]] = {name: [] for name in choices}  # of each batch one choice after the other
         for done, batch in enumerate(batches):
             place = len(found.samples) + done
             high.append(self._loss(batch, place, recovering=True))
+            refuse_not_finite(high[-1], f"loss_of_batch of held-out batch {done + 1}", self.model)
             low.append(self._loss(batch, place, recovering=False))
             for name, several in choices.items():
                 for choice in several:
                     with self._pinned(choice.pins):
                         left[name].append(self._loss(batch, place, recovering=False) - high[-1])
             progress(done + 1)
-        return Measured.of(np.array(high), np.array(low)), {name: float(np.mean(own)) for name, own in left.items()}
+        each = {name: np.array(own).reshape(len(batches), -1).mean(axis=1) for name, own in left.items()}
+        return Measured.of(np.array(high), np.array(low)), each
 
-    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray]:
-        """(loss of the recovery path, (names, U) numbers of the low path) of one batch."""
+    def _why(self, name: str) -> str:
+        """Why an operator has no price."""
+        if name in self._called:
+            return "the loss does not depend on what they give"
+        if name in self._read:
+            return "they never run (their weights are read without calling them, so no path is in force)"
+        return "they never run"
+
+    def _targets(self, names: list[str]) -> list[str] | None:
+        """Patterns that name these operators alone; None: there are none."""
+        for targets in ([name.removeprefix("model.") for name in names], names):
+            with suppress(ValueError):
+                if list(operator_shapes(self.model, replace(self.spec, targets=targets, pins={}))) == names:
+                    return targets
+        return None
+
+    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool]]:
+        """(loss of the recovery path, (names, U) numbers of the low path, which operators ran) of one batch."""
         meter = self._meter
         self._put(True)
+        for operator in self.plan.operators:
+            operator.read = None
         meter.begin_step(place)
         meter.loss_tokens = None if self._terms is None else self._terms(batch)
         self._measuring(True)
@@ -254,7 +334,12 @@ class _Doctor:
         finally:
             self._measuring(False)
         unused = all(gradient is None for gradient in gradients)
-        require(not unused, "loss_of_batch", "...", "its loss does not depend on the linears of this model")
+        right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        require(not unused, "loss_of_batch", "...", right)
+        refuse_constant(loss, self._weights, gradients, f"loss_of_batch of batch {place + 1}", "its linears")
+        self._called |= {o.operator_name for o in self.plan.operators if o.read is not None}
+        self._read |= {o.operator_name for o, g in zip(self.plan.operators, gradients, strict=True) if g is not None}
+        ran = [rows > 0 for rows in meter.rows]
         low, recovery = (meter.by_operator(path) for path in ("low", "recovery"))
         zero = torch.zeros_like(low["fprop"])
         norms = torch.stack([zero[0] if g is None else g.float().norm().double() for g in gradients])
@@ -267,7 +352,7 @@ class _Doctor:
         if not np.isfinite(numbers).all():
             first = self.plan.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
             raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
-        return float(loss.detach()), numbers
+        return float(loss.detach()), numbers, ran
 
     @staticmethod
     def _names() -> list[str]:
@@ -281,7 +366,7 @@ class _Doctor:
         require(isinstance(loss, Tensor), where, type(loss).__name__, right)
         require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
         require(loss.requires_grad, where, "a tensor without gradient", right)
-        require(math.isfinite(float(loss.detach())), where, float(loss.detach()), "is not finite; has it any targets?")
+        refuse_not_finite(float(loss.detach()), where, self.model)
         return loss.reshape(())
 
     @torch.no_grad()
@@ -314,11 +399,11 @@ class _Doctor:
             for operator, low in zip(self.plan.operators, before, strict=True):
                 operator.low = low
 
-    def _rows(self, samples: Mapping[str, np.ndarray]) -> tuple[Row, ...]:
+    def _rows(self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray]) -> tuple[Row, ...]:
         means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
         ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS}
         rows = []
-        for i, operator in enumerate(self.plan.operators):
+        for i, operator in enumerate(operators):
             for gemm in GEMMS:
                 forward = gemm == "fprop"
                 rows.append(

@@ -28,6 +28,16 @@ _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
 """Nats a token. **Choice 46**: below it nothing has to be kept."""
+LABELS = {
+    "plan": "the plan, by price",
+    "last": "last blocks",
+    "first": "first blocks",
+    "first_last": "first and last blocks",
+    "random": "operators at random",
+    "mse": "by mse of the input",
+    "gradient norm": "by gradient norm",
+}
+"""What choices are called in tables."""
 RANDOM_DRAWS = 5
 """Of the guess `random`, whose numbers are the mean of them."""
 
@@ -120,6 +130,8 @@ class Diagnosis:
     left: Mapping[str, float]
     """Nats a token that are left on the held-out batches, measured: under the `plan` of this budget, and under each of
     the guesses, fprop alone."""
+    guessed: Mapping[str, Measured]
+    """On these batches what each of the guesses leaves (`low`) beside what the plan leaves (`high`)."""
     scores: dict[str, dict[str, float]]
     """`mse` (of the input's cast) and `gradient norm` (of the weight) by operator."""
     budget: float
@@ -129,6 +141,13 @@ class Diagnosis:
     """Of the plan that was in force."""
     targets: list[str]
     recipes: dict[str, Any] = field(default_factory=dict)
+    idle: Mapping[str, str] = field(default_factory=dict)
+    """Operators that ran in no batch, or without an effect on the loss, and which of these: they have no price and are
+    in no share, budget or plan."""
+    matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(inputs, outputs) of those of them that `targets` name all the same, because no list of names leaves them out."""
+    partly: Mapping[str, int] = field(default_factory=dict)
+    """Operators that ran in some batches alone, and in how many."""
 
     # ---- totals ----
 
@@ -147,6 +166,26 @@ class Diagnosis:
         """Measured cost over the sum of prices; None where the cost is not above its noise, or nothing has a price."""
         found = self.measured
         return found.cost / self.total if found.shown and np.isfinite(found.cost) and self.total > 0 else None
+
+    @property
+    def little(self) -> bool:
+        """Whether nothing has to be kept: less than `LITTLE`, by what was measured, or where that shows nothing by the
+        price and the upper end of what was measured."""
+        found = self.measured
+        return bool((found.cost if found.shown else max(self.total, found.cost + found.noise)) < LITTLE)
+
+    def rival(self) -> str:
+        """A clause where, on the held-out batches, a guess left less than the plan, or these are too few to tell."""
+        if self.pins or self.held_out is None:
+            return ""
+        batches = f"{self.held_out.batches} held-out batches"
+        best = min(self.guessed, key=lambda name: self.left[name])
+        if self.left[best] < self.left["plan"]:
+            shown = -self.guessed[best].cost > self.guessed[best].noise
+            both = f"{nats(self.left[best])} nats against {nats(self.left['plan'])}"
+            few = "" if shown else ", which is too few batches to be sure"
+            return f"{LABELS[best]} left less than the plan on {batches}: {both}{few}"
+        return "" if self.held_out.shown else f"{batches} are too few to tell the choices apart"
 
     @property
     def above_noise(self) -> list[Row]:
@@ -208,7 +247,7 @@ class Diagnosis:
             "prices": f"{self.total:.6g} nats in all; expected is prices times {factor or 1.0:.4g}",
         }
         return PinPlan(
-            operators=self.operators,
+            operators=self.operators | dict(self.matched),
             low=self.recipe,
             recovery=self.recovery,
             recipes=self.recipes,
@@ -247,20 +286,35 @@ class Diagnosis:
     # ---- words ----
 
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence, with what it is not about."""
+        return "; ".join([self._verdict(), *self.left_out()])
+
+    def left_out(self) -> list[str]:
+        """Clauses on operators that have no price, or not one of every batch."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.idle.items():
+            by_reason.setdefault(why, []).append(name)
+        clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
+        if self.partly:
+            clauses.append(f"only in some of the batches ran {_named(list(self.partly))}")
+        return clauses
+
+    def _verdict(self) -> str:
         found, name = self.measured, self.recipe
         under = "under the plan " if self.pins else ""
         if not np.isfinite(found.low):
             worst = f"fprop of {_named([row.operator for row in self.worst[:_NAMED]])}"
             return f"{under}the loss is not finite under {name} ({found.high:.4f} on {self.recovery}); worst: {worst}"
+        start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
         if not found.shown:
-            little = max(self.total, found.cost + found.noise) < LITTLE
             return (
-                f"{under}{name} costs nothing here that {found.batches} batches can show "
-                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g}): "
-                f"{'nothing has to be kept' if little else 'more batches would tell'}"
+                f"{start}{under}{name} costs nothing here that {found.batches} batches can show "
+                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g})"
+                f"{'' if start else ': more batches would tell'}"
             )
-        cost = f"{under}{name} costs {nats(found.cost)} nats here ({found.high:.4f} -> {found.low:.4f})"
+        cost = f"{start}{under}{name} costs {nats(found.cost)} nats here ({found.high:.4f} -> {found.low:.4f})"
+        if start:
+            return f"{cost}, less than {LITTLE}"
         if self.pins:
             return f"{cost}, with {_gemms(self.pins)} of {len(self.rows)} GEMMs on {self.recovery}"
         if self.total <= 0:
@@ -274,6 +328,7 @@ class Diagnosis:
             f"{cost}; {share:.0%} of it in {_gemms(chosen.pins)} of {len(self.rows)} GEMMs: fprop of "
             f"{_named(ordered)}; with these on {self.recovery}, {chosen.share:.1%} of the GEMM time, "
             f"{nats(self.expected(chosen)[1])} are expected to be left"
+            f"{'; ' * bool(rival := self.rival())}{rival}"
         )
 
     def tree(self) -> dict[str, Any]:
@@ -293,6 +348,8 @@ class Diagnosis:
             "budget": self.budget,
             "price_tokens": self.tokens,
             "pins": self.pins,
+            "idle": dict(self.idle),
+            "partly": dict(self.partly),
             "choices": {
                 name: {
                     "price_left": float(np.mean([one.after for one in found])),

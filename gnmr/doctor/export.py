@@ -84,12 +84,16 @@ def torchao(plan: PinPlan) -> Export:
     convert_to_float8_training(model, module_filter_fn=module_filter_fn)
 """
 
+import re
+
 CONVERTED = frozenset({json.dumps(low, indent=4)})
 
 
 def module_filter_fn(module, fqn):
-    """Whether the linear of this name is converted."""
-    return fqn.replace("_orig_mod.", "").removeprefix("module.") in CONVERTED
+    """Whether the linear of this name is converted, below whatever wraps it (peft, DDP, FSDP, compile)."""
+    name = re.sub(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\\.", "", fqn)
+    name = re.sub(r"^(?:module\\.|base_model\\.model\\.)+", "", name).removesuffix(".base_layer")
+    return fqn in CONVERTED or name in CONVERTED
 '''
     return Export("module_filter.py", text, kept, _coarser(plan, kept))
 

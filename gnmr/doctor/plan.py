@@ -37,6 +37,8 @@ from gnmr.paths.spec import PathSpec
 from gnmr.untrusted import MAX_NAME, Damaged, bounded, content, first_line
 
 VERSION = 1
+PLAN_FILE = "plan.json"
+"""What `gnmr diagnose` calls it in the folder of out=."""
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS = 100_000
@@ -167,9 +169,12 @@ def budget_of(word: str) -> float:
 
 
 def read_plan(path: str | PathLike[str]) -> PinPlan:
-    """The plan that a file holds. UserError, one line that names file and key, for anything that is none."""
+    """The plan that a file holds, or `PLAN_FILE` in a folder. UserError, one line that names file and key, for anything
+    that is none."""
     try:
         file = Path(path).expanduser().resolve()
+        if file.is_dir():  # what out= of `gnmr diagnose` was given
+            path, file = Path(path) / PLAN_FILE, file / PLAN_FILE
         raw = content(file, MAX_PLAN)
     except FileNotFoundError as error:
         raise UserError(f"plan={path}: there is no such file") from error

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.doctor.choice import Choice
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, nats
+from gnmr.doctor.diagnosis import LABELS, Diagnosis, Measured, Row, nats
 from gnmr.errors import printable
 from gnmr.terminal import NARROW
 from gnmr.vocabulary import GEMMS
@@ -27,15 +27,6 @@ ALL_COLUMNS = 100
 """Columns of a terminal from which all of the table's are shown."""
 SHOWN = 30
 """Operators of a table on the terminal."""
-_LABELS = {
-    "plan": "the plan, by price",
-    "last": "last blocks",
-    "first": "first blocks",
-    "first_last": "first and last blocks",
-    "random": "operators at random",
-    "mse": "by mse of the input",
-    "gradient norm": "by gradient norm",
-}
 
 
 def shade(value: float, largest: float) -> int:
@@ -96,7 +87,7 @@ def choices_table(found: Diagnosis, width: int = ALL_COLUMNS) -> Table:
         cells = [f"{_mean(one.share for one in alone):.1%}", nats(_mean(one.after for one in alone))]
         last = nats(_mean(one.after for one in whole)) if whole else "-"
         told = (*cells, "-" if left is None else nats(left), last)
-        table.add_row(_LABELS[name], *(cell for head, cell in zip(headings, told, strict=True) if head in shown))
+        table.add_row(LABELS[name], *(cell for head, cell in zip(headings, told, strict=True) if head in shown))
     return table
 
 
@@ -104,8 +95,7 @@ def totals(found: Diagnosis) -> list[str]:
     """Lines below the tables."""
     lines = [f"measured: {_measured(found.measured, found)}"]
     if found.held_out is not None:
-        unseen = "" if found.held_out.shown or found.pins else "; too few to tell the choices apart"
-        lines.append(f"held out: {_measured(found.held_out, found)}{unseen}")
+        lines.append("; ".join([f"held out: {_measured(found.held_out, found)}", *filter(None, [found.rival()])]))
     factor = found.calibration
     of_all = "" if factor is None else f"; measured is {factor:.3g} times that"
     if factor is not None and not found.pins:
@@ -124,7 +114,7 @@ def totals(found: Diagnosis) -> list[str]:
         worst = [row for row in found.worst_gradients(gemm)[:3] if row.value > 0]
         told = ", ".join(f"{row.operator} {_short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
         lines.append(f"largest relative squared errors of {gemm}: {told or 'none'}")
-    return lines
+    return [*lines, *found.left_out()]
 
 
 def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
@@ -145,7 +135,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
     tables = [f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"]
     if choices := _choices(found):
         body = "".join(
-            f"<tr><th>{escape(_LABELS[name])}</th><td>{_mean(one.share for one in alone):.1%}</td>"
+            f"<tr><th>{escape(LABELS[name])}</th><td>{_mean(one.share for one in alone):.1%}</td>"
             f"<td>{nats(_mean(one.after for one in alone))}</td>"
             f"<td>{nats(found.left[name]) if name in found.left else '-'}</td></tr>"
             for name, alone, _ in choices

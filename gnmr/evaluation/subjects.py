@@ -303,9 +303,10 @@ def of_checkpoint(
         return found
 
     text = Text(tokenizer, tokenizer.eos_token_id, tokenizer.bos_token_id)
-    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id)
-    pad = next(token for token in known if token is not None)
     longest, vocab_size = int(model.config.max_position_embeddings), model.get_input_embeddings().num_embeddings
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id)
+    # The mask hides it, but it is looked up: a [PAD] that was added to the tokenizer alone has no embedding.
+    pad = next((token for token in known if token is not None and token < vocab_size), 0)
     generate = _generator(model, pad, device)
     return Subject(name, model, logits, text, longest, vocab_size, device, path, plan, generate, facts or {})
 

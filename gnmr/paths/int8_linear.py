@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from gnmr.paths.kernels.simulated import GemmContext, owned
 from gnmr.paths.linear import Pass, PathLinear, autocast_dtype
 from gnmr.paths.memory import Place, place_of
 from gnmr.paths.recipes import Recipe
+
+_READ_VALUES = ("merge", "unmerge", "dequantize_module_weight")
+"""Functions of peft's that take a weight's elements for numbers; others read its dtype and device."""
 
 
 class _LinearOfCodes(torch.autograd.Function):
@@ -65,6 +69,22 @@ class Int8Linear(PathLinear):
             self.weight = nn.Parameter(own.values(self._own_dtype), requires_grad=False)
             del self.weight_scale
         del self.weights, self._beside, self._own_dtype
+
+    def __getattr__(self, name: str) -> Any:
+        """As `nn.Module`. Code outside of this package that reads the weight may write to it through `.data`, which no
+        version number shows (peft merges adapters so), so codes beside it are made again for the next pass. ValueError
+        where an adapter reads or changes the values of a weight of which codes alone are left."""
+        if name == "weight" and self.__dict__.get("weights", "online") != "online":
+            reader = sys._getframe(1)
+            if not str(reader.f_globals.get("__name__")).startswith("gnmr."):
+                if self.weights == "instead" and reader.f_code.co_name in _READ_VALUES:
+                    raise ValueError(
+                        f"weights='instead': of the weight of {self.operator_name} INT8 codes alone are left, into "
+                        "which no adapter can be merged, and which DoRA cannot read; use weights='beside' or 'online', "
+                        "or detach the controller before merging"
+                    )
+                self._beside = None
+        return super().__getattr__(name)
 
     @property
     def code_bytes(self) -> int:

@@ -65,26 +65,28 @@ def report(
 
     runs = _Runs(find_runs(paths), told, compared)
     found = runs.shown(lambda these, _: [*tables(these, further), *fault_tables(these)])
-    for table in found:
-        table.print(console)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot write the report ({error.strerror or error})") from error
     images: list[Path] = []
-    if plots:
-        from gnmr.report.plots import draw  # matplotlib takes a second to import
-
-        images = runs.shown(lambda these, _: draw(these, folder))
-    if html is not None:
-        from gnmr.report.html import write_html  # plotly too
-
-        runs.shown(lambda these, all_: write_html(these, all_, html, tables=further(these)))
     written = folder / "report.md"
-    sentences = runs.shown(lambda these, _: [(one.name, headline(one).sentence) for one in these])
-    output.write_text(
-        written, _markdown(sentences, [*found, run_table(runs.runs, root)], runs.left_out, images), follow=False
-    )
+    try:  # before tables are shown: whoever reads them may have left
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot write the report ({error.strerror or error})") from error
+        if plots:
+            from gnmr.report.plots import draw  # matplotlib takes a second to import
+
+            images = runs.shown(lambda these, _: draw(these, folder))
+        if html is not None:
+            from gnmr.report.html import write_html  # plotly too
+
+            runs.shown(lambda these, all_: write_html(these, all_, html, tables=further(these)))
+        sentences = runs.shown(lambda these, _: [(one.name, headline(one).sentence) for one in these])
+        output.write_text(
+            written, _markdown(sentences, [*found, run_table(runs.runs, root)], runs.left_out, images), follow=False
+        )
+    finally:
+        for table in found:
+            table.print(console)
     page, pictures = [f"Page: {html}"] if html is not None else [], ["Plots:"] if images else []
     if wandb_api is not None:
         address = runs.shown(lambda these, _: write_wandb(these, str(wandb), wandb_api))

@@ -35,6 +35,40 @@ def planted(plan: Plan, fault: Fault, index: int = 2) -> PathLinear:
     return operator
 
 
+class Idle(nn.Module):
+    """A linear whose weight is read without calling it, a branch that is not taken, two experts without a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(96, 64)
+        self.dt_proj, self.side_proj = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.experts = nn.ModuleList(nn.ModuleDict({"up_proj": nn.Linear(64, 64)}) for _ in range(4))
+        self.lm_head = nn.Linear(64, 96, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens_BT)
+        x = x + F.linear(x, self.dt_proj.weight, self.dt_proj.bias)
+        x = x + self.experts[0]["up_proj"](x) + self.experts[1]["up_proj"](x)
+        return self.lm_head(x)
+
+
+def test_linears_that_do_not_run_are_named_and_not_counted() -> None:
+    model = Idle()
+    convert(model, PathSpec(low="sim_int8", recovery=None))
+    found = audited(model)
+    assert [(one.kind, one.where) for one in found.findings] == [
+        ("never ran", ("dt_proj",)),
+        ("never ran", ("side_proj",)),
+    ]
+    assert "its weight has a gradient, and it is never called" in found.findings[0].what
+    assert "did not run in this batch" in found.findings[1].what
+    head = "3 linears, 2 in low precision, 3 of them measured in one batch; "
+    assert found.verdict() == f"{head}dt_proj, side_proj, experts.2.up_proj and 1 more did not run: 2 findings"
+    plain = audited(Idle())
+    assert plain.sound and "dt_proj, side_proj, experts.2.up_proj and 1 more did not run" in plain.verdict()
+
+
 # ---- sound models ----
 
 

@@ -116,7 +116,7 @@ def test_modules_without_a_gemm_and_names_of_other_versions_are_no_misses() -> N
     assert said(gnmr.audit(low(), lists={"filter_fqns": ["output"]}))[0] == ("no match", "filter_fqns 'output'")
 
 
-def test_our_own_export_is_sound() -> None:
+def test_our_own_export_matches_what_it_names() -> None:
     names = [f"layers.{i}.{n}" for i in range(12) for n in ("attention.wq", "feed_forward.w1")]
     ours = [f"layers.{i}.{n}" for i in range(12) for n in ("self_attn.q_proj", "mlp.gate_proj")]
     pins = {ours[2]: ["fprop"], ours[3]: ["fprop"], ours[6]: ["fprop"]}
@@ -132,7 +132,19 @@ def test_our_own_export_is_sound() -> None:
             at = at.get_submodule(part)
         at.add_module(name.split(".")[-1], nn.Linear(8, 8))
     found = gnmr.audit(model, lists={"filter_fqns": entries})
-    assert found.sound, lines(found)
+    kept = ("layers.1.attention.wq", "layers.1.feed_forward.w1", "layers.3.attention.wq")
+    converted = tuple(name for name in names if name not in kept)
+    assert [(one.kind, one.where) for one in found.findings] == [("not converted", converted)], lines(found)
+
+
+def test_lists_of_a_model_of_which_nothing_is_converted() -> None:
+    """The conversion was forgotten: what the lists leave to it is named, the rest is not."""
+    left_out = gnmr.audit(net(), lists={"filter_fqns": ["layers.1.", "lm_head"]})
+    assert [(one.kind, len(one.where)) for one in left_out.findings] == [("not converted", 4)], lines(left_out)
+    assert "layers.0.up_proj" in lines(left_out) and "no linear is in low precision" in lines(left_out)
+    chosen = gnmr.audit(net(), lists={"fqns": ["layers.2"]})
+    assert [one.where for one in chosen.findings] == [("layers.2.up_proj", "layers.2.down_proj")], lines(chosen)
+    assert gnmr.audit(net(), lists={"pins": ["layers.2.up_proj"]}).sound, "pins leave nothing to convert"
 
 
 def test_heads_and_routers_and_tied_heads_in_low_precision() -> None:

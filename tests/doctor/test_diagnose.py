@@ -20,7 +20,7 @@ import gnmr
 from gnmr.doctor.choice import arithmetic, choose
 from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
 from gnmr.doctor.plan import read_plan
-from gnmr.doctor.show import choices_table, operators_table
+from gnmr.doctor.show import choices_table, operators_table, page, totals
 from gnmr.errors import UserError
 from gnmr.paths import PathSpec, Recipe, convert
 
@@ -207,7 +207,7 @@ def test_the_verdict_is_one_sentence_that_says_what_is_so(found: Diagnosis) -> N
     assert text.startswith(f"sim_e2m1 costs {nats(cost)} nats here (") and "\n" not in text
     share = 1 - found.choice().after / found.total
     assert f"; {share:.0%} of it in {len(found.plan().pins)} of 9 GEMMs: fprop of " in text
-    assert text.endswith("are expected to be left")
+    assert text.endswith("are expected to be left; 3 held-out batches are too few to tell the choices apart")
     tree = found.tree()
     assert json.loads(json.dumps(tree))["verdict"] == text and len(tree["rows"]) == 9
     assert tree["choices"]["plan"]["measured_left"] == found.left["plan"]
@@ -217,8 +217,8 @@ def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
     found = diagnosed(recipe=Recipe.of("nearly", {"fprop": {"input": "e4m3/row"}, "wgrad": {"input": "int2/row"}}))
     quiet = Measured(6, 2.0, 2.0001, 0.001)
     text = _with(found, measured=quiet).verdict()
-    assert text.startswith("nearly costs nothing here that 6 batches can show (+0.0001 ± 0.003 nats")
-    assert text.endswith("): nothing has to be kept") and found.total < 0.001
+    assert text.startswith("nothing has to be kept: nearly costs nothing here that 6 batches can show (+0.0001 ± 0.003")
+    assert text.endswith(")") and found.total < 0.001
     noisy = _with(found, measured=Measured(6, 2.0, 2.04, 0.1)).verdict()
     assert "can show (+0.04 ± 0.3 nats" in noisy and noisy.endswith("): more batches would tell")
     assert _with(found, measured=quiet).calibration is None
@@ -233,6 +233,186 @@ def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
     assert all(row.value == 0 for row in found.worst_gradients("dgrad"))
     diverged = _with(found, measured=Measured(6, 2.0, float("inf"), float("nan"))).verdict()
     assert diverged.startswith("the loss is not finite under nearly (2.0000 on bf16); worst: fprop of ")
+
+
+def test_what_is_shown_to_cost_little_is_not_kept(found: Diagnosis) -> None:
+    for cost, little in ((0.0099, True), (0.0101, False)):
+        one = _with(found, measured=Measured(6, 2.0, 2.0 + cost, 0.001))
+        assert one.little == little == one.verdict().startswith("nothing has to be kept: sim_e2m1 costs 0.0099 nats")
+        assert ("GEMMs" in one.verdict()) != little
+        assert ('<p class="verdict">nothing has to be kept: ' in page(one, "", {})) == little
+    under = _with(found, measured=Measured(6, 2.0, 2.001, 0.0001), pins={"0": ["fprop"]})
+    assert under.verdict().startswith("nothing more has to be kept: under the plan sim_e2m1 costs 0.001 nats here")
+
+
+def test_a_guess_that_left_less_than_the_plan_is_named(found: Diagnosis) -> None:
+    plan = np.array([0.02, 0.03, 0.025])
+    held = Measured(3, 2.0, 2.1, 0.001)
+    for fewer, end in ((np.full(3, 0.01), ""), (np.array([0.05, -0.02, 0.0]), ", which is too few batches to be sure")):
+        left = found.left | {"plan": 0.025, "last": float((plan - fewer).mean())}
+        left |= dict.fromkeys(("first", "first_last", "random", "mse", "gradient norm"), 0.05)
+        guessed = {name: Measured.of(plan, plan - fewer if name == "last" else plan + 0.025) for name in found.guessed}
+        one = _with(found, held_out=held, left=left, guessed=guessed)
+        said = f"last blocks left less than the plan on 3 held-out batches: 0.015 nats against 0.025{end}"
+        assert one.verdict().endswith(f"; {said}") and any(line.endswith(f"; {said}") for line in totals(one))
+    assert _with(found, held_out=held, left=left | {"last": 0.05}).rival() == ""
+    assert diagnosed().rival() == "", "nothing was held out"
+
+
+class Idle(nn.Module):
+    """Linears that are read without being called, of a branch that is not taken, whose output is thrown away, and of a
+    branch of some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 32)
+        self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.dt_proj, self.side_proj = nn.Linear(32, 32), nn.Linear(32, 256)
+        self.lost_proj, self.some_proj = nn.Linear(32, 16), nn.Linear(32, 32)
+        self.out_proj = nn.Linear(32, 50)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        h = self.embed(tokens_BT)
+        h = h + self.down_proj(torch.tanh(self.up_proj(h)))
+        h = h + F.linear(h, self.dt_proj.weight, self.dt_proj.bias)
+        self.lost_proj(h)
+        if tokens_BT[0, 0] % 2:
+            h = h + self.some_proj(h)
+        return F.linear(h, self.out_proj.weight, self.out_proj.bias)
+
+
+def next_token(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def token_batches() -> list[Tensor]:
+    drawn = torch.randint(50, (6, 4, 16), generator=torch.Generator().manual_seed(1))
+    drawn[:, 0, 0] = torch.arange(6)
+    return list(drawn)
+
+
+def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -> None:
+    model, batches = Idle(), token_batches()
+    options: dict[str, Any] = {"recipe": "sim_int4", "budget": 0.3, "held_out": batches[:2]}
+    found = gnmr.diagnose(model, next_token(model), batches, **options)
+    assert list(found.operators) == ["up_proj", "down_proj", "some_proj"] and len(found.rows) == 9
+    reasons = {
+        "dt_proj": "they never run (their weights are read without calling them, so no path is in force)",
+        "side_proj": "they never run",
+        "lost_proj": "the loss does not depend on what they give",
+        "out_proj": "they never run (their weights are read without calling them, so no path is in force)",
+    }
+    assert found.idle == reasons == found.tree()["idle"] and found.partly == {"some_proj": 3}
+    for text in (found.verdict(), "; ".join(totals(found)), page(found, "", {})):
+        assert all(name in text for name in (*reasons, "only in some of the batches ran some_proj"))
+    plan = found.plan()
+    every = 3 * (32 * 64 + 64 * 32 + 32 * 32)
+    assert plan.share == sum(a * b for name, (a, b) in found.operators.items() if name in plan.pins) / every
+    assert plan.operators == found.operators and plan.targets == list(found.operators) and plan.pins
+    file = tmp_path / "plan.json"
+    file.write_text(plan.text())
+    controller = gnmr.attach(model, plan=file, max_o=1)
+    assert [operator.operator_name for operator in controller.plan.operators] == list(found.operators)
+    controller.detach()
+    under = gnmr.diagnose(model, next_token(model), batches, plan=file)
+    assert not under.idle and under.partly == found.partly and under.total < found.total
+
+    class Plain(Idle):
+        """The same without what does nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.side_proj
+            self.dt_proj, self.out_proj, self.lost_proj = (
+                nn.Bilinear(1, 1, 1) if one is self.lost_proj else _Held(one)
+                for one in (self.dt_proj, self.out_proj, self.lost_proj)
+            )
+            self.lost_proj.forward = lambda h: h
+
+    alone = Plain()
+    same = gnmr.diagnose(alone, next_token(alone), batches, **options)
+    assert (same.rows, same.measured, same.left) == (found.rows, found.measured, found.left) and not same.idle
+
+
+class _Held(nn.Module):
+    """A linear's tensors in a module that is none."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+
+def test_where_no_list_of_names_leaves_them_out_a_plan_holds_them_without_a_share() -> None:
+    """`0` is the end of `more.0` too."""
+    model = nn.ModuleDict({"0": nn.Linear(8, 8), "more": nn.ModuleList([nn.Linear(8, 64)])})
+    batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    found = gnmr.diagnose(model, lambda x: model["0"](x).square().mean(), batches, recipe="sim_int4", budget=0.5)
+    assert list(found.operators) == ["0"] and list(found.idle) == ["more.0"]
+    plan = found.plan()
+    assert plan.operators == {"0": (8, 8), "more.0": (8, 64)} and plan.share == pytest.approx(1 / 3)
+    assert plan.targets == ["*"]
+
+
+def masked(model: nn.Module, reduction: str) -> Callable[[Batch], Tensor]:
+    return lambda batch: F.cross_entropy(model(batch[0]), torch.full_like(batch[1], -100), reduction=reduction)
+
+
+CONSTANT: dict[str, Callable[[nn.Module], Callable[[Batch], Tensor]]] = {
+    "masked": lambda model: masked(model, "sum"),
+    "zero": lambda model: lambda batch: model(batch[0]).sum() * 0,
+    "against itself": lambda model: lambda batch: (model(batch[0]) - model(batch[0]).detach()).square().mean() + 3,
+    "shares": lambda model: lambda batch: model(batch[0]).softmax(-1).sum(-1).mean(),
+}
+NOT_FINITE: dict[str, Callable[[nn.Module], Callable[[Batch], Tensor]]] = {
+    "masked": lambda model: masked(model, "mean"),
+    "inf": lambda model: lambda batch: loss_by(model)(batch) / 0,
+}
+
+
+@pytest.mark.parametrize("what", CONSTANT)
+def test_a_loss_that_is_constant_is_refused(what: str) -> None:
+    model = model_of().eval()
+    line = r"^loss_of_batch(?: of batch 1)?=[-\d.]+: every gradient that reaches .* is 0, so the loss is constant"
+    with pytest.raises(ValueError, match=line):
+        gnmr.diagnose(model, CONSTANT[what](model), batches_of(2), recipe="sim_int4")
+    with pytest.raises(ValueError, match=line):
+        gnmr.audit(model, CONSTANT[what](model), batches_of(1)[0])
+
+
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_refused(what: str) -> None:
+    model = model_of()
+    line = r"^loss_of_batch(?: of batch 1)?=(?:nan|inf): is not finite; has it any targets\?$"
+    with pytest.raises(ValueError, match=line):
+        gnmr.diagnose(model, NOT_FINITE[what](model), batches_of(2), recipe="sim_int4")
+    with pytest.raises(ValueError, match=line):
+        gnmr.audit(model, NOT_FINITE[what](model), batches_of(1)[0])
+
+
+def test_a_held_out_batch_without_targets_is_refused() -> None:
+    model, held_out = model_of(), batches_of(1)[0]
+    batch = held_out[0], torch.full_like(held_out[1], -100)
+    with pytest.raises(ValueError, match=r"^loss_of_batch of held-out batch 1=nan: is not finite; has it any targets"):
+        gnmr.diagnose(model, loss_by(model), batches_of(2), recipe="sim_int4", held_out=[batch])
+
+
+@pytest.mark.parametrize("name", ["3.weight", "0.bias"])
+def test_weights_that_are_not_finite_are_named(name: str) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.get_parameter(name)[0] = float("nan")
+    number, of = (64, 2048) if name == "3.weight" else (1, 64)
+    line = rf"^loss_of_batch of batch 1=nan: {number} of the {of} elements of {name} are not finite"
+    with pytest.raises(ValueError, match=line):
+        gnmr.diagnose(model, loss_by(model), batches_of(2), recipe="sim_int4")
+    audited = gnmr.audit(model, loss_by(model), batches_of(1)[0])
+    said = f"not finite: {name}: {number} of its {of} elements are not finite"
+    assert any(finding.line().startswith(said) for finding in audited.findings), audited.findings
+    model[0].bias.data[0] = model[3].weight.data[:] = 0.0
+    model[5].bias.data[0] = float("inf")  # of the last linear, behind all that GEMMs read
+    with pytest.raises(ValueError, match=r"^loss_of_batch=nan: 1 of the 16 elements of 5\.bias are not finite"):
+        gnmr.audit(model, loss_by(model), batches_of(1)[0])
 
 
 def _with(found: Diagnosis, **changes: Any) -> Diagnosis:

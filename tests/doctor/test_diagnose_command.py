@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gnmr.commands import main
 from gnmr.config.compose import compose
 from gnmr.doctor.plan import read_plan
 from gnmr.doctor.show import shade
+from gnmr.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("diagnose")
 
@@ -56,7 +61,7 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
         and "http" not in page.split("<style>")[1]
     )
 
-    ended = gnmr("diagnose", str(run), *SMALL, "plan=plan/plan.json", "out=under")
+    ended = gnmr("diagnose", str(run), *SMALL, "plan=plan/", "out=under")
     assert ended.code == 0 and {file.name for file in Path("under").iterdir()} == {"diagnosis.json"}
     under = json.loads(Path("under/diagnosis.json").read_text())
     assert (under["pins"] == plan.pins and under["total_price"] < tree["total_price"]) or not plan.pins
@@ -82,6 +87,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
     ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "tokens=2", "held_out=0", *SMALL[:1])
     assert ended.code == 0 and ended.err == "", ended.err
     assert "3 + 0 batches of 32 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
+    assert ended.out.startswith("gnmr: recipe=int4 is a format: read as the recipe sim_int4, which casts everything")
     assert "self_attn.q_proj" in ended.out and digest(checkpoint) == before
     assert not list(Path().iterdir()), "nothing is written without out= and html="
 
@@ -140,10 +146,60 @@ def test_checkpoints_without_a_text_or_weights(gnmr, checkpoint: Path, text_file
     assert "holds no *.safetensors" in gnmr("diagnose", str(empty), f"data={text_file}").mistake
 
 
+@pytest.mark.slow
+def test_a_weight_that_is_not_finite_is_named(gnmr, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, name = shutil.copytree(checkpoint, tmp_path / "broken"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][0, :2] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    words = (str(folder), f"data={text_file}", "batch_size=2", "device=cpu")
+    said = gnmr("diagnose", *words, "recipe=sim_int4", "batches=2", "held_out=0").mistake
+    assert re.match(rf"loss_of_batch of batch 1=nan: 2 of the \d+ elements of {name} are not finite; ", said), said
+    ended = gnmr("audit", *words)
+    assert ended.code == 1 and f"not finite: {name}: 2 of its " in ended.out, ended.err + ended.out
+
+
 def test_help(gnmr) -> None:
     assert gnmr("diagnose").code == 2
     told = gnmr("diagnose", "--help")
     assert told.code == 0 and "10% or 0.1" in told.out and "recipe=fp8_hybrid" in told.out
+
+
+class Left(io.StringIO):
+    """A pipe whose reader leaves after the first line."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_files_are_there_when_the_reader_leaves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", Left())
+    assert main(["diagnose", str(run), *WORDS, "out=plan", "html=page.html"]) == 141
+    assert "by gnmr" in Path("plan/module_filter.py").read_text() and read_plan("plan").low == "sim_e2m1"
+    assert json.loads(Path("plan/diagnosis.json").read_text())["verdict"] in Path("page.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "cp437"])
+def test_a_terminal_that_lacks_letters_gets_question_marks(run: Path, encoding: str) -> None:
+    command = [sys.executable, "-m", "gnmr", "diagnose", str(run), *WORDS, "out=plan"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr and read_plan("plan").low == "sim_e2m1"
+    told = done.stdout.decode(encoding)
+    assert "?" in told and f"{'±' if encoding == 'cp437' else '?'} 95 %" in told
+
+
+def test_a_disk_that_is_full_costs_no_numbers(gnmr, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise UserError("out=plan/plan.json: cannot be written (No space left on device)")
+
+    monkeypatch.setattr("gnmr.commands.diagnose._write", full)
+    ended = gnmr("diagnose", str(run), *WORDS, "out=plan")
+    assert "prices add up to" in ended.out and "No space left" in ended.mistake
 
 
 def test_subjects_that_are_none(gnmr, run: Path, tmp_path: Path) -> None:

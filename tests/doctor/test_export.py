@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -73,6 +74,26 @@ def by_torchao(found: Export, names: list[str]) -> set[str]:
     converted = {name for name in names if ask(nn.Linear(16, 16), in_hf(name))}
     assert converted == {n for n in names if ask(None, f"module.{in_hf(n).replace('layers', '_orig_mod.layers')}")}
     return set(names) - converted
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
+
+
+@pytest.mark.parametrize("wraps", [*permutations(WRAPPERS, 1), *permutations(WRAPPERS, 2), WRAPPERS, WRAPPERS[::-1]])
+def test_torchaos_filter_looks_below_wrappers(wraps: tuple[str, ...]) -> None:
+    """Of the whole model, and of each block; peft's linears are a module further down."""
+    names = ["layers.0.self_attn.q_proj", "layers.10.mlp.up_proj", "layers.0.mlp.up_proj"]
+    plan = PinPlan(operators=dict.fromkeys(names, (16, 16)), low="nvfp4", recovery="bf16", pins={names[2]: ["fprop"]})
+    space: dict[str, Any] = {}
+    exec(export(plan, "torchao").text, space)
+    around, inner = "".join(wraps), "".join(wrap for wrap in wraps if wrap.startswith("_"))
+    for end in ("", ".base_layer"):
+        for name in map(in_hf, names):
+            at = name.replace("layers.", f"layers.{inner}").replace("self_attn.", f"self_attn.{inner}")
+            for called in (f"{around}{name}{end}", f"{at}{end}", f"{around}{at}{end}"):
+                assert space["module_filter_fn"](None, called) == (name != in_hf(names[2])), called
+    assert not space["module_filter_fn"](None, f"{around}lm_head")
+    assert not space["module_filter_fn"](None, f"{around}vision.model.layers.0.self_attn.q_proj")
 
 
 def listed(found: Export, key: str) -> list[str]:

@@ -111,6 +111,16 @@ def test_a_mistake_is_one_line(change: dict[str, Any], line: str, tmp_path: Path
     assert str(told.value).startswith(f"plan={file}: ") and line in str(told.value) and "\n" not in str(told.value)
 
 
+def test_a_folder_that_holds_a_plan_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What out= of `gnmr diagnose` was given."""
+    file = written(tmp_path, PLAN)
+    monkeypatch.chdir(tmp_path.parent)
+    for place in (tmp_path, str(tmp_path) + "/", f"{tmp_path.name}/", tmp_path.name):
+        assert read_plan(place) == read_plan(file)
+    assert compose([f"plan={tmp_path}"]).paths.low == "sim_e2m1"
+    assert gnmr.attach(network(), plan=tmp_path, max_o=1).plan.low.name == "sim_e2m1"
+
+
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     for text, line in (
         ("", "is no plan of gnmr's"),
@@ -127,8 +137,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
             read_plan(written(tmp_path, text))
     with pytest.raises(UserError, match="there is no such file"):
         read_plan(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match=r"cannot be read"):
-        read_plan(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty/plan\.json: there is no such file"):
+        read_plan(tmp_path / "empty")
     with (tmp_path / "large").open("wb") as large:
         large.truncate(1 << 25)
     with pytest.raises(UserError, match=r"16,777,216 are the most"):

@@ -322,3 +322,17 @@ def test_a_fine_tuned_run_whose_base_has_changed(fine_tuned, checkpoint, tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     with pytest.raises(UserError, match=r"began from other weights than model\.checkpoint="):
         load_subject(str(fine_tuned), device="cpu")
+
+
+def test_a_pad_token_without_an_embedding_is_not_looked_up(checkpoint: Path, task_data: Path, tmp_path: Path) -> None:
+    """A [PAD] that was added to the tokenizer alone; the mask hides what stands there."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(checkpoint, tmp_path / "padded")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    subject, plain = load_subject(str(folder), device="cpu"), load_subject(str(checkpoint), device="cpu")
+    assert tokenizer.pad_token_id >= subject.vocab_size
+    found, usual = (score(one, ["gsm8k"], limit=3, shots=1, data=task_data)["gsm8k"] for one in (subject, plain))
+    assert found["metrics"] == usual["metrics"] and found["tokens_generated"] == usual["tokens_generated"]

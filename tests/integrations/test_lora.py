@@ -14,7 +14,8 @@ import gnmr
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tiny_lora import BASE, llama, lora_llama, token_blocks
+import peft
+from tiny_lora import BASE, PROJECTIONS, llama, lora_llama, token_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +114,75 @@ def test_frozen_int8_layers_without_adapters(reentrant: bool | None) -> None:
     assert decision.norm.tolist() == pytest.approx([y.grad.norm().item() for y in outputs.values()], rel=1e-5)
     controller.detach()
     assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Adapters that say something."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    return model.eval()
+
+
+def low_losses(weights: str, dora: bool = False, safe: bool = False) -> list[float]:
+    """On the low path before a merge, under it and after it."""
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS, use_dora=dora)
+    model = shaken(peft.get_peft_model(llama(), config))
+    gnmr.attach(model, **INT8, unit="block", observe="adapter", max_o=1, weights=weights)
+    blocks = token_blocks(4)
+    with torch.no_grad():
+        losses = [loss_of(model, blocks).item()]
+        model.merge_adapter(safe_merge=safe)
+        losses.append(loss_of(model, blocks).item())
+        model.unmerge_adapter()
+        losses.append(loss_of(model, blocks).item())
+    return losses
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_codes_beside_a_weight_follow_adapters_that_are_merged_and_taken_out(dora: bool, safe: bool) -> None:
+    assert low_losses("beside", dora, safe) == low_losses("online", dora, safe)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_is_not_merged_into_codes(dora: bool) -> None:
+    line = r"^weights='instead': of the weight of model\.layers\.0\.self_attn\.q_proj INT8 codes alone .* merging$"
+    with pytest.raises(ValueError, match=line):
+        low_losses("instead", dora)
+
+
+def test_adapters_that_are_added_switched_to_and_deleted_are_watched() -> None:
+    """The norms are those of the adapter in force, be it on linears that had none before."""
+    blocks, first = token_blocks(4), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(llama(), first)
+    targets = ["*_proj", "q_proj.base_layer"]
+    spec: dict[str, Any] = {"low": "llm_int8", "recovery": "bf16", "targets": targets, "unit": "block", "max_o": 1}
+    controller = gnmr.attach(model, **spec, observe="adapter")
+
+    def stepped() -> tuple[list[float], list[float], bool]:
+        """(norms, what they should be, whether all were observed)"""
+        model.zero_grad()
+        loss_of(model, blocks).backward()
+        decision = controller.step()
+        right = []
+        for name in decision.units:
+            own = [p.grad for n, p in model.named_parameters() if f".{name}." in n and p.grad is not None]
+            right.append(torch.cat([gradient.flatten() for gradient in own]).norm().item())
+        return decision.norm.tolist(), right, bool(decision.observed.all())
+
+    model.add_adapter("b", peft.LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS))
+    of_first = stepped()
+    model.set_adapter("b")
+    of_second = stepped()
+    with model.disable_adapter():
+        loss_of(model, blocks)
+        model.zero_grad()
+        assert not controller.step().observed.any()
+    again = stepped()
+    model.delete_adapter("default")
+    for norms, right, observed in (of_first, of_second, again, stepped()):
+        assert norms == pytest.approx(right, rel=1e-5) and observed
+    assert of_second[0] != pytest.approx(of_first[0], rel=0.1)

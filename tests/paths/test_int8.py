@@ -186,9 +186,10 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = net(normal(18, 40, seed=1).requires_grad_())
     assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 0
-    held = {net[0].weight.data_ptr()}
+    weight = net[0]._parameters["weight"]
+    held = {weight.data_ptr()}  # read as the module's attribute, codes would be made again
     if weights != "online":
-        held |= {tensor.data_ptr() for tensor in net[0].kept_codes(net[0].weight)[:2]}
+        held |= {tensor.data_ptr() for tensor in net[0].kept_codes(weight)[:2]}
     assert saved and {tensor.data_ptr() for tensor in saved} <= held
 
 
@@ -291,6 +292,10 @@ def test_the_state_dict_of_codes_beside_the_weight_is_the_plain_one_and_stale_co
     made = net[0]._beside
     net(x)
     assert net[0]._beside is made, "once"
+    net[0].weight.data.mul_(2)
+    doubled = slow_integer_linear(x, net[0].weight, net[0].bias)
+    assert torch.equal(net(x), doubled) and not torch.equal(doubled, expected), "no version number shows it"
+    net[0].weight.data.div_(2)
     copied = pickle.loads(pickle.dumps(net))
     assert torch.equal(copied(x), expected) and torch.equal(copy.deepcopy(net)(x), expected)
     wide = net.float()(x.float())

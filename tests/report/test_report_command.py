@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ from gnmr.commands.report import main
 from gnmr.errors import UserError
 from gnmr.paper.tables import paper_tables
 from gnmr.report import report
+from gnmr.terminal import Terminal
 
 Write = Callable[..., Path]
 
@@ -39,6 +41,26 @@ def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> 
     assert "| int4 | 1 of 1 | 42.00 ± - |" in markdown
     assert "gnmr train paths.low=int4 training.seed=0" in markdown
     assert str(tmp_path) not in markdown, "folders are told from the report's own place"
+
+
+def test_its_files_are_there_when_the_reader_leaves(write_run: Write, tmp_path: Path) -> None:
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    write_run(arm="bf16")
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    with pytest.raises(BrokenPipeError):
+        report([tmp_path / "runs"], out, Terminal(file=Left()), html=page)
+    assert page.is_file() and (out / "report.md").is_file() and len(list(out.glob("*.png"))) == 5
+
+
+def test_letters_that_a_terminal_lacks_are_question_marks(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="bf16", val_ppl=40.0)
+    command = [sys.executable, "-m", "gnmr", "report", str(tmp_path / "runs"), "--no-plots"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert done.returncode == 0 and done.stderr == b"" and b"40.00 ? -" in done.stdout
+    assert "40.00 ± -" in (tmp_path / "runs" / "report" / "report.md").read_text(encoding="utf-8")
 
 
 def test_ends_with_the_pngs(write_run: Write, tmp_path: Path) -> None:

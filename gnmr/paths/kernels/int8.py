@@ -21,12 +21,14 @@ Where the codes of the weight are (`weights`), with O outputs and I inputs, besi
 
     online     nowhere: made of the weight in every forward pass, whether it is trainable or not. 0 bytes more
     beside     kept besides the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
-               changed (a loaded state dict, an optimizer's step), moved or been replaced; a change in place through
-               `.data` (peft merges adapters so) or an array of NumPy's is not noticed: convert again
+               changed (a loaded state dict, an optimizer's step), moved or been replaced, and when code outside of this
+               package has read `module.weight`, which it may have written to through `.data` (peft merges adapters
+               so). A change through `.data` of a parameter from `parameters()`, or through an array of NumPy's, is
+               not noticed: convert again
     instead    the weight is dropped and only O (I + 4) bytes are left. dgrad, the recovery path and evaluation read
                codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight` holds the codes
                (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is quantized. peft makes
-               the adapters of codes in float32: .to(torch.bfloat16) is for them; to merge them restore the plan first
+               the adapters of codes in float32: .to(torch.bfloat16) is for them; merging them is refused
 
 Outlier columns (LLM.int8(), arXiv 2208.07339): the columns (inputs) of x whose largest magnitude in this very tensor
 reaches a threshold, published as 6.0, stay in 16 bits. They are multiplied with the 16-bit weight's columns (`instead`:
