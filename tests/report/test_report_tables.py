@@ -203,7 +203,7 @@ def test_an_arm_that_diverged_throughout_meets_its_random_arm(runs: Recorded, lo
     told = row(table, "int4_int8-gnmr")
     expected = ("diverged 5 : 0", "worse") if lost == "gnmr" else ("diverged 0 : 5", "better")
     assert (told["difference [95 % interval]"], told["verdict"]) == expected
-    assert (told["promoted"], told["random promoted"], told["p (Holm)"]) == ("1.0 %", "1.0 %", f"{4 / 252:.3f}")
+    assert (told["spent"], told["random spent"], told["p (Holm)"]) == ("1.0 %", "1.0 %", f"{4 / 252:.3f}")
     assert [cells[:2] for cells in tradeoff(comparison).rows[:2]] == [["gnmr_delta", "1.0 %"], ["random", "1.0 %"]]
 
 
@@ -428,8 +428,8 @@ def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
     assert routed["over threshold"] == "gnmr 0.070 %\ndelta_gnmr 5.0 %"
     assert (routed["saved"], routed["of 16-bit"], routed["wall time"]) == ("1.07 KiB", "27.5 %", "2.0 min")
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
-    assert (routed["GEMMs spent"], routed["extra bytes"]) == ("14.3 %", "2.00 KiB")
-    assert (full["GEMMs spent"], full["extra bytes"]) == ("-", "-")  # of a version that did not record it
+    assert (routed["GEMMs spent"], routed["predicted (Eq. 5)"]) == ("14.3 %", "2.00 KiB")
+    assert (full["GEMMs spent"], full["predicted (Eq. 5)"]) == ("-", "-")  # of a version that did not record it
 
 
 def test_compressed_gradients_lie_between_never_recovering_and_dense(write_run: Write, comparisons: Callable) -> None:
