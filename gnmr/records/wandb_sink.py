@@ -199,8 +199,8 @@ class WandbSink:
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
             _define(self._run)
-            if told := _environment(entity, name):
-                self._say(told)
+            if line := _environment(entity, name):
+                self._say(line)
 
     def resume(self, rows: Callable[[], Iterable[Recorded]], last_step: int) -> None:
         """Send what W&B lacks of the steps up to `last_step` of a run that goes on.
@@ -309,7 +309,7 @@ class WandbSink:
 
     def _lines(self, ratios: RatioRows, columns: list[str]) -> dict[str, float]:
         """{COLUMN/UNIT: value} of the signal's columns, of the risk where it has none, for the most promoted units."""
-        units = range(len(ratios.units))
+        units = list(range(len(ratios.units)))
         if self._most is not None:  # of as many promotions the first in the model
             units = sorted(units, key=lambda place: -self._promotions[ratios.units[place]])[: self._most]
         metrics: dict[str, float] = {}

@@ -71,10 +71,10 @@ def against_random(comparison: Comparison) -> dict[str, AgainstRandom]:
         contrasts = [(str(id(arm)), str(id(other))) for arm, other in pairs]
         family = judge(values, contrasts, low=str(id(low)), high=str(id(high)))
         for (arm, other), row in zip(pairs, family.rows, strict=True):
-            one = row.difference
-            found = (
-                Paired(row.n, row.diverged) if one is None else Paired(row.n, mean=one.estimate, interval=one.interval)
-            )
+            told = row.difference
+            found = Paired(row.n, row.diverged)
+            if told is not None:
+                found = Paired(row.n, mean=told.estimate, interval=told.interval)
             tests[arm.label] = AgainstRandom(other, found, row.p, row.verdict, True)
     rest = [arm for arm in comparison.arms if id(arm) in randoms and arm.label not in tests]
     alone = [paired(arm.outcomes, randoms[id(arm)].outcomes) for arm in rest]

@@ -200,8 +200,8 @@ def control(comparison: Comparison) -> Table:
     table.notes = [
         "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
         "signal's columns: shares of unit-steps; GEMMs spent: share of the GEMMs' arithmetic on the recovery path, "
-        "pins included; predicted (Eq. 5): bytes kept above the low path, each operator's input by itself, which "
-        "is more than is kept where several read one tensor; hit max_o: share of steps; saved: measured bytes that the "
+        "pins included; predicted (Eq. 5): bytes kept above the low path, each operator's input by itself, unlike "
+        "what is kept where several read one tensor; hit max_o: share of steps; saved: measured bytes that the "
         f"converted linears kept for backward, mean over steps{sent}."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]

@@ -5,6 +5,7 @@ That is the loss minus the 16-bit arm's of the same seed. A run keeps its id, so
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def _send(
 ) -> str | None:
     """One run; where it is to be seen. `minus`: training and validation loss minus 16 bits."""
     name = f"{run.experiment}/{run.folder.name}"
-    run_id = str(run.header.get("run_id") or f"{run.hash[:8]}s{run.seed}")
+    known = run.hash if run.hash != "unknown" else hashlib.sha256(name.encode()).hexdigest()  # of a loop of one's own
+    run_id = str(run.header.get("run_id") or f"{known[:8]}s{run.seed}")
     labels = Labels(run_id, name, arm.name, group_of(name, arm.name), (run.experiment, run.scale))
     sink.start(labels, project=project, folder=folder, config=run.tree, header=run.header, mode=mode)
     where = sink.where()

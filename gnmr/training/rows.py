@@ -103,7 +103,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
 def _shape(model: nn.Module) -> dict[str, int]:
     """Layers and width of the model that is trained, which a checkpoint decides itself; what it does not say is left
     out."""
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     own = own.get_text_config() if hasattr(own, "get_text_config") else own
     names = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
     return {told: number for name, told in names.items() if isinstance(number := getattr(own, name, None), int)}

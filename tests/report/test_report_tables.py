@@ -24,7 +24,7 @@ from gnmr.report.one_model import one_model
 from gnmr.report.regimes import regime_cells
 from gnmr.report.runs import load
 from gnmr.report.statistics import Stat, stat
-from gnmr.report.tables import against_baseline, against_random, control, lost, quality, run_table
+from gnmr.report.tables import against_baseline, against_random, comparison_tables, control, lost, quality, run_table
 from gnmr.report.tradeoff import signal_curves, tradeoff
 
 Write = Callable[..., Path]
@@ -180,6 +180,42 @@ def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
     assert f"No test, since no random arm has their budget to within 10 % of the larger share: {far}." in notes(table)
     assert "Without a random arm that differs in the controller alone: int4_int8-gnmr hold=20." in notes(table)
     assert comparison.random(next(arm for arm in comparison.arms if arm.label == far)) is None
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.03, 0.3])
+def test_an_arm_has_one_verdict_against_another(runs: Recorded, noise: float) -> None:
+    """Of a sweep from scratch: sentence and tables say the same, whatever the paired tests would."""
+    draw = np.random.default_rng(7)
+    losses = {name: (3.0 - back + noise * draw.standard_normal(3)).tolist() for name, back in BACK.items()}
+    runs.add("int4", *losses["low"])
+    runs.add("int8", *losses["high"])
+    runs.add("int4_int8", *losses["gnmr"], summary={"spent_gemm_frac": 0.09})
+    random = {"controller__signal": "random", "controller__budget": 0.1, "controller__cost": "gemm"}
+    runs.add("int4_int8", *losses["random"], promoted=0.03, summary={"spent_gemm_frac": 0.1}, **random)
+    price = random | {"controller__signal": "price"}
+    runs.add("int4_int8", *losses["price"], promoted=0.01, summary={"spent_gemm_frac": 0.08}, **price)
+    (comparison,) = runs.comparisons()
+    made = comparison_tables(comparison)
+    with_verdict = [table.title.partition(": ")[2] for table in made if "verdict" in table.columns]
+    assert with_verdict == ["one model for all arms, against int4", "against random at the same budget"]
+    against = {table.title.partition(": ")[2]: table for table in made}["against random at the same budget"]
+    verdict = row(against, "int4_int8-price")["verdict"].replace("\n", " ")
+    assert row(against, "int4_int8-gnmr")["verdict"] == "-", "another budget, and three times the promotion"
+    assert (row(against, "int4_int8-price")["spent"], row(against, "int4_int8-price")["random spent"]) == (
+        "8.0 %",
+        "10.0 %",
+    )
+    sentence = headline(comparison).sentence
+    if verdict == "no verdict":
+        assert "nothing is said of arms between them" in sentence
+    else:
+        p = row(against, "int4_int8-price")["p (Holm)"]
+        assert "at 8.0 % of the GEMMs' arithmetic" in sentence
+        assert sentence.endswith(f"against random under the same budget: {verdict} (p = {p}).")
+
+
+BACK = {"low": 0.0, "high": 0.5, "gnmr": 0.1, "random": 0.1, "price": 0.3}
+"""By arm: how much of the gap it closes, in nats."""
 
 
 @pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])
