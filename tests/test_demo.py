@@ -15,6 +15,12 @@ from gnmr.commands import demo
 from gnmr.errors import RunFailed
 from gnmr.records.find import find_runs
 from gnmr.records.pack import unpacked
+from gnmr.report.comparisons import compare
+from gnmr.report.family_notes import p_text
+from gnmr.report.headline import headline
+from gnmr.report.layout import size
+from gnmr.report.runs import load
+from gnmr.report.tables import comparison_tables
 from gnmr.sweep.progress import Cell
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +71,50 @@ def test_what_the_docs_show_is_what_its_records_say():
             at = said.find(words, at)
             assert at >= 0, f"{page}: {words}"
             at += len(words)
+
+
+def test_terminal_and_page_show_one_test_and_one_spend():
+    """Of the packed records of a demo."""
+    if not (pack := ROOT / "runs" / "reference" / "demo.parquet").exists():
+        pytest.skip("no checkout")
+    with unpacked([pack]) as packed:
+        folders = find_runs(packed.paths)
+        found = demo.found_in(folders)
+        (comparison,) = compare(map(load, folders))
+        made = comparison_tables(comparison)
+        told = headline(comparison)
+        saved = {arm.settings["controller.name"]: arm.mean("saved_bytes_mean") for arm in comparison.arms}
+    shown = {row.arm.partition(",")[0].lower(): row for row in found.family.rows}
+    spent = {line.name.partition(",")[0].lower(): f"{100 * line.spent:.1f} %" for line in found.lines}
+    tables = {table.title.partition(": ")[2]: table.tree() for table in made}
+    rows = {
+        title: {
+            cells[0].removeprefix("int2-"): dict(zip(table["columns"], cells, strict=True)) for cells in table["rows"]
+        }
+        for title, table in tables.items()
+    }
+    for name, row in shown.items():
+        random = rows["against random at the same budget"][name]
+        assert (random["p (Holm)"], random["verdict"].replace("\n", " ")) == (p_text(row.p), row.verdict)
+        assert (random["spent"], random["random spent"]) == (spent[name], spent["random"])
+        assert rows["gap closed after the arm's steps"][name]["spent"] == spent[name]
+        assert rows["control and cost"][name]["GEMMs spent"] == spent[name]
+    assert "verdict" not in rows["details, paired tests against int2-never"]["price"]
+    assert list(tables).index("gap closed after the arm's steps") < list(tables).index(
+        "details, paired tests against int2-never"
+    )
+    assert f"price got back 25 % at {spent['price']} of the GEMMs' arithmetic" in told.sentence
+    assert (
+        f"random {round(100 * found.lines[1].closed)} % at {spent['random']} of the GEMMs' arithmetic" in told.sentence
+    )
+    verdict = rows["gap closed after the arm's steps"]["price"]["verdict"]
+    assert f"price is shown to be {verdict} than never" in told.sentence
+    assert told.sentence.endswith(f"against random under the same budget: better (p = {p_text(shown['price'].p)}).")
+    card = told.figures[2]
+    assert card.value == spent["price"]
+    assert f"{size(saved['price'] - saved['never'])} more saved for backward, measured" in card.detail
+    assert rows["validation"]["never"]["vs 16-bit"].startswith("+51.36"), "everything recovered is bf16"
+    assert not [note for table in tables.values() for note in table["notes"] if "No 16-bit arm" in note]
 
 
 @pytest.mark.slow

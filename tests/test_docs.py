@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import inspect
 import json
 import re
 import shlex
@@ -112,6 +114,60 @@ def test_no_link_is_dead(page: Path) -> None:
         assert target.exists(), f"{name_of(page)}: {link}"
         if anchor:
             assert anchor in anchors(target), f"{name_of(page)}: {link}"
+
+
+TAG = re.compile(
+    r"<(?!/?(a|b|br|code|details|div|em|h1|i|img|li|p|picture|pre|source|strong|sub|summary|sup)\b|https?:)[A-Za-z/]"
+)
+
+
+def prose(text: str) -> str:
+    """The text without comments and code: fenced, in backticks, and indented behind an empty line outside of lists."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r"^( *)(```|~~~).*?^\1\2", "", text, flags=re.M | re.S)
+    kept, code, listed, before = list[str](), False, False, ""
+    for line in text.splitlines():
+        code = line.startswith("    ") and (code or (not before.strip() and not listed))
+        listed = bool(re.match(r" *([-*+]|\d+\.) ", line)) or (listed and (not line.strip() or line.startswith(" ")))
+        kept += [] if code else [line]
+        before = line
+    return re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", "\n".join(kept), flags=re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_formula_is_read_as_html(page: Path) -> None:
+    """<g, d> outside of code is a tag to Markdown, and is not shown."""
+    text = prose(page.read_text())
+    assert [text[found.start() : found.start() + 40] for found in TAG.finditer(text)] == []
+
+
+def test_no_formula_of_the_reference_is_read_as_html() -> None:
+    """Docstrings are Markdown there."""
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M):
+            parts = name.split(".")
+            file = next(
+                f
+                for n in range(len(parts), 0, -1)
+                if (f := ROOT.joinpath(*parts[:n]).with_suffix(".py")).exists()
+                or (f := ROOT.joinpath(*parts[:n], "__init__.py")).exists()
+            )
+            tree: ast.AST = ast.parse(file.read_text())
+            own = [node for node in ast.walk(tree) if getattr(node, "name", "") == parts[-1]]
+            for node in ast.walk(own[0] if own else tree):
+                if (
+                    isinstance(node, ast.Expr)
+                    and isinstance(node.value, ast.Constant)
+                    and isinstance(node.value.value, str)
+                ):
+                    told = prose(inspect.cleandoc(node.value.value))
+                    assert not TAG.search(told), f"{name}: {told}"
+
+
+def test_what_is_read_as_html_is_found() -> None:
+    lost = "its bias <g, d> / 2", "- a\n\n    twice <e_s, e_t>", "E<e_s, e_t> = 0"
+    kept = "`<g, d>`", "text\n\n    <g, d>", "```\n<g, d>\n```", "<b>x</b>", "a <= b", "<https://x.org>", "<!-- a -->"
+    assert [bool(TAG.search(prose(text))) for text in (*lost, *kept)] == [True] * len(lost) + [False] * len(kept)
 
 
 # ---- commands ----

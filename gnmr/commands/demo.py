@@ -178,7 +178,9 @@ def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
     steps = run.planned_steps
     draw(found, picture, _title(found), f"{orders} orders of the data, {steps} steps · commit {run.commit}")
     console = for_tables()
-    show(found, f"{steps} steps from a trained model of 0.3 M parameters; {run.machine}", console)
+    number = run.header.get("parameters")
+    size = f" of {number / 1e6:.1f} M parameters" if isinstance(number, int) else ""
+    show(found, f"{steps} steps from a trained model{size}; {run.machine}", console)
     for what, place in (("picture", picture), ("page", page), ("tables", f"gnmr report {folder}")):
         print_plain(console, printable(f"{what + ':':9}{place}"))
 

@@ -26,10 +26,10 @@ def main(argv: list[str]) -> int:
     """The command; returns its exit code. UserError for a path that holds no run."""
     terminal = Terminal()
     parser = Parser("sync", _USAGE, _TEXT)
-    parser.option("project", text, "W&B's project, or ENTITY/PROJECT", "gnmr")
+    parser.option("project", text, "W&B's project, or ENTITY/PROJECT; default: WANDB_PROJECT, else gnmr")
     parser.option("mode", one_of("auto", "online", "offline"), "whether W&B's servers are asked", "auto")
     parser.option("out", path, "folder for W&B's files; default: wandb/ in each run's folder")
-    parser.option("every", whole(1), "steps between the rows of a unit in its table", 10)
+    parser.option("every", whole(1), "steps between the points of a unit's lines and its rows in the table", 10)
     given = parser.parse(argv)
     if not given.words:
         parser.error("name a run folder, a folder above run folders, or a pack")

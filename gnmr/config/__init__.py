@@ -192,6 +192,7 @@ _OUTSIDE_THE_HASH = (
     "records.wandb",
     "records.wandb_project",
     "records.wandb_every",
+    "records.wandb_units",
     "records.monitor",
     "records.verdicts",
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),

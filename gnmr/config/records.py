@@ -61,12 +61,16 @@ class RecordsConfig:
     """Steps between plain lines."""
     wandb: str = "auto"
     """auto: online where the user is logged in, else offline; online; offline; off."""
-    wandb_project: str = "gnmr"
+    wandb_project: str | None = None
+    """NAME or ENTITY/NAME; null: the environment's WANDB_PROJECT, else gnmr."""
     wandb_every: int = 10
-    """Steps between the rows of a unit in W&B's table (losses go every step)."""
+    """Steps between the points of a unit's lines in W&B, and its rows in the table (losses go every step)."""
+    wandb_units: int | None = 64
+    """Units that have lines in W&B, the most promoted ones; null: all."""
 
     @told_as("records.")
     def __post_init__(self) -> None:
         whole(**fields(self, "ratios_every", "check_every", "plain_every", "wandb_every"))
+        whole(or_null=True, wandb_units=self.wandb_units)
         one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

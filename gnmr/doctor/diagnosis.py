@@ -59,7 +59,7 @@ class Row:
     weight: float | None
     """Of fprop: of the weight's."""
     bias: float | None
-    """Of dgrad and wgrad: <g, d> / ||g||^2."""
+    """Of dgrad and wgrad: `<g, d> / ||g||^2`."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.ratios import rows_of_steps
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo, View
-from gnmr.records.wandb_sink import Labels, WandbSink, group_of
+from gnmr.records.wandb_sink import Labels, WandbSink, group_of, recorded_rows
 from gnmr.records.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Recorder:
         self._header = {} if resume_step is None else _header(info.folder / "header.json")
         self._writer = RunWriter(info.folder, resume_step, counted)
         self._view = View(settings.live, settings.plain_every, folder=info.folder)
-        self._wandb = WandbSink(self._view.say, settings.wandb_every)
+        self._wandb = WandbSink(self._view.say, settings.wandb_every, settings.wandb_units)
         self._summary: dict[str, Any] | None = None
 
     def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any], group: str) -> None:
@@ -69,7 +68,7 @@ class Recorder:
         )
         if self._header:
             units = header.get("units") or ()
-            self._wandb.resume(lambda: rows_of_steps(read_ratios(info.folder), units), info.start_step)
+            self._wandb.resume(lambda: recorded_rows(info.folder, units), info.start_step)
         self._view.events(events)
         self._view.start(info)
 
@@ -97,6 +96,7 @@ class Recorder:
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`."""
         self._writer.events(rows)
+        self._wandb.events(rows)
         self._view.events(rows)
 
     def verdict(self, row: dict[str, Any], told: str) -> None:

@@ -6,17 +6,22 @@ import math
 import netrc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from gnmr.records.reader import calibrated_trigger
+from gnmr.errors import printable
+from gnmr.records.ratios import rows_of_steps
+from gnmr.records.reader import calibrated_trigger, iter_jsonl, read_jsonl, read_ratios
 from gnmr.records.risk_image import RiskMap
 from gnmr.records.schema import EVENT_FIELDS, RatioRows
 
@@ -43,12 +48,14 @@ PANELS = (
     "val/loss",
     *MINUS_16BIT.values(),
     "recovery/num_active",
+    "recovery/promotions",
     "recovery/spent_gemm_frac",
     "risk/highest",
     "risk/mean_gnmr",
     "price/total_nats",
 )
-"""What W&B draws by itself, besides the risk map and the tables; the rest is recorded and can be drawn."""
+"""What W&B draws by itself, besides the traces of units, the risk map and the tables; the rest is recorded and can be
+drawn. W&B makes a section of panels for each prefix."""
 _HIDDEN = ("over/*", "model/*", "monitored/*", "casts/*")
 EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 
@@ -57,6 +64,10 @@ _MOST_TRACES = 40_000
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
+MOST_LINES = 64
+"""Units that have lines unless told otherwise."""
+
+_ENVIRONMENT = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS")
 
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
@@ -90,19 +101,48 @@ def group_of(name: str, arm: str) -> str:
     return (without if without != name else f"{name.partition('/')[0]}/{arm}")[:128]
 
 
-class WandbSink:
-    """Sends a run to W&B: losses every step, the risk map at every evaluation, tables of units and events at the end.
+Recorded = tuple[str, Any, RatioRows | None]
+"""("step", its row, its ratios or None), ("events", rows that end with this step, None) or ("eval", its row, None)."""
 
-    A resumed run goes on under its id. W&B ignores steps that it has already seen, so the steps between the checkpoint
-    and the kill keep the numbers that they were sent with first; they are the same.
+
+def recorded_rows(folder: Path, units: Sequence[str]) -> Iterator[Recorded]:
+    """Yield what a run folder holds in the order in which training recorded it. `units`: those of header.json."""
+    evals, events = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "events.jsonl")
+    ratios = rows_of_steps(read_ratios(folder), units)
+    held = next(ratios, None)
+    for row, _ in iter_jsonl(folder / "steps.jsonl"):
+        while evals and evals[0]["step"] < row["step"]:
+            yield "eval", evals.pop(0), None
+        while held is not None and held.step < row["step"]:
+            held = next(ratios, None)
+        yield "step", row, held if held is not None and held.step == row["step"] else None
+        these = list(takewhile(lambda event, step=row["step"]: event["step"] <= step, events))  # type: ignore[misc]
+        del events[: len(these)]
+        yield "events", these, None
+    for row in evals:
+        yield "eval", row, None
+
+
+class WandbSink:
+    """Sends a run to W&B: losses every step, the ratios of units as lines, the risk map at every evaluation, tables of
+    units and events at the end.
+
+    A resumed run goes on under its id, and first sends the recorded steps that W&B lacks. Offline these are all steps
+    since the first: `wandb sync` replaces the history of a run by that of the part which is uploaded last, and a killed
+    process leaves a part without its last steps. So each part holds the whole run up to its own end.
 
     Rows are sent by a thread of their own: W&B hands each to another process and waits (0.3 ms, some ms on a busy
     machine), while the training thread only queues them. What is handed over must not be changed afterwards.
     """
 
-    def __init__(self, say: Callable[[str], None], wandb_every: int = 10) -> None:
-        """say: gets the one line when W&B fails. wandb_every: steps between the rows of a unit in the table."""
+    def __init__(self, say: Callable[[str], None], wandb_every: int = 10, wandb_units: int | None = MOST_LINES) -> None:
+        """say: gets the one line when W&B fails. wandb_every: steps between the points of a unit's lines and its rows
+        in the table. wandb_units: how many units have lines, the most promoted ones; None: all."""
         self._say = say
+        self._every, self._most = wandb_every, wandb_units
+        self._promotions: Counter[str] = Counter()
+        self._sections: set[str] = set()
+        self._last_step = 0
         self._run: Any = None
         self._thread = ThreadPoolExecutor(1, "wandb-sink")  # starts with the first row
         self._map = RiskMap()
@@ -110,11 +150,19 @@ class WandbSink:
         self._trigger = 1.0
 
     def start(
-        self, labels: Labels, *, project: str, folder: Path, config: dict[str, Any], header: dict[str, Any], mode: str
+        self,
+        labels: Labels,
+        *,
+        project: str | None,
+        folder: Path,
+        config: dict[str, Any],
+        header: dict[str, Any],
+        mode: str,
     ) -> None:
         """Opens the W&B run; its files go to folder/wandb.
 
-        project: NAME, or ENTITY/NAME.
+        project: NAME, or ENTITY/NAME; None: WANDB_PROJECT, else gnmr. WANDB_NAME and WANDB_RUN_GROUP replace name and
+        group of `labels`, WANDB_TAGS are added to its tags, WANDB_ENTITY owns a project that names no entity.
         config, header: of the run; W&B gets both, without what the header says unit by unit, as its config.
         mode: online, offline, off, or auto: what WANDB_MODE says, else online where an API key is configured and W&B
         can be reached, else offline. Never asks for a key.
@@ -123,14 +171,16 @@ class WandbSink:
             return
         self._trigger = _trigger(config, header)
         told = {key: value for key, value in header.items() if not isinstance(value, list)}
+        entity, _, name = (project or "").rpartition("/")
+        tags = (labels.arm, *labels.tags, *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
         arguments = {
             "id": labels.run_id,
-            "name": labels.name,
-            "group": labels.group,
+            "name": os.environ.get("WANDB_NAME") or labels.name,
+            "group": os.environ.get("WANDB_RUN_GROUP") or labels.group,
             "job_type": labels.arm[:_MAX_TAG],
-            "tags": list(dict.fromkeys(tag[:_MAX_TAG] for tag in (labels.arm, *labels.tags) if tag)),
-            "project": project.rpartition("/")[2],
-            "entity": project.rpartition("/")[0] or None,
+            "tags": list(dict.fromkeys(tag[:_MAX_TAG] for tag in tags if tag)),
+            "project": name or os.environ.get("WANDB_PROJECT") or "gnmr",
+            "entity": entity or None,
             "dir": folder,
             "config": config | {"arm": labels.arm, "header": told},
         }
@@ -149,18 +199,30 @@ class WandbSink:
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
             _define(self._run)
+            if line := _environment(entity, name):
+                self._say(line)
 
-    def resume(self, ratios: Callable[[], Iterable[RatioRows]], last_step: int) -> None:
-        """The rows up to `last_step` of a run that goes on: the map and the table begin with them. Read by the sink's
-        own thread, so that what is wrong with them stops W&B and not the run."""
+    def resume(self, rows: Callable[[], Iterable[Recorded]], last_step: int) -> None:
+        """Send what W&B lacks of the steps up to `last_step` of a run that goes on.
+
+        `rows`: of `recorded_rows`. The sink's own thread reads them, so that what is wrong with them stops W&B and not
+        the run.
+        """
         if self._run is not None:
-            self._thread.submit(self._resume, ratios, last_step)
+            self._thread.submit(self._resume, rows, last_step)
 
-    def _resume(self, ratios: Callable[[], Iterable[RatioRows]], last_step: int) -> None:
+    def _resume(self, rows: Callable[[], Iterable[Recorded]], last_step: int) -> None:
         with self._tolerant("resume"):
-            for rows in ratios():
-                if rows.step <= last_step:
-                    self._keep(rows)
+            there = self._run.step  # W&B has the steps before it; 0 offline
+            for kind, row, ratios in rows():
+                if self._run is None or (kind != "events" and row["step"] > last_step):
+                    return
+                if kind == "events":
+                    self._promoted(row, there)
+                else:
+                    found = self._step_metrics(row, ratios) if kind == "step" else self._eval_metrics(row)
+                    if row["step"] >= there:
+                        self._run.log(found, step=row["step"])
 
     def step(
         self, row: dict[str, Any], ratios: RatioRows | None = None, more: Mapping[str, float] | None = None
@@ -173,6 +235,11 @@ class WandbSink:
         """A row of `EVAL_FIELDS`; more: further metrics of it."""
         if self._run is not None:
             self._thread.submit(self._log, row["step"], lambda: self._eval_metrics(row) | dict(more or {}))
+
+    def events(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of `EVENT_FIELDS`, of the step that was given last."""
+        if self._run is not None and rows:
+            self._thread.submit(self._promoted, rows)
 
     def finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
         """Waits for what is queued and ends the W&B run.
@@ -209,16 +276,25 @@ class WandbSink:
         if self._run is None:
             return None
         if self._run.offline:
-            return f"W&B: wandb sync {Path(self._run.dir).parents[1]}/offline-run-*"  # each part of a resumed run
-        return f"W&B: {self._run.url}"
+            return f"W&B: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+        return f"W&B: {self._run.url}" if self._run.url else None  # WANDB_MODE=disabled has none
 
     def _log(self, step: int, metrics: Callable[[], dict[str, Any]]) -> None:
         if self._run is not None:  # else an earlier row failed
             with self._tolerant("log"):
                 self._run.log(metrics(), step=step)
 
+    def _promoted(self, rows: list[dict[str, Any]], there: int = 0) -> None:
+        """Counts promotions; `there`: W&B has the steps before it."""
+        units = [str(row["unit"]) for row in rows if row.get("event") == "promote"]
+        self._promotions.update(units)
+        if units and self._last_step >= there:  # W&B puts it into the row of this step
+            self._log(self._last_step, lambda: {"recovery/promotions": self._promotions.total()})
+
     def _step_metrics(self, row: dict[str, Any], ratios: RatioRows | None) -> dict[str, Any]:
-        metrics = {"step": row["step"]} | {name: row[key] for key, name in STEP_METRICS.items() if key in row}
+        self._last_step = row["step"]
+        metrics = {"step": row["step"], "recovery/promotions": self._promotions.total()}
+        metrics |= {name: row[key] for key, name in STEP_METRICS.items() if key in row}
         metrics |= {f"over/{column}": number for column, number in row.get("over", {}).items()}
         metrics |= {f"model/{name}": number for name, number in row.get("statistics", {}).items()}
         metrics |= {f"monitored/{name}": norm for name, norm in row.get("monitored", {}).items()}
@@ -227,6 +303,23 @@ class WandbSink:
         if ratios is not None:
             self._keep(ratios)
             metrics |= _unit_metrics(ratios)
+            if row["step"] % self._every == 0:
+                metrics |= self._lines(ratios, [name for name in row.get("over", ()) if name in ratios.columns])
+        return metrics
+
+    def _lines(self, ratios: RatioRows, columns: list[str]) -> dict[str, float]:
+        """{COLUMN/UNIT: value} of the signal's columns, of the risk where it has none, for the most promoted units."""
+        units = list(range(len(ratios.units)))
+        if self._most is not None:  # of as many promotions the first in the model
+            units = sorted(units, key=lambda place: -self._promotions[ratios.units[place]])[: self._most]
+        metrics: dict[str, float] = {}
+        for column in columns or ["risk"]:
+            if column not in self._sections:
+                self._sections.add(column)
+                self._run.define_metric(f"{column}/*", step_metric="step")
+            values = ratios.columns[column] if columns else ratios.risk
+            known = ratios.observed & ~np.isnan(values)
+            metrics |= {f"{column}/{ratios.units[place]}": float(values[place]) for place in units if known[place]}
         return metrics
 
     def _eval_metrics(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -308,6 +401,18 @@ def _trigger(config: dict[str, Any], header: dict[str, Any]) -> float:
     controller = config.get("controller")
     value = controller.get("trigger") if isinstance(controller, dict) else None
     return float(value) if isinstance(value, int | float) and value > 0 else 1.0
+
+
+def _environment(entity: str, project: str) -> str | None:
+    """Say which of W&B's variables are in force and which a given project overrides; None where none is set."""
+    over = {"WANDB_PROJECT": project, "WANDB_ENTITY": entity}
+    told: dict[bool, list[str]] = {True: [], False: []}
+    for name in _ENVIRONMENT:
+        if value := os.environ.get(name):
+            told[bool(over.get(name))].append(f"{name}={value}")
+    parts = [f"uses {', '.join(told[False])}"] if told[False] else []
+    parts += [f"the given project overrides {', '.join(told[True])}"] if told[True] else []
+    return printable(f"W&B: {'; '.join(parts)}") if parts else None
 
 
 def _define(run: Any) -> None:

@@ -125,6 +125,13 @@ class Arm:
         return None if found is None else found.mean
 
     @property
+    def spend(self) -> float | None:
+        """Mean share of the GEMMs' arithmetic on the recovery path; `promoted` where that was not recorded, and for
+        compressed gradients, whose recovery is no GEMM."""
+        found = None if self.compression else self.mean("spent_gemm_frac")
+        return self.promoted if found is None else found
+
+    @property
     def pinned(self) -> bool:
         """Whether some GEMMs are on the recovery path whatever is routed."""
         return any(key.startswith("paths.pins.") for key in self.settings)

@@ -15,6 +15,7 @@ from gnmr.report.runs import Run
 _WHAT_AN_ARM_IS = ("paths.", "controller.", "compression.", "records.", "arm")
 _MODEL = ("model.", "training.dtype", "training.eval_blocks")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
+_GIVEN = ("budget", "cost")
 SAME_BUDGET = 0.1
 """By how much of the larger one two mean promotion shares may differ and still count as one budget.
 
@@ -88,9 +89,13 @@ class Comparison:
         return self.against or self.low(arm)
 
     def random(self, arm: Arm) -> Arm | None:
-        """The `nearest_random` arm where its mean promotion is the arm's own to within `SAME_BUDGET`."""
+        """The `nearest_random` arm where both were given one budget (controller.budget), or where its mean promotion is
+        the arm's own to within `SAME_BUDGET`."""
         nearest = self.nearest_random(arm)
-        return nearest if nearest and _apart(arm, nearest) <= SAME_BUDGET else None
+        if nearest is None or _apart(arm, nearest) <= SAME_BUDGET:
+            return nearest
+        given, other = ([one.settings.get(f"controller.{key}") for key in _GIVEN] for one in (arm, nearest))
+        return nearest if given[0] is not None and given == other else None
 
     def nearest_random(self, arm: Arm) -> Arm | None:
         """The routed arm whose signal is `random` and whose mean promotion is nearest.

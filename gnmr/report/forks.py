@@ -44,7 +44,7 @@ def fork_tables(comparison: Comparison) -> list[Table]:
 
 def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[Arm]) -> Table:
     title = f"{comparison.name}: gap closed {_PHASES[phase]}"
-    table = Table(title, ["arm", "promoted", "orders", "gap\nclosed", "by order", "p\n(Holm)", "verdict"])
+    table = Table(title, ["arm", "spent", "orders", "gap\nclosed", "by order", "p\n(Holm)", "verdict"])
     table.columns += ["loss\n16 bits", "loss\nlow path"]
     arms = [low, *(arm for arm in arms if arm is not low and arm is not high), high]
     losses = {id(arm): losses_after(arm, phase, "val_loss") for arm in arms}
@@ -62,7 +62,7 @@ def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[A
         table.rows.append(
             [
                 arm.label,
-                percent(arm.promoted) if arm.routed else NOTHING,
+                percent(arm.spend) if arm.routed else NOTHING,
                 str(len(mine)),
                 NOTHING if closed is None else f"{100 * closed[0]:.0f} %",
                 ", ".join(NOTHING if one is None else f"{100 * one[0]:.0f}" for one in by_order),

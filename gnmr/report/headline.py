@@ -15,11 +15,11 @@ from gnmr.report.comparisons import Comparison
 from gnmr.report.family import EQUAL, Family
 from gnmr.report.family_notes import p_text, relative_text, row_numbers
 from gnmr.report.layout import NOTHING, percent, size
-from gnmr.report.one_model import families, judged
-from gnmr.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired, verdicts
+from gnmr.report.one_model import against_random, families, judged
+from gnmr.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired
 from gnmr.report.style import telling_apart
 
-COST, BACK, SPEND = "cost of low precision", "share got back", "spend"
+COST, BACK, SPEND, LOSS = "cost of low precision", "share got back", "spend", "validation loss"
 _MOST_NAMED = 4
 """Arms that the sentence names one by one."""
 
@@ -35,10 +35,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Headline:
-    """The sentence and the three figures, in the order of their labels above."""
+    """The sentence and the figures: cost, share got back and spend; of one arm alone its loss and its spend."""
 
     sentence: str
-    figures: tuple[Figure, Figure, Figure]
+    figures: tuple[Figure, ...]
     arm: str | None = None
     """Label of the arm that the share and the spend are of."""
 
@@ -65,6 +65,8 @@ class _Between:
 def headline(comparison: Comparison) -> Headline:
     """What the first lines of a report say of the comparison; arms by what tells them apart."""
     names = short_names(comparison.arms)
+    if len(comparison.arms) == 1:
+        return _lone(comparison, names)
     between = _between(comparison)
     low, reference = _ends(comparison, between)
     cost, told_cost = _cost(comparison, names, (low, reference), between)
@@ -124,8 +126,7 @@ def _cost(
     """The figure and its part of the sentence, which is empty where nothing is known."""
     low, reference = ends
     if low is None or reference is None:
-        why = "no arm on the low path alone and in 16 bits to compare" if len(comparison.arms) > 1 else "one arm alone"
-        return Figure(COST, NOTHING, f"not known: {why}"), ""
+        return Figure(COST, NOTHING, "not known: no arm on the low path alone and in 16 bits to compare"), ""
     what = "low precision" if low.compression is None else "compression"
     label = f"cost of {what}"
     change, arms = paired(low.outcomes, reference.outcomes), f"{names[low.label]} against {names[reference.label]}"
@@ -197,29 +198,33 @@ def _told_back(comparison: Comparison, names: Names, between: _Between, verdict:
 
 def _against_random(comparison: Comparison, arm: Arm) -> str:
     """The verdict of the report's table, in which all arms with a random one at their budget are one family."""
-    found = [(one, other) for one in comparison.arms if (other := comparison.random(one))]
-    told = verdicts([paired(one.outcomes, other.outcomes) for one, other in found])
-    for (one, _), (_, verdict) in zip(found, told, strict=True):
-        if one is arm:
-            return f"; against random at that spend: {verdict}"
+    if (found := against_random(comparison).get(arm.label)) is not None:
+        p = "" if found.p is None else f" (p = {p_text(found.p)})"
+        return f"; against random under the same budget: {found.verdict}{p}"
     return "" if arm.signal == "random" else "; no random arm at that spend"
 
 
 def _spend(comparison: Comparison, names: Names, between: _Between | None) -> Figure:
     routed = between.arms if between and between.arms else [arm for arm in comparison.arms if arm.always is None]
-    arm = next((one for one in routed if one.promoted is not None), None)
+    arm = next((one for one in routed if one.spend is not None), None)
     if arm is None:
         return Figure(SPEND, NOTHING, "no arm routes")
-    gemms, more, sent = (arm.mean(what) for what in ("spent_gemm_frac", "spent_extra_bytes", "numbers_sent_frac"))
+    sent, what = arm.mean("numbers_sent_frac"), _spent(arm).removeprefix(percent(arm.spend)).strip()
+    parts = [f"{what}, {names[arm.label]}", *_more_bytes(comparison, arm)]
     if sent is not None:
-        told = f"of unit-steps on the recovery path, {names[arm.label]}; sends {percent(sent)} of the numbers"
-        return Figure(SPEND, percent(arm.promoted), told)
-    parts = [f"{size(more)} more saved for backward"] if more else []
-    if not arm.promoted and gemms:
-        return Figure(SPEND, percent(gemms), "; ".join([f"of the GEMMs' arithmetic, {names[arm.label]}", *parts]))
-    parts = [f"{percent(gemms)} of the GEMMs' arithmetic", *parts] if gemms is not None else parts
-    told = "; ".join([f"of unit-steps on the recovery path, {names[arm.label]}", *parts])
-    return Figure(SPEND, percent(arm.promoted), told)
+        parts.append(f"sends {percent(sent)} of the numbers")
+    return Figure(SPEND, percent(arm.spend), "; ".join(parts))
+
+
+def _more_bytes(comparison: Comparison, arm: Arm) -> list[str]:
+    """What the arm keeps for backward above the low path: measured where that path's arm stands beside it."""
+    low = comparison.low(arm)
+    saved = [None if one is None else one.mean("saved_bytes_mean") for one in (arm, low)]
+    if saved[0] is not None and saved[1] is not None:
+        more = saved[0] - saved[1]
+        return [f"{size(more)} more saved for backward, measured"] if more > 0 else []
+    more = arm.mean("spent_extra_bytes") or 0
+    return [f"{size(more)} more saved for backward, predicted (Eq. 5)"] if more else []
 
 
 def _alone(comparison: Comparison, names: Names) -> str:
@@ -231,10 +236,25 @@ def _alone(comparison: Comparison, names: Names) -> str:
     return f"{'; '.join(told)}{more}. Without a 16-bit arm beside it what low precision cost is not known."
 
 
+def _lone(comparison: Comparison, names: Names) -> Headline:
+    """One arm alone: its loss and its spend, since there is nothing to compare."""
+    arm, figures = comparison.arms[0], list[Figure]()
+    loss, ppl, name = arm.stat("final_val_loss"), arm.stat("final_val_ppl"), names[arm.label]
+    train = [float(run.steps["loss"][-1]) for run in arm.runs if len(run.steps["loss"])]
+    if loss is not None and math.isfinite(loss.mean):
+        told = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
+        figures.append(Figure(LOSS, f"{loss.mean:.4f}", f"{told}, n = {loss.n}"))
+    elif train and math.isfinite(mean := sum(train) / len(train)):
+        figures.append(Figure("training loss", f"{mean:.4f}", f"of the last step, {name}, n = {len(train)}"))
+    if (spend := _spend(comparison, names, None)).value != NOTHING:
+        figures.append(spend)
+    return Headline(_alone(comparison, names), tuple(figures))
+
+
 def _ended(arm: Arm, name: str) -> str:
     ppl, at = arm.stat("final_val_ppl"), ""
     if arm.always is None and arm.promoted is not None:
-        at = f", with {percent(arm.promoted)} of unit-steps on the recovery path"
+        at = f", with {_spent(arm)} on the recovery path"
     if ppl is not None:
         return f"{name} ended at perplexity {ppl.mean:.2f}{at}"
     if arm.diverged:
@@ -244,11 +264,9 @@ def _ended(arm: Arm, name: str) -> str:
 
 
 def _spent(arm: Arm) -> str:
-    """Of pins, which no controller moves, the share of the arithmetic."""
-    gemms = arm.mean("spent_gemm_frac")
-    if not arm.promoted and gemms:
-        return f"{percent(gemms)} of the GEMMs' arithmetic"
-    return f"{percent(arm.promoted)} of unit-steps"
+    """`Arm.spend` with what it is a share of."""
+    of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "the GEMMs' arithmetic"
+    return f"{percent(arm.spend)} of {of}"
 
 
 def _of_arms(arms: Sequence[Arm]) -> str:

@@ -1,12 +1,18 @@
-"""All arms between two bounds in one model: each against never, behind the positive control (`gnmr.report.family`)."""
+"""All arms between two bounds in one model: each against never and against random, behind the positive control.
+
+This is the primary test of every report (`gnmr.report.family`); the sentence, the tables and `gnmr demo` show it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
 from gnmr.report.family import MARGIN, Family, judge
 from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
 from gnmr.report.layout import Table
+from gnmr.report.statistics import FEWEST, Paired, paired, verdicts
 
 
 def one_model(comparison: Comparison) -> list[Table]:
@@ -34,6 +40,47 @@ def judged(arms: list[Arm]) -> Family:
     low, *others = (str(id(arm)) for arm in arms)
     values = {str(id(arm)): arm.outcomes for arm in arms}
     return judge(values, [(key, low) for key in others], low=low, high=others[-1])
+
+
+@dataclass(frozen=True)
+class AgainstRandom:
+    """A routed arm's test against the arm that picks its units at random under the same budget."""
+
+    other: Arm
+    found: Paired
+    """Of the model where `modelled`, else of the pairs of runs; p is not adjusted."""
+    p: float | None
+    """By Holm."""
+    verdict: str
+    modelled: bool
+
+
+def against_random(comparison: Comparison) -> dict[str, AgainstRandom]:
+    """By label, in the order of the arms: the arms with a `Comparison.random` one.
+
+    One family for each pair of bounds; arms without bounds, or with too few pairs of them, are told by paired tests.
+    """
+    tests: dict[str, AgainstRandom] = {}
+    randoms = {id(arm): other for arm in comparison.arms if (other := comparison.random(arm)) is not None}
+    for arms in families(comparison):
+        low, high = arms[0], arms[-1]
+        pairs = [(arm, randoms[id(arm)]) for arm in arms if id(arm) in randoms and randoms[id(arm)] in arms]
+        if not pairs or len(low.outcomes.keys() & high.outcomes.keys()) < FEWEST:
+            continue
+        values = {str(id(arm)): arm.outcomes for arm in arms}
+        contrasts = [(str(id(arm)), str(id(other))) for arm, other in pairs]
+        family = judge(values, contrasts, low=str(id(low)), high=str(id(high)))
+        for (arm, other), row in zip(pairs, family.rows, strict=True):
+            told = row.difference
+            found = Paired(row.n, row.diverged)
+            if told is not None:
+                found = Paired(row.n, mean=told.estimate, interval=told.interval)
+            tests[arm.label] = AgainstRandom(other, found, row.p, row.verdict, True)
+    rest = [arm for arm in comparison.arms if id(arm) in randoms and arm.label not in tests]
+    alone = [paired(arm.outcomes, randoms[id(arm)].outcomes) for arm in rest]
+    for arm, one, (p, verdict) in zip(rest, alone, verdicts(alone), strict=True):
+        tests[arm.label] = AgainstRandom(randoms[id(arm)], one, p, verdict, False)
+    return {arm.label: tests[arm.label] for arm in comparison.arms if arm.label in tests}
 
 
 def _table(comparison: Comparison, arms: list[Arm]) -> Table:

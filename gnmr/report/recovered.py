@@ -78,8 +78,8 @@ class Recovered:
         ]
         return (
             f"That low precision costs something here is shown (p = {p_text(family.p_gate)}). Against {self.control} "
-            f"under the same budget: {', '.join(told)}; by Holm, in one model of all arms, which shows more of few "
-            "orders than the pairs of runs on the page."
+            f"under the same budget: {', '.join(told)}. These are Holm-adjusted p-values of one model of all arms, the "
+            "primary test of the page too."
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from array import array
 from collections import Counter
 from contextlib import suppress
@@ -28,6 +29,8 @@ from gnmr.untrusted import Damaged, content, exists, first_line, opened, reading
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
 _NO_NUMBERS = ("nonfinite_unit", "over", "statistics")
+_PATHS = ("data.path", "data.tokenizer", "model.checkpoint", "base")
+"""Of which a header's command may have the last part alone (gnmr/training/provenance.py)."""
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
 _MOST_STATISTICS = 1 << 28
@@ -202,6 +205,21 @@ class Run:
         machine = self.header.get("machine") or {}
         told = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
         return ", ".join([*told, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
+
+    @property
+    def command(self) -> str:
+        """What made it, from its header. A path of which that has the last part alone is marked, as .../gsm: the words
+        do not run as they stand."""
+        told = str(self.header.get("command") or "-")
+        try:
+            words = shlex.split(told)
+        except ValueError:
+            return told
+        for key in _PATHS:
+            path = Path(str(self.settings.get(key) or ""))
+            if path.is_absolute() and (word := f"{key}={path.name}") in words:
+                words[words.index(word)] = f"{key}=.../{path.name}"
+        return shlex.join(words) if "=.../" in " ".join(words) else told
 
     @property
     def commit(self) -> str:

@@ -11,9 +11,12 @@ from gnmr.records.reader import stored
 from gnmr.report.arms import Arm, paired_difference
 from gnmr.report.casts import casts, watched
 from gnmr.report.comparisons import SAME_BUDGET, Comparison, short
+from gnmr.report.family_notes import p_text
 from gnmr.report.forks import fork_tables
+from gnmr.report.headline import high_precision
 from gnmr.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
-from gnmr.report.one_model import one_model
+from gnmr.report.one_model import against_random as tested_against_random
+from gnmr.report.one_model import families, one_model
 from gnmr.report.regimes import gap_tests, regime_tables
 from gnmr.report.routability import routability_table
 from gnmr.report.routing import routing
@@ -24,8 +27,11 @@ from gnmr.report.tradeoff import tradeoff
 
 _D_Z = "d_z\n[95 % interval]"
 _SENT = "numbers\nsent"
+_PREDICTED = "predicted\n(Eq. 5)"
 Further = Callable[[list[Comparison]], list[Table]]
 """Tables over all comparisons that others make of them, such as the paper's."""
+_VERDICT = 5
+"""Place of the verdict in a row that begins with the arm and `TESTED`."""
 TESTED = ["n", "difference\n[95 % interval]", _D_Z, "p\n(Holm)", "verdict"]
 """Columns of `tested`."""
 
@@ -42,9 +48,9 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
     found = [
         quality(comparison),
         *fork_tables(comparison),
-        *against_baseline(comparison),
         *one_model(comparison),
         against_random(comparison),
+        *against_baseline(comparison, below=True),
         lost(comparison),
     ]
     found += [tradeoff(comparison), control(comparison), routability_table(comparison)]
@@ -58,7 +64,7 @@ def quality(comparison: Comparison) -> Table:
     table = Table(f"{comparison.name}: validation", columns)
     unpaired, partial = [], []
     for arm in comparison.arms:
-        reference = comparison.reference(arm)
+        reference = high_precision(comparison, arm)
         if reference is arm:
             difference = "reference"
         elif reference is None:
@@ -91,8 +97,16 @@ def quality(comparison: Comparison) -> Table:
     return table
 
 
-def against_baseline(comparison: Comparison) -> list[Table]:
-    """Each arm against its baseline, with the test; one table, and one family of tests, for each baseline."""
+def against_baseline(comparison: Comparison, below: bool = False) -> list[Table]:
+    """Each arm against its baseline, with the test; one table, and one family of tests, for each baseline.
+
+    `below`: the tables follow the primary test (`gnmr.report.one_model`) as its details. The arms that have it there
+    get no second verdict here.
+    """
+    primary: dict[int, list[Arm]] = {}
+    for members in families(comparison) if below else []:
+        if len(members) > 2:
+            primary[id(members[0])] = members
     found: dict[str, tuple[Arm, list[Arm]]] = {}
     for arm in comparison.arms:
         baseline = comparison.baseline(arm)
@@ -105,8 +119,13 @@ def against_baseline(comparison: Comparison) -> list[Table]:
         family = [paired(arm.outcomes, baseline.outcomes) for arm in arms]
         gaps = [_gap(comparison, arm, one.n) for arm, one in zip(arms, family, strict=True)]
         table.rows = [[arm.label, *tested, gap] for arm, tested, gap in zip(arms, _tested(family), gaps, strict=True)]
-        table = table.without_empty([_D_Z, "gap\nclosed"])
         table.notes = [_how_tested(family)]
+        if told := primary.get(id(baseline)):
+            table.title = f"{comparison.name}: details, paired tests against {baseline.label}"
+            for row, arm in zip(table.rows, arms, strict=True):
+                row[_VERDICT] = NOTHING if arm in told else row[_VERDICT]
+            table.notes.insert(0, "The verdicts are those of the one model of all arms, which needs fewer runs.")
+        table = table.without_empty([_D_Z, "verdict", "gap\nclosed"])
         if "gap\nclosed" in table.columns:
             table.notes += _unclear_gaps(comparison, arms, shown)
         tables.append(table)
@@ -115,15 +134,14 @@ def against_baseline(comparison: Comparison) -> list[Table]:
 
 def against_random(comparison: Comparison) -> Table:
     """Each routed arm against the arm that picks its units at random at the same mean promotion."""
-    columns = ["arm", "promoted", "random\npromoted", *TESTED]
+    columns = ["arm", "spent", "random\nspent", *TESTED]
     table = Table(f"{comparison.name}: against random at the same budget", columns)
     beside = [(arm, other) for arm in comparison.arms if (other := comparison.nearest_random(arm))]
-    found = [(arm, other) for arm, other in beside if comparison.random(arm)]
-    family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
-    tested = dict(zip((arm.label for arm, _ in found), _tested(family), strict=True))
+    tests = tested_against_random(comparison)
+    tested = {label: [*_compared(one.found), *_told(one.p, one.verdict)] for label, one in tests.items()}
     for arm, other in beside:
         apart = [*_compared(paired(arm.outcomes, other.outcomes)), NOTHING, NOTHING]
-        table.rows.append([arm.label, percent(arm.promoted), percent(other.promoted), *tested.get(arm.label, apart)])
+        table.rows.append([arm.label, percent(arm.spend), percent(other.spend), *tested.get(arm.label, apart)])
     table = table.without_empty([_D_Z])
     randoms = ", ".join(dict.fromkeys(other.label for _, other in beside))
     table.notes = [f"The random arm is the one with the nearest promotion: {randoms}."]
@@ -135,7 +153,12 @@ def against_random(comparison: Comparison) -> Table:
     routed = [arm for arm in comparison.arms if arm.always is None and arm.signal != "random"]
     if alone := [arm.label for arm in routed if not comparison.nearest_random(arm)]:
         table.notes.append(f"Without a random arm that differs in the controller alone: {', '.join(alone)}.")
-    if family:
+    if modelled := sum(one.modelled for one in tests.values()):
+        table.notes.append(
+            "Perplexity relative to the random arm's; below 0 is better. Contrasts of the one model of all arms, p by "
+            f"Holm over the {modelled} of them; intervals are of one comparison."
+        )
+    if family := [one.found for one in tests.values() if not one.modelled]:
         table.notes.append(_how_tested(family))
     return table
 
@@ -158,11 +181,11 @@ def lost(comparison: Comparison) -> Table:
 
 def control(comparison: Comparison) -> Table:
     """What the controller did and what the arm cost; means over the done seeds, of promotion over the diverged too."""
-    columns = ["arm", "promoted", "GEMMs\nspent", "extra\nbytes", _SENT, "hit\nmax_o", "over threshold", "saved"]
+    columns = ["arm", "promoted", "GEMMs\nspent", _PREDICTED, _SENT, "hit\nmax_o", "over threshold", "saved"]
     columns += ["of\n16-bit", "wall\ntime"]
     table = Table(f"{comparison.name}: control and cost", columns)
     for arm in comparison.arms:
-        saved, reference = arm.mean("saved_bytes_mean"), comparison.reference(arm)
+        saved, reference = arm.mean("saved_bytes_mean"), high_precision(comparison, arm)
         full = reference.mean("saved_bytes_mean") if reference else None
         over = "\n".join(f"{column} {percent(share)}" for column, share in arm.over_fracs().items())
         spent = [percent(arm.mean("spent_gemm_frac")), size(arm.mean("spent_extra_bytes"))]
@@ -177,8 +200,9 @@ def control(comparison: Comparison) -> Table:
     table.notes = [
         "Means over done seeds, promoted over diverged ones too. Promoted and over the threshold of each of the "
         "signal's columns: shares of unit-steps; GEMMs spent: share of the GEMMs' arithmetic on the recovery path, "
-        "pins included; extra bytes: kept above the low path (Eq. 5); hit max_o: share of steps; saved: bytes kept for "
-        f"backward by the converted linears, mean over steps{sent}."
+        "pins included; predicted (Eq. 5): bytes kept above the low path, each operator's input by itself, unlike "
+        "what is kept where several read one tensor; hit max_o: share of steps; saved: measured bytes that the "
+        f"converted linears kept for backward, mean over steps{sent}."
     ]
     table.notes += [_promotions(arm) for arm in comparison.arms if any(run.events for run in arm.done)]
     table.notes += [told for arm in comparison.arms if (told := _verdicts(arm))]
@@ -194,9 +218,8 @@ def run_table(runs: list[Run], root: Path) -> Table:
     table = Table("Runs", ["run", "status", "steps", "commit", "machine", "command"])
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
-        command = str(run.header.get("command") or NOTHING)
         status = "unfinished" if run.status == "running" else run.status
-        table.rows.append([os.path.relpath(run.place, root), status, steps, run.commit, run.machine, command])
+        table.rows.append([os.path.relpath(run.place, root), status, steps, run.commit, run.machine, run.command])
     return table
 
 
@@ -204,9 +227,12 @@ def _tested(family: Sequence[Paired]) -> list[list[str]]:
     """The cells of `TESTED` for each comparison of one family."""
     rows = []
     for one, (p, verdict) in zip(family, verdicts(family), strict=True):
-        told = NOTHING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-        rows.append([*_compared(one), told, verdict.replace(" shown", "\nshown")])
+        rows.append([*_compared(one), *_told(p, verdict)])
     return rows
+
+
+def _told(p: float | None, verdict: str) -> list[str]:
+    return [p_text(p), verdict.replace(" shown", "\nshown")]
 
 
 def _compared(one: Paired) -> list[str]:

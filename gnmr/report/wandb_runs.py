@@ -5,12 +5,11 @@ That is the loss minus the 16-bit arm's of the same seed. A run keeps its id, so
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gnmr.records.ratios import rows_of_steps
-from gnmr.records.reader import iter_jsonl, read_ratios
-from gnmr.records.wandb_sink import MINUS_16BIT, Labels, WandbSink, group_of
+from gnmr.records.wandb_sink import MINUS_16BIT, Labels, WandbSink, group_of, recorded_rows
 from gnmr.report.arms import Arm
 from gnmr.report.comparisons import Comparison
 from gnmr.report.curves import relative_losses
@@ -21,7 +20,7 @@ Say = Callable[[str], None]
 
 
 def send(
-    comparisons: Sequence[Comparison], *, project: str, mode: str, folder: Path | None, every: int, say: Say
+    comparisons: Sequence[Comparison], *, project: str | None, mode: str, folder: Path | None, every: int, say: Say
 ) -> list[str]:
     """Sends all runs, one after the other; returns where they are to be seen or how to upload them, each line once.
 
@@ -54,33 +53,25 @@ def _send(
     run: Run,
     minus: tuple[Series | None, Series | None],
     *,
-    project: str,
+    project: str | None,
     mode: str,
     folder: Path,
 ) -> str | None:
     """One run; where it is to be seen. `minus`: training and validation loss minus 16 bits."""
     name = f"{run.experiment}/{run.folder.name}"
-    run_id = str(run.header.get("run_id") or f"{run.hash[:8]}s{run.seed}")
+    known = run.hash if run.hash != "unknown" else hashlib.sha256(name.encode()).hexdigest()  # of a loop of one's own
+    run_id = str(run.header.get("run_id") or f"{known[:8]}s{run.seed}")
     labels = Labels(run_id, name, arm.name, group_of(name, arm.name), (run.experiment, run.scale))
     sink.start(labels, project=project, folder=folder, config=run.tree, header=run.header, mode=mode)
     where = sink.where()
     losses, evals = (_by_step(one) for one in minus)
-    rows = [dict(row) for row, _ in iter_jsonl(run.folder / "eval.jsonl")]
-    ratios = rows_of_steps(read_ratios(run.folder), run.header.get("units") or ())
-    held = next(ratios, None)
-
-    def evaluated(up_to: float) -> None:
-        while rows and rows[0]["step"] <= up_to:
-            row = rows.pop(0)
+    for kind, row, ratios in recorded_rows(run.folder, run.header.get("units") or ()):
+        if kind == "step":
+            sink.step(row, ratios, _more("loss", losses, row["step"]))
+        elif kind == "eval":
             sink.eval(row, _more("val_loss", evals, row["step"]))
-
-    for row, _ in iter_jsonl(run.folder / "steps.jsonl"):
-        evaluated(row["step"] - 1)
-        while held is not None and held.step < row["step"]:
-            held = next(ratios, None)
-        mine = held if held is not None and held.step == row["step"] else None
-        sink.step(row, mine, _more("loss", losses, row["step"]))
-    evaluated(float("inf"))
+        else:
+            sink.events(row)
     sink.finish(run.summary | {"status": run.status}, run.events)
     return where
 

@@ -1,14 +1,15 @@
 """Random numbers of a step that do not depend on how many processes take it: of dropout and of stochastic rounding.
 
-**Choice 73**: a run of parallel=none draws in the order of its micro-batches, from generators that its checkpoints
-keep. Under any other `parallel` a micro-batch draws from (seed, step, its number in the step) alone, whichever process
-has it, and be there one of them.
+**Choice 73**: stochastic rounding draws from (seed, step, micro-batch, operator) in every run (gnmr/paths/rounding.py).
+Dropout of a run of parallel=none draws in the order of its micro-batches, from PyTorch's generators, which its
+checkpoints keep. Under any other `parallel` a micro-batch's dropout draws from (seed, step, its number in the step)
+alone, whichever process has it, and be there one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -33,17 +34,11 @@ class Draws:
     @contextmanager
     def of(self, number: int, *, evaluation: bool = False) -> Iterator[None]:
         """Around the passes of micro-batch `number` (from 0) of the step, or of an `evaluation` behind it: PyTorch's
-        generators and that of stochastic rounding draw its own numbers, and are afterwards as they were."""
+        generators and stochastic rounding draw its own numbers, and are afterwards as they were."""
         words = [self._seed, self._step, number, _EVALUATION if evaluation else 0]
-        seeds = np.random.SeedSequence(words).generate_state(2, np.uint64).tolist()
-        rounding = self._plan.shared.generator
-        state = None if rounding is None else rounding.get_state()
-        with torch.random.fork_rng(self._devices):
+        seeds = np.random.SeedSequence(words).generate_state(1, np.uint64).tolist()
+        rounding = self._plan.shared.rounding
+        named = nullcontext() if rounding is None else rounding.micro_batch(number, evaluation)
+        with torch.random.fork_rng(self._devices), named:
             torch.manual_seed(seeds[0])
-            if rounding is not None:
-                rounding.manual_seed(seeds[1])
-            try:
-                yield
-            finally:
-                if rounding is not None and state is not None:
-                    rounding.set_state(state)
+            yield

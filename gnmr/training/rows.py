@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import gnmr
 from gnmr import models
@@ -99,6 +100,15 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
     return [{"step": row.pop("start"), **row} for row in rows]
 
 
+def _shape(model: nn.Module) -> dict[str, int]:
+    """Layers and width of the model that is trained, which a checkpoint decides itself; what it does not say is left
+    out."""
+    own: Any = getattr(model, "config", None)
+    own = own.get_text_config() if hasattr(own, "get_text_config") else own
+    names = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
+    return {told: number for name, told in names.items() if isinstance(number := getattr(own, name, None), int)}
+
+
 def header(parts: Parts, command: str) -> dict[str, Any]:
     """header.json: versions, machine, command, data and units of the run."""
     config, corpus = parts.config, parts.corpus
@@ -126,6 +136,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
         "checkpoint": parts.checkpoint,
         "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
+        "shape": _shape(parts.model),
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
         "arm": config.arm_name,

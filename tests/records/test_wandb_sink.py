@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,8 @@ def test_offline_file_equals_what_was_given(
     ratios[10] = ratio_rows(10, columns=columns, observed=np.array([True, True, True, False]))
     for step, row in rows.items():
         sink.step(row, ratios[step], {"compare/loss_minus_16bit": step / 10})
+        if step in (2, 9):
+            sink.events([event_row(step), event_row(step, unit=ratios[1].units[2]), event_row(step, event="release")])
         if step % 6 == 0:
             sink.eval(eval_row(step), {"compare/val_loss_minus_16bit": 0.5})
     events = [event_row(2), event_row(3, event="release", cause="lock")]
@@ -72,7 +75,15 @@ def test_offline_file_equals_what_was_given(
         assert (logged["step"], logged["compare/loss_minus_16bit"]) == (step, step / 10)
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
         assert ("risk_map" in logged or "risk_map/_type" in logged) == (step % 6 == 0 or step == 40)
-        assert not [name for name in logged if "layers." in name], "units stand in one table"
+        lines = {
+            f"{column}/{unit}": values[place]
+            for column, values in ratios[step].columns.items()
+            for place, unit in enumerate(ratios[step].units)
+            if column in row["over"] and ratios[step].observed[place] and not math.isnan(values[place])
+        }
+        found = {name: logged[name] for name in logged if "layers." in name}
+        assert found == (lines if step % 5 == 0 else {}) and (step != 10 or len(found) == 5)
+        assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
     assert history[12]["compare/val_loss_minus_16bit"] == 0.5
     assert history[5]["risk/highest"] == ratios[5].risk.max()
@@ -84,7 +95,7 @@ def test_offline_file_equals_what_was_given(
     metrics = {m.name or m.glob_name: m for m in (r.metric for r in read_records(tmp_path)) if m.name or m.glob_name}
     assert all(metrics[name].step_metric == "step" for name in PANELS)
     shown = {name for name, metric in metrics.items() if not metric.options.hidden}
-    assert shown == set(PANELS) and len(PANELS) <= 10
+    assert shown == {*PANELS, "gnmr/*", "delta_gnmr/*"} and len(PANELS) <= 10
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.project, run.entity) == ("abcd1234", LABELS.name, "gnmr", "team")
@@ -122,12 +133,14 @@ class FakeRun:
     def __init__(self, broken: str) -> None:
         self._broken = broken
         self.logged: list[dict[str, Any]] = []
+        self.steps: list[int] = []
         self.summary: dict[str, Any] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if self._broken == "log":
             raise ConnectionError("no\nnetwork")
         self.logged.append(metrics)
+        self.steps.append(step)
 
     def define_metric(self, name: str, **how: Any) -> None:
         pass
@@ -161,7 +174,7 @@ def fake_wandb(broken: str, key: str | None = None) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_login(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+    for name in (*filter(lambda name: name.startswith("WANDB_"), list(os.environ)), "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
@@ -270,16 +283,101 @@ def test_traces_of_units_stay_bounded(ratio_rows: Make) -> None:
     assert 2000 < len(rows) <= 5000 and {len(row) for row in rows} == {len(traces.columns)}
 
 
-def test_a_resumed_run_begins_with_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, ratio_rows: Make
+@pytest.mark.parametrize("there", [0, 2])
+def test_a_resumed_run_sends_first_what_wandb_lacks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step_row: Make,
+    ratio_rows: Make,
+    event_row: Make,
+    eval_row: Make,
+    there: int,
 ) -> None:
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    """`there`: W&B has the steps before it; offline it has none."""
+    fake = fake_wandb("")
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
+    monkeypatch.setattr(FakeRun, "step", there)
     sink = WandbSink(pytest.fail, wandb_every=2)
     start(sink, tmp_path)
-    sink.resume(lambda: [ratio_rows(step) for step in (1, 2, 3, 4)], 3)  # the fourth is of the run that goes on
+    rows: list[Any] = []
+    for step in (1, 2, 3, 4):  # the fourth is of the run that goes on
+        rows += [("step", step_row(step), ratio_rows(step)), ("events", [event_row(step)], None)]
+    rows.insert(-2, ("eval", eval_row(3), None))
+    sink.resume(lambda: rows, 3)
     sink.step(step_row(4), ratio_rows(4))
     sink._thread.shutdown()
     assert sink._map.last_step == 4 and [one.step for one in sink._traces._kept] == [2, 4]
+    merged: dict[int, dict[str, Any]] = {}  # as W&B does
+    for step, metrics in zip(sink._run.steps, sink._run.logged, strict=True):
+        merged.setdefault(step, {}).update(metrics)
+    assert list(merged) == [step for step in (1, 2, 3, 4) if step >= there]
+    assert [merged[step]["recovery/promotions"] for step in merged] == [min(step, 3) for step in merged]
+    assert merged[3]["val/loss"] == eval_row(3)["val_loss"]
+    assert [step for step in merged if any(name.startswith("gnmr/") for name in merged[step])] == [2, 4]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3, ["u9", "u4", "u0"]), (None, [f"u{i}" for i in range(70)])])
+def test_the_most_promoted_units_have_lines(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step_row: Make,
+    ratio_rows: Make,
+    event_row: Make,
+    most: int | None,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    sink = WandbSink(pytest.fail, 1, most)
+    start(sink, tmp_path)
+    units = [f"u{i}" for i in range(70)]
+    sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
+    sink.step(step_row(2), ratio_rows(2, units))
+    sink.step(step_row(3, over={"price": 0}), ratio_rows(3, units, columns={"price": np.ones(70), "norm_low": None}))
+    sink.step(step_row(4, over={}), ratio_rows(4, units, columns={}))
+    sink._thread.shutdown()
+    _, gnmr, price, risk = sink._run.logged
+    assert [name.removeprefix("gnmr/") for name in gnmr if name.startswith("gnmr/")] == expected
+    assert [name for name in price if "/u" in name] == [f"price/{unit}" for unit in expected], "evidence has no line"
+    assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
+
+
+@pytest.mark.parametrize(
+    ("project", "expected", "told"),
+    [
+        (None, ("theirs", None), ("uses WANDB_PROJECT=theirs, WANDB_ENTITY=them, WANDB_NAME=mine, WANDB_TAGS=a, b",)),
+        ("ours", ("ours", None), ("uses WANDB_ENTITY=them", "overrides WANDB_PROJECT=theirs")),
+        (
+            "we/ours",
+            ("ours", "we"),
+            ("uses WANDB_NAME=mine", "overrides WANDB_PROJECT=theirs, WANDB_ENTITY=them"),
+        ),
+    ],
+)
+def test_wandbs_variables_hold_where_the_config_says_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    project: str | None,
+    expected: tuple[str, str | None],
+    told: tuple[str, ...],
+) -> None:
+    fake, arguments, said = fake_wandb(""), {}, []
+    plain = fake.init
+    fake.init = lambda mode, **given: (arguments.update(given), plain(mode))[1]
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
+    for name, value in {"PROJECT": "theirs", "ENTITY": "them", "NAME": "mine", "TAGS": "a, b"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    WandbSink(said.append).start(LABELS, project=project, folder=tmp_path, config={}, header=HEADER, mode="offline")
+    assert (arguments["project"], arguments["entity"]) == expected
+    assert arguments["name"] == "mine" and arguments["group"] == LABELS.group
+    assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
+    assert len(said) == 1 and all(part in said[0] for part in told)
+
+
+def test_wandb_that_is_disabled_is_nowhere_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    sink = WandbSink(pytest.fail)
+    start(sink, tmp_path, "auto")
+    assert sink.where() is None
 
 
 def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,10 @@ def test_nothing_beside_it(told: Told) -> None:
         "int4_int8 ended at perplexity 45.00, with 10.0 % of unit-steps on the recovery path. Without a 16-bit arm "
         "beside it what low precision cost is not known."
     )
-    assert [figure.value for figure in found.figures] == ["-", "-", "10.0 %"]
+    assert [(figure.label, figure.value) for figure in found.figures] == [
+        ("validation loss", f"{np.log(45):.4f}"),
+        ("spend", "10.0 %"),
+    ]
 
 
 def test_divergence_is_told_as_such(told: Told) -> None:

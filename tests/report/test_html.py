@@ -254,6 +254,39 @@ def test_regime_cells(page: Callable[..., Page], tmp_path: Path, monkeypatch: py
     assert all(square["verdict"] in regime["colours"] for square in regime["squares"])
 
 
+@pytest.mark.parametrize(
+    ("name", "header", "expected"),
+    [
+        ("pretrained", {}, "pretrained, scale cpu"),  # recorded before the shape was
+        ("pretrained", {"parameters": 1_234_567}, "pretrained, 1.2M parameters, scale cpu"),
+        ("pretrained", {"shape": {"layers": 8, "width": 48}}, "pretrained, 8 layers, 48 wide, scale cpu"),
+        ("pretrained", {"shape": {"width": 48}}, "pretrained, 48 wide, scale cpu"),
+        ("llama", {}, "llama, 4 layers, 256 wide, scale cpu"),
+        ("llama", {"shape": {"layers": 3, "width": 32}}, "llama, 3 layers, 32 wide, scale cpu"),
+        ("llama", {"shape": "damaged"}, "llama, 4 layers, 256 wide, scale cpu"),
+    ],
+)
+def test_the_shape_is_that_of_the_model(
+    page: Callable[..., Page], tmp_path: Path, name: str, header: dict[str, Any], expected: str
+) -> None:
+    """The config's layers and width are not a checkpoint's."""
+    settings = {"model.name": name, "model.num_layers": 4, "model.hidden_size": 256}
+    run = fake_run(tmp_path / "run", settings=settings)
+    run.header |= header
+    card = dict(page([run]).data["comparisons"][0]["overview"]["card"])
+    assert card["model"] == expected
+
+
+def test_a_command_that_does_not_run_as_it_stands_is_marked(page: Callable[..., Page], tmp_path: Path) -> None:
+    command = "gnmr train data.name=text data.path=gsm 'model.checkpoint=my model' data.tokenizer=t/t.json optim.lr=0.1"
+    settings = {"data.path": "/data/gsm", "model.checkpoint": "/far/my model", "data.tokenizer": "t/t.json"}
+    run = fake_run(tmp_path / "run", command=command, settings=settings)
+    plain = fake_run(tmp_path / "other", seed=1, command="gnmr train data.path=gsm", settings={"data.path": "gsm"})
+    (commands,) = (page([run]).data["comparisons"][0]["origin"]["commands"],)
+    assert commands == [command.replace("=gsm", "=.../gsm").replace("=my model", "=.../my model")]
+    assert plain.command == "gnmr train data.path=gsm"
+
+
 def test_a_run_without_anything_recorded(page: Callable[..., Page], tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", status="running")
     nothing = np.zeros((0, 0), np.float32)

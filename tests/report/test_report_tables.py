@@ -24,7 +24,7 @@ from gnmr.report.one_model import one_model
 from gnmr.report.regimes import regime_cells
 from gnmr.report.runs import load
 from gnmr.report.statistics import Stat, stat
-from gnmr.report.tables import against_baseline, against_random, control, lost, quality, run_table
+from gnmr.report.tables import against_baseline, against_random, comparison_tables, control, lost, quality, run_table
 from gnmr.report.tradeoff import signal_curves, tradeoff
 
 Write = Callable[..., Path]
@@ -182,6 +182,42 @@ def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
     assert comparison.random(next(arm for arm in comparison.arms if arm.label == far)) is None
 
 
+@pytest.mark.parametrize("noise", [0.003, 0.03, 0.3])
+def test_an_arm_has_one_verdict_against_another(runs: Recorded, noise: float) -> None:
+    """Of a sweep from scratch: sentence and tables say the same, whatever the paired tests would."""
+    draw = np.random.default_rng(7)
+    losses = {name: (3.0 - back + noise * draw.standard_normal(3)).tolist() for name, back in BACK.items()}
+    runs.add("int4", *losses["low"])
+    runs.add("int8", *losses["high"])
+    runs.add("int4_int8", *losses["gnmr"], summary={"spent_gemm_frac": 0.09})
+    random = {"controller__signal": "random", "controller__budget": 0.1, "controller__cost": "gemm"}
+    runs.add("int4_int8", *losses["random"], promoted=0.03, summary={"spent_gemm_frac": 0.1}, **random)
+    price = random | {"controller__signal": "price"}
+    runs.add("int4_int8", *losses["price"], promoted=0.01, summary={"spent_gemm_frac": 0.08}, **price)
+    (comparison,) = runs.comparisons()
+    made = comparison_tables(comparison)
+    with_verdict = [table.title.partition(": ")[2] for table in made if "verdict" in table.columns]
+    assert with_verdict == ["one model for all arms, against int4", "against random at the same budget"]
+    against = {table.title.partition(": ")[2]: table for table in made}["against random at the same budget"]
+    verdict = row(against, "int4_int8-price")["verdict"].replace("\n", " ")
+    assert row(against, "int4_int8-gnmr")["verdict"] == "-", "another budget, and three times the promotion"
+    assert (row(against, "int4_int8-price")["spent"], row(against, "int4_int8-price")["random spent"]) == (
+        "8.0 %",
+        "10.0 %",
+    )
+    sentence = headline(comparison).sentence
+    if verdict == "no verdict":
+        assert "nothing is said of arms between them" in sentence
+    else:
+        p = row(against, "int4_int8-price")["p (Holm)"]
+        assert "at 8.0 % of the GEMMs' arithmetic" in sentence
+        assert sentence.endswith(f"against random under the same budget: {verdict} (p = {p}).")
+
+
+BACK = {"low": 0.0, "high": 0.5, "gnmr": 0.1, "random": 0.1, "price": 0.3}
+"""By arm: how much of the gap it closes, in nats."""
+
+
 @pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])
 def test_a_budget_is_the_same_within_a_tenth_of_the_larger(runs: Recorded, share: float, meets: bool) -> None:
     runs.add("int4_int8", 3.0, promoted=0.01)
@@ -203,7 +239,7 @@ def test_an_arm_that_diverged_throughout_meets_its_random_arm(runs: Recorded, lo
     told = row(table, "int4_int8-gnmr")
     expected = ("diverged 5 : 0", "worse") if lost == "gnmr" else ("diverged 0 : 5", "better")
     assert (told["difference [95 % interval]"], told["verdict"]) == expected
-    assert (told["promoted"], told["random promoted"], told["p (Holm)"]) == ("1.0 %", "1.0 %", f"{4 / 252:.3f}")
+    assert (told["spent"], told["random spent"], told["p (Holm)"]) == ("1.0 %", "1.0 %", f"{4 / 252:.3f}")
     assert [cells[:2] for cells in tradeoff(comparison).rows[:2]] == [["gnmr_delta", "1.0 %"], ["random", "1.0 %"]]
 
 
@@ -428,8 +464,8 @@ def test_control_and_cost(write_run: Write, comparisons: Callable) -> None:
     assert routed["over threshold"] == "gnmr 0.070 %\ndelta_gnmr 5.0 %"
     assert (routed["saved"], routed["of 16-bit"], routed["wall time"]) == ("1.07 KiB", "27.5 %", "2.0 min")
     assert (full["promoted"], full["hit max_o"], full["saved"]) == ("-", "-", "3.91 KiB")
-    assert (routed["GEMMs spent"], routed["extra bytes"]) == ("14.3 %", "2.00 KiB")
-    assert (full["GEMMs spent"], full["extra bytes"]) == ("-", "-")  # of a version that did not record it
+    assert (routed["GEMMs spent"], routed["predicted (Eq. 5)"]) == ("14.3 %", "2.00 KiB")
+    assert (full["GEMMs spent"], full["predicted (Eq. 5)"]) == ("-", "-")  # of a version that did not record it
 
 
 def test_compressed_gradients_lie_between_never_recovering_and_dense(write_run: Write, comparisons: Callable) -> None:

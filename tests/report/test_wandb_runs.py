@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import wandb
+from html_runs import fake_run
 from wandb_files import read_history, read_records
 
 from gnmr.commands.pack import main as pack
 from gnmr.commands.report import main as report
 from gnmr.commands.sync import main
 from gnmr.errors import UserError
-from gnmr.records.wandb_sink import PANELS
+from gnmr.records.wandb_sink import PANELS, WandbSink
+from gnmr.report.comparisons import compare
+from gnmr.report.runs import Run
+from gnmr.report.wandb_runs import send
 
 Write = Callable[..., Path]
 
@@ -57,6 +61,19 @@ def test_a_sweep_goes_to_wandb_with_its_arms_and_what_they_lose(
         [2, "layers.0.self_attn.q_proj"],
         [2, "layers.0.self_attn.k_proj"],
     ]
+
+
+def test_loops_of_ones_own_do_not_share_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither their config nor their header has one."""
+    runs = [fake_run(tmp_path / "mine" / f"{name}-s0") for name in ("a", "b")]
+    for run, experiment in zip(runs, ("one", "two"), strict=True):
+        run.hash, run.experiment = "unknown", experiment
+    ids: list[str] = []
+    monkeypatch.setattr(Run, "tree", {})
+    monkeypatch.setattr(WandbSink, "start", lambda _, labels, **__: ids.append(labels.run_id))
+    for _ in range(2):
+        send(compare(runs), project=None, mode="offline", folder=None, every=10, say=lambda _: None)
+    assert len(ids) == 4 and len(set(ids)) == 2, "the same ones when they are sent again"
 
 
 def test_a_pack_needs_a_folder(write_run: Write, tmp_path: Path) -> None:

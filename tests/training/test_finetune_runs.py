@@ -35,6 +35,7 @@ def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
     folder = train(tmp_path / "run", *lora)
     header = read_json(folder / "header.json")
     assert header["units"] == [f"model.layers.{i}" for i in range(3)]
+    assert header["shape"] == {"layers": 3, "width": 32}, "the checkpoint's, not the config's defaults"
     assert header["trained_parameters"] == 3 * 2 * (4 * 64 + 3 * 80) < header["parameters"]
     steps = read_jsonl(folder / "steps.jsonl")
     assert max(row["num_active"] for row in steps) == 1 and not any(row["skipped"] for row in steps)

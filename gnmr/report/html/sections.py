@@ -18,7 +18,7 @@ from gnmr.report.faults import FaultWindow
 from gnmr.report.headline import headline, short_names
 from gnmr.report.html.pack import number, numbers
 from gnmr.report.html.unit_map import UnitMap
-from gnmr.report.layout import NOTHING, count, counted, percent
+from gnmr.report.layout import count, counted, percent
 from gnmr.report.regimes import RegimeCell
 from gnmr.report.risk import costs, limit, thresholds
 from gnmr.report.runs import Ratios, Run
@@ -102,13 +102,18 @@ def _training(comparison: Comparison) -> str:
 
 
 def _model(run: Run) -> str:
+    """What the header says of the model; of its layers and width, where it does not, the config. That does not know
+    those of a checkpoint."""
+    get, number = run.settings.get, run.header.get("parameters")
+    parameters = [f"{count(number)} parameters"] if isinstance(number, int) else []
     if run.scale == OWN:
-        number = run.header.get("parameters")
-        return f"{count(number)} parameters" if isinstance(number, int) else ""
-    get = run.settings.get
-    told = (("num_layers", "layers"), ("hidden_size", "wide"))
-    size = [f"{get(f'model.{key}')} {name}" for key, name in told if get(f"model.{key}")]
-    return ", ".join([str(get("model.name") or "model"), *size, f"scale {run.scale}"])
+        return "".join(parameters)
+    name, shape = str(get("model.name") or "model"), run.header.get("shape")
+    if not isinstance(shape, dict):
+        known = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
+        shape = {told: get(f"model.{key}") for told, key in known.items()}
+    size = [f"{shape[key]} {told}" for key, told in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
+    return ", ".join([name, *size, *parameters, f"scale {run.scale}"])
 
 
 def _date(run: Run) -> str:
@@ -309,7 +314,7 @@ def origin(runs: Sequence[Run]) -> Tree:
         "seeds": sorted({run.seed for run in runs}),
         "commits": sorted({run.commit for run in runs}),
         "machines": sorted({run.machine for run in runs}),
-        "commands": list(dict.fromkeys(str(run.header.get("command") or NOTHING) for run in runs)),
+        "commands": list(dict.fromkeys(run.command for run in runs)),
     }
 
 
