@@ -194,11 +194,11 @@ def test_what_damages_a_loaded_state_changes_nothing() -> None:
     controller = attached(net(), rounding="stochastic")
     other = attached(net(), rounding="stochastic", seed=5)
     good, before = other.state_dict(), copy.deepcopy(controller.state_dict())
-    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"plan": {**good["plan"], "generator": 3}})
+    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"plan": {**good["plan"], "rounding": 3}})
     for changed in bad:
         with pytest.raises(ValueError):
             controller.load_state_dict({**good, **changed})
-        assert torch.equal(controller.state_dict()["plan"]["generator"], before["plan"]["generator"])
+        assert torch.equal(controller.state_dict()["plan"]["rounding"], before["plan"]["rounding"])
         assert torch.equal(controller.state_dict()["lock"], before["lock"])
 
 

@@ -26,6 +26,7 @@ from gnmr.paths.scaling import (
     largest_magnitude,
     largest_of,
     nan_unless_finite,
+    over_max,
     scale_of,
 )
 
@@ -290,7 +291,7 @@ def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype) -> Tens
     if cast.scale == "mx_floor":
         scale = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-exponent
     else:  # up to the next power of two: what is below one carries into the exponent's bits
-        over = (largest / cast.format.max).view(torch.int32)
+        over = over_max(largest, cast.format).view(torch.int32)
         scale = ((over + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     top = math.frexp(torch.finfo(dtype).max)[1] - 1
     return scale.clamp_(min=TINY, max=2.0 ** (top - exponent)).add_(nan_unless_finite(largest))

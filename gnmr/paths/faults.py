@@ -41,7 +41,7 @@ from gnmr.paths.cast_stats import CastStats
 from gnmr.paths.casting import BEYOND, Reference, over_scale, rotated, scale_of_each, scale_under
 from gnmr.paths.formats import Format
 from gnmr.paths.recipes import Cast
-from gnmr.paths.scaling import TINY, pack, row_scale, scale_dtype
+from gnmr.paths.scaling import TINY, over_max, pack, row_scale, scale_dtype
 
 KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 
@@ -83,7 +83,7 @@ class Fault:
         scaled = rows.to(torch.float32, copy=True)
         hit = self._order(len(rows), generator)[: self._hits(len(rows))]
         scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
-        stale = None if largest is None else largest / fmt.max
+        stale = None if largest is None else over_max(largest, fmt)
         scale[hit] = self._scale(scale[hit].float(), stale).to(scale.dtype)
 
         scaled.div_(scale.float())

@@ -67,7 +67,7 @@ def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:
     short = -rows.shape[1] % fmt.group
     whole = torch.cat([rows, rows[:, -1:].expand(-1, short)], dim=1) if short else rows
     low, high = torch.aminmax(whole.view(len(rows), -1, fmt.group), dim=2)
-    step = high.div_(fmt.max).sub_(low / fmt.max).clamp_(min=TINY)  # a difference first could overflow
+    step = over_max(high, fmt).sub_(over_max(low, fmt)).clamp_(min=TINY)  # a difference first could overflow
     step += nan_unless_finite(largest_magnitude(rows, (1,)))
     return torch.cat([step, low], dim=1).to(dtype)
 
@@ -98,8 +98,14 @@ def largest_of(magnitudes: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     """The scale in `dtype` under which the float32 magnitudes `largest` become the format's; NaN for NaN and Inf."""
-    scale = (largest / fmt.max).clamp_(min=TINY).to(dtype)
+    scale = over_max(largest, fmt).clamp_(min=TINY).to(dtype)
     return scale.add_(nan_unless_finite(largest))
+
+
+def over_max(largest: Tensor, fmt: Format) -> Tensor:
+    """Return the magnitudes `largest` divided by the format's. The divisor is a tensor: GPUs multiply by the reciprocal
+    of a number, which rounds twice, so that their scales were not those of CPUs."""
+    return largest / torch.full_like(largest, fmt.max)
 
 
 def largest_if_finite(magnitudes: Tensor) -> Tensor | None:

@@ -106,11 +106,11 @@ def test_equal_paths_have_no_oracle_set():
 def test_measuring_leaves_paths_probe_and_generator_as_they_were():
     model, plan = tiny_plan(rounding="stochastic")
     plan.operators[2].switch(True)
-    probe, generator = plan.probe(["mse"]), plan.state_dict()["generator"].clone()
+    probe, generator = plan.probe(["mse"]), plan.state_dict()["rounding"].clone()
     measured(model, plan)
     assert [operator.recovering for operator in plan.operators] == [False, False, True] + [False] * 4
     assert plan.shared.probe is probe and float(probe.read()["mse"].sum()) == 0
-    assert torch.equal(plan.state_dict()["generator"], generator)
+    assert torch.equal(plan.state_dict()["rounding"], generator)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -229,11 +229,11 @@ def test_evaluation_is_on_the_16_bit_path_and_leaves_no_trace(site, assembled, b
     words = ["paths.low=int2", f"paths.site={site}", "paths.rounding=stochastic"]
     coarse, plain = assembled(*words), assembled("paths.low=bf16", "paths.recovery=null")
     blocks = blocks_of(coarse, 5)
-    generator = coarse.plan.state_dict()["generator"]
+    generator = coarse.plan.state_dict()["rounding"]
     with torch.no_grad():
         expected = sum(float(loss_of(plain.model, part)) * len(part) for part in blocks.split(2)) / 5
     assert evaluate(coarse.model, coarse.plan, blocks, 2) == pytest.approx(expected, rel=1e-12)
-    assert same_bits(generator, coarse.plan.state_dict()["generator"])
+    assert same_bits(generator, coarse.plan.state_dict()["rounding"])
     assert coarse.model.training and not coarse.plan.shared.high_precision
     differs = step_of(coarse)([blocks], LR).loss != step_of(plain)([blocks], LR).loss
     assert differs == (site == "forward")
