@@ -600,7 +600,7 @@ def tests(lab: Lab) -> None:
 SECTIONS: dict[str, tuple[Callable[[Lab], None], int]] = {
     "correctness": (correctness, 120),
     "control": (control, 150),
-    "paths": (paths, 100),
+    "paths": (paths, 160),
     "price": (price, 150),
     "large": (large, 80),
     "tests": (tests, 90),
