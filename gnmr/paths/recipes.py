@@ -82,7 +82,7 @@ loop of one's own has to.
 **Choice 57**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32:
 for that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14
 bits (partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless
-`backend` asks for `scaled_mm` or `te`, which were not run on such hardware yet.
+`backend` asks for `scaled_mm` or `te`; of these deepseek_v3 under `scaled_mm` has run on hardware (docs/cost.md).
 """
 
 from __future__ import annotations

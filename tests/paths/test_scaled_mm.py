@@ -226,7 +226,7 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
         (
             "deepseek_v3",
             (9, 0),
-            "recipe deepseek_v3 is simulated: it has e4m3/tile, which scaled_mm was never seen to run on hardware",
+            "recipe deepseek_v3 is simulated: it has e4m3/tile, which is simulated unless it is asked for",
         ),
         (
             "deepseek_v3",
