@@ -19,6 +19,7 @@ from gnmr.controller.observed import watched
 from gnmr.paths import Plan
 from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
+from gnmr.paths.plan import DETACHED
 from gnmr.paths.units import module_of
 from gnmr.recording import Recording
 from gnmr.vocabulary import GEMMS
@@ -61,6 +62,12 @@ class AttachedController(Controller):
         self._evidence = PathEvidence(plan, self._path_needs(), probe_tokens, price_tokens)
         self._begin()
 
+    def __repr__(self) -> str:
+        """As `Controller.__repr__`; after `detach` it says that it was."""
+        if self._detached:
+            return f"<{type(self).__name__} of {len(self.units)} units, detached; step {self.t}>"
+        return super().__repr__()
+
     def _told(self) -> str:
         """With the GEMMs that are pinned, and whose plan says so."""
         pinned = sum(len(operator.pinned) for operator in self.plan.operators)
@@ -80,7 +87,7 @@ class AttachedController(Controller):
     def _check_attached(self) -> None:
         """RuntimeError after `detach`."""
         if self._detached:
-            raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
+            raise RuntimeError(DETACHED)
 
     def _check_alone(self, what: str) -> None:
         """ValueError where several processes train the model, or its parameters are sharded."""
@@ -118,6 +125,16 @@ class AttachedController(Controller):
                 self.ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
             self.plan.end_step()
             self._measured = True
+
+    def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
+        """As `Controller.calibrate`."""
+        self._check_attached()
+        super().calibrate(fraction, steps)
+
+    def promote(self, names: Iterable[str]) -> bool:
+        """As `Controller.promote`."""
+        self._check_attached()
+        return super().promote(names)
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """As `Controller.micro_step`."""
@@ -248,6 +265,7 @@ class AttachedController(Controller):
     def log(self, **figures: float) -> None:
         """Puts loss, lr, tokens or val_loss beside the step that was taken last, where `attach` was given a folder to
         record to (gnmr/recording.py); of several processes the first one records. ValueError for other figures."""
+        self._check_attached()
         if self._recording is not None:
             self._recording.log(**figures)
         elif not self._recorded_elsewhere:
@@ -290,6 +308,7 @@ class AttachedController(Controller):
     def state_dict(self) -> dict[str, Any]:
         """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records
         are (`attach(record=...)`)."""
+        self._check_attached()
         recorded = {} if self._recording is None else {"record": self._recording.state()}
         return {**super().state_dict(), "plan": self.plan.state_dict(), **recorded}
 

@@ -31,6 +31,23 @@ from gnmr.paths.units import PathUnit, unit_of
 from gnmr.vocabulary import GEMMS, OPERANDS
 
 
+DETACHED = "this controller was detached: its model has plain linears again; attach another"
+"""What is raised by everything that needs converted operators after `Plan.restore`."""
+
+
+class _Restored(list[PathLinear]):
+    """The operators of a plan that was restored: RuntimeError for whoever looks at one."""
+
+    def __iter__(self) -> Iterator[PathLinear]:
+        raise RuntimeError(DETACHED)
+
+    def __len__(self) -> int:
+        raise RuntimeError(DETACHED)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError(DETACHED)
+
+
 class _OfOperator(NamedTuple):
     """What one operator spends and keeps."""
 
@@ -245,9 +262,13 @@ class Plan:
     def restore(self) -> None:
         """Turns every operator back into the linear that it was; nothing is left to do the second time.
 
+        Afterwards all else that needs the operators raises RuntimeError (`DETACHED`), and `high_precision` does nothing.
+
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).
         """
+        if isinstance(self.operators, _Restored):
+            return
         for operator in self.operators:
             if isinstance(operator, PathLinear) and "plain_class" not in vars(type(operator)):
                 raise ValueError(
@@ -264,6 +285,7 @@ class Plan:
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
             operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
+        self.operators = _Restored()
 
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
