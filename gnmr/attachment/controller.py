@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from gnmr.attachment.ending import Ending
 from gnmr.attachment.evidence import PathEvidence
 from gnmr.attachment.linked import Linked
 from gnmr.attachment.passes import Passes
@@ -16,6 +17,7 @@ from gnmr.attachment.units import units_of
 from gnmr.blame import Verdict
 from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.observed import watched
+from gnmr.controller.signals.always import AlwaysLow
 from gnmr.paths import Plan
 from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
@@ -47,6 +49,8 @@ class AttachedController(Controller):
     _recording: Recording | None = None
     _recorded_elsewhere = False
     """By another process."""
+    _ending: Ending | None = None
+    """None where nothing is routed, and in `gnmr train`."""
     _checked_batches = False
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
@@ -67,6 +71,19 @@ class AttachedController(Controller):
         if self._detached:
             return f"<{type(self).__name__} of {len(self.units)} units, detached; step {self.t}>"
         return super().__repr__()
+
+    def watch_use(self) -> None:
+        """From now on a loop that never calls `step`, or that ends while it calibrates, is told so at its end."""
+        delayed = self.plan.shared.amax is not None and self.plan.shared.amax.history is not None
+        routes = any(unit.recoverable for unit in self.units) and not isinstance(self.signal, AlwaysLow)
+        if routes or delayed:
+            self._hints.watch(self._model.named_parameters())
+            self._ending = Ending(self._model, self._hints, self.plan.low.name)
+
+    def end_use(self) -> None:
+        """The training is over: says, once, what was pointless in it. `detach` does it too."""
+        if self._ending is not None:
+            self._ending()
 
     def _told(self) -> str:
         """With the GEMMs that are pinned, and whose plan says so."""
@@ -242,6 +259,8 @@ class AttachedController(Controller):
         self._end()
         self._begin()
         decision = super().apply(host)
+        if self._ending is not None:
+            self._ending.stepped, self._ending.calibration = True, self.calibrating
         if self._recording is not None and spent is not None:
             self._recording.step(decision, spent, self.calibrated)
         return decision
@@ -286,8 +305,8 @@ class AttachedController(Controller):
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
             return advice
-        for unit in self.plan.units:
-            for operator in unit.operators:
+        for unit, observed in zip(self.plan.units, decision.observed, strict=True):
+            for operator in unit.operators if observed else ():
                 ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
                 if not ran and operator.weight.grad is not None:
                     return (
@@ -304,6 +323,8 @@ class AttachedController(Controller):
         self._detached = True
         if isinstance(self.norms, OutputGradients):
             self.norms.close()
+        self.end_use()
+        self._hints.release()
 
     def state_dict(self) -> dict[str, Any]:
         """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records

@@ -202,6 +202,12 @@ class Controller:
         self.trigger, self._calibration = trigger, None
 
     @property
+    def calibrating(self) -> tuple[int, int] | None:
+        """(Steps that the calibration has seen, steps that it takes); None where there is none, or it is over."""
+        one = self._calibration
+        return None if one is None else (max(self.t - one.first + 1, 0), one.steps)
+
+    @property
     def calibrated(self) -> float | None:
         """The trigger that `calibrate` found; None before it has, where it found none and where it was not called."""
         return self.trigger if self._calibrated and self._calibration is None else None
@@ -491,6 +497,7 @@ class Controller:
             in_force=self._active,
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
+            trigger=0.0 if self.ranked else self.trigger,
         )
         self._pending = []
         try:

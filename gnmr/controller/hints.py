@@ -53,7 +53,7 @@ class Hints:
 
     def look(self, units: Sequence[Unit]) -> None:
         """Takes the units' parameters as they are now."""
-        self._release()
+        self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
         self._first = {unit.name: own[0] for unit, own in zip(units, trained, strict=True) if own}
         expected = [bool(own) and "expert" not in unit.name for unit, own in zip(units, trained, strict=True)]
@@ -62,7 +62,7 @@ class Hints:
 
     def watch(self, others: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         """Sets the hooks for the next backward pass: on the first of the `others` where no unit is trained."""
-        self._release()
+        self.release()
         self._first = self._first or dict([(name, p) for name, p in others if p.requires_grad][:1])
         if self._armed > _STEPS:
             return
@@ -134,7 +134,7 @@ class Hints:
             "its part of the loss was masked; such steps do not count for it"
         )
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Takes the hooks off and forgets what they found."""
         for handles in self._handles.values():
             for handle in handles:
