@@ -47,9 +47,9 @@ class Hints:
         """A backward pass came, in any step."""
         self.look(units)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy looks at nothing: its parameters are others."""
-        return Hints, ((),)
+    def __getstate__(self) -> dict[str, Any]:
+        """Of pickle and deepcopy: copies of parameters have no hooks."""
+        return {**self.__dict__, "_handles": {}, "_left": {}}
 
     def look(self, units: Sequence[Unit]) -> None:
         """Takes the units' parameters as they are now."""
