@@ -8,8 +8,8 @@
     controller.detach()                       # the run is done; gnmr report runs/mine
 
 A loop that goes on from a checkpoint of its own attaches to the same folder and loads the controller's state: what was
-recorded after that step is dropped, and the records go on behind it. So does one that makes a finished run longer; until
-it has loaded the state nothing in the folder changes.
+recorded after that step is dropped, and the records go on behind it. So does a loop that makes a finished run longer.
+Nothing in the folder changes until the state is loaded.
 
 What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
 The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
@@ -92,7 +92,7 @@ class Recording:
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
-                "state_dict of a checkpoint before the first step, and the records go on behind it (a finished run's too)"
+                "state_dict of a checkpoint before the first step to go on behind it, even if that run is finished"
             )
         self._flush()
         self._step = decision.step

@@ -1,4 +1,4 @@
-"""What there is to say when the use of an attached model ends, be it by `detach`, with the model or with the process."""
+"""What there is to say when the use of an attached model ends: by `detach`, with the model, or with the process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,15 @@ from gnmr.caller import users_level
 from gnmr.controller.admission import budget_left, check_ranks, check_signal, unit_names, warn_of_cap
 from gnmr.controller.calibration import NO_TRIGGER, Calibration
 from gnmr.controller.decision import Decision, Event, few
-from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std, without_zeros
+from gnmr.controller.evidence import (
+    EVIDENCE,
+    PATH_EVIDENCE,
+    PRICE_EVIDENCE,
+    MicroNorms,
+    missing,
+    weight_std,
+    without_zeros,
+)
 from gnmr.controller.hints import Hints
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.observed import OutputGradients

@@ -30,7 +30,6 @@ from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
 from gnmr.vocabulary import GEMMS, OPERANDS
 
-
 DETACHED = "this controller was detached: its model has plain linears again; attach another"
 """What is raised by everything that needs converted operators after `Plan.restore`."""
 
@@ -262,7 +261,7 @@ class Plan:
     def restore(self) -> None:
         """Turns every operator back into the linear that it was; nothing is left to do the second time.
 
-        Afterwards all else that needs the operators raises RuntimeError (`DETACHED`), and `high_precision` does nothing.
+        Afterwards all else that needs the operators raises RuntimeError (`DETACHED`); `high_precision` does nothing.
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).

@@ -137,6 +137,16 @@ def test_without_a_risk_the_trigger_stays():
     assert it.trigger == 1.0 and it.calibrated is None
 
 
+def test_a_decision_calls_candidates_locked_where_none_is_over_its_threshold():
+    it = controller(alpha=1.5, beta=None, t_lock=3)
+    found = []
+    for norm in (1.0, 1.0, 9.0, 1.0, 1.0):
+        for unit in it.units:
+            unit.parameters[0].grad = torch.full((2,), norm if unit.name == "u0" else 1.0)
+        found.append(repr(it.step()))
+    assert "0 candidates" in found[1] and "1 candidates" in found[2] and "1 locked, riskiest" in found[3]
+
+
 def test_controller_and_decision_say_what_they_are():
     it = controller(alpha=1.0, beta=None)
     assert repr(it) == "<Controller of 4 units, signal gnmr_delta, trigger 1, max_o=2; step 0: 0 in recovery>"

@@ -185,7 +185,12 @@ def test_an_optimizer_in_backward_is_no_loop_without_zero_grad() -> None:
     it = Loop(observe="input_grad")
     for parameter in it.model.parameters():
         one = torch.optim.SGD([parameter], 1e-3)
-        parameter.register_post_accumulate_grad_hook(lambda _, one=one: (one.step(), one.zero_grad()) and None)
+
+        def update(_: torch.Tensor, one: torch.optim.Optimizer = one) -> None:
+            one.step()
+            one.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(update)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(12):

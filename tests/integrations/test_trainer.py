@@ -260,7 +260,9 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_callback_without_its_trainer_is_one_line(tmp_path: Path) -> None:
     """As the idiom `callbacks=[GnmrCallback(...)]` has it, which makes it before there is a Trainer."""
     for given, what in (((), "is missing"), ((llama(),), "must be the Trainer, not a LlamaForCausalLM")):
-        with pytest.raises(UserError, match=f"^GnmrCallback: the first argument {what}; make the Trainer .*add_callback"):
+        with pytest.raises(
+            UserError, match=f"^GnmrCallback: the first argument {what}; make the Trainer .*add_callback"
+        ):
             GnmrCallback(*given, **LORA)
 
 
@@ -275,7 +277,9 @@ def test_a_recorded_training_is_made_longer(tmp_path: Path) -> None:
 
     train("mine-s0", 2, resume=False)
     assert load(tmp_path / "records" / "mine-s0").check().status == "done"
-    with pytest.raises(UserError, match="has no records of the 2 steps before this checkpoint; name the folder") as error:
+    with pytest.raises(
+        UserError, match="has no records of the 2 steps before this checkpoint; name the folder"
+    ) as error:
         train("other-s0", 4, resume=True)
     assert "the model and paths" not in str(error.value)
     train("mine-s0", 4, resume=True)
