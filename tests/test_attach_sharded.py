@@ -81,7 +81,9 @@ def test_tensor_parallelism_after_conversion_is_refused_where_it_would_compute(l
 def test_fsdp1_is_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    for model in (FullyShardedDataParallel(net()), nn.Sequential(FullyShardedDataParallel(net()))):
+    cpu = torch.device("cpu")
+    whole, part = (FullyShardedDataParallel(net(), device_id=cpu) for _ in range(2))
+    for model in (whole, nn.Sequential(part)):
         with pytest.raises(ValueError, match=r"^model: is wrapped by FullyShardedDataParallel \(FSDP1\).*use FSDP2"):
             gnmr.attach(model)
 
