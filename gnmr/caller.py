@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from traceback import walk_stack
 
-_BETWEEN = ("gnmr", "torch", "contextlib")
+_BETWEEN = ("gnmr", "torch", "contextlib", "weakref")
 """Packages of ours, and those that call what they decorate."""
 
 

@@ -8,7 +8,8 @@
     controller.detach()                       # the run is done; gnmr report runs/mine
 
 A loop that goes on from a checkpoint of its own attaches to the same folder and loads the controller's state: what was
-recorded after that step is dropped, and the records go on behind it.
+recorded after that step is dropped, and the records go on behind it. So does a loop that makes a finished run longer.
+Nothing in the folder changes until the state is loaded.
 
 What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
 The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
@@ -91,7 +92,7 @@ class Recording:
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
-                "state_dict of a checkpoint to go on behind it"
+                "state_dict of a checkpoint before the first step to go on behind it, even if that run is finished"
             )
         self._flush()
         self._step = decision.step
@@ -104,7 +105,7 @@ class Recording:
         self._nonfinite += not math.isfinite(norm)
         self._row = dict.fromkeys(STEP_FIELDS) | {
             "step": decision.step,
-            "loss": math.nan,
+            "loss": None,  # until `log` says it: a NaN is a loss that was not finite
             "grad_norm_pre_clip": norm,
             "num_candidates": int(decision.candidate.sum()),
             "num_active": int(decision.in_force.sum()),
@@ -196,7 +197,7 @@ def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
     if not folder.is_dir() or stored(folder / "steps.jsonl") is None:
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
-    if begun.get("scale") != OWN or (folder / "DONE").exists():
+    if begun.get("scale") != OWN:
         return "holds the records of a run"
     return None if begun.get("units") == list(units) else "holds the records of a run with other units"
 

@@ -149,10 +149,42 @@ def test_a_detached_controller_says_so() -> None:
     controller.detach()
     controller.detach()
     loss_of(model).backward()
-    uses = (controller.step, controller.micro_step, controller.discard, lambda: controller.load_state_dict(state))
-    for use in (*uses, lambda: controller.apply({})):
-        with pytest.raises(RuntimeError, match=r"^this controller was detached"):
+    plan, names = controller.plan, controller.names
+    assert repr(controller) == f"<AttachedController of {len(names)} units, detached; step 0>"
+    uses = (
+        controller.step,
+        controller.micro_step,
+        controller.discard,
+        controller.state_dict,
+        controller.calibrate,
+        lambda: controller.load_state_dict(state),
+        lambda: controller.check_state(state),
+        lambda: controller.promote(names[:1]),
+        lambda: controller.log(loss=1.0),
+        lambda: controller.true_gap(lambda: None),
+        lambda: controller.explain(lambda: loss_of(model)),
+        lambda: controller.apply({}),
+        lambda: str(plan),
+        plan.brief,
+        plan.table,
+        plan.spent,
+        plan.extra_bytes,
+        plan.saved_bytes,
+        plan.predicted_bytes,
+        plan.weight_bytes,
+        plan.saturation,
+        plan.state_dict,
+        plan.price,
+        lambda: plan.costs("gemm"),
+        lambda: plan.compile([model]),
+        lambda: plan.on_low_path().__enter__(),
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"^this controller was detached: its model has plain linears again"):
             use()
+    with plan.high_precision():  # as a Trainer evaluates after training
+        loss_of(model)
+    assert repr(plan)
 
 
 def test_attaching_twice_is_told() -> None:

@@ -78,6 +78,16 @@ def test_tensor_parallelism_after_conversion_is_refused_where_it_would_compute(l
         step(model)
 
 
+def test_fsdp1_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    whole, part = (FullyShardedDataParallel(net(), device_id=cpu) for _ in range(2))
+    for model in (whole, nn.Sequential(part)):
+        with pytest.raises(ValueError, match=r"^model: is wrapped by FullyShardedDataParallel \(FSDP1\).*use FSDP2"):
+            gnmr.attach(model)
+
+
 def test_tensor_parallelism_before_conversion_is_refused() -> None:
     model = parallel(net())
     for make in (lambda: gnmr.attach(model), lambda: convert(model, PathSpec.of("int4", None))):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,10 +87,18 @@ def test_a_loop_that_was_killed_is_read_too(tmp_path):
     assert run.status == "running" and len(run.steps["step"]) == 5, "the last one may still be logged to"
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_what_is_there_is_never_written_over(done):
+    before = contents(done)
+    with pytest.raises(UserError, match="holds the records of a run; choose another folder, or load"):
+        loop(done)
+    assert contents(done) == before, "a finished run is only made longer from a checkpoint on"
     model = net()
-    with pytest.raises(UserError, match="holds the records of a run; choose another folder"):
-        gnmr.attach(model, targets=["?"], max_o=2, record=str(done))
+    with pytest.raises(UserError, match="holds the records of a run with other units; choose another folder"):
+        gnmr.attach(model, max_o=2, targets=["[012]"], record=str(done))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
     (done.parent / "photos").mkdir()
     (done.parent / "photos" / "cat.jpg").touch()
@@ -123,6 +133,34 @@ def going_on(folder: Path, steps: range, state: dict | None = None, save_after: 
     if steps[-1] == 8:
         controller.detach()
     return saved
+
+
+@pytest.mark.parametrize("at", [8, 4])
+def test_a_finished_run_is_made_longer_in_its_folder(at, tmp_path):
+    """From its last checkpoint or an earlier one: the records are those of one run."""
+    going_on(tmp_path / "whole", range(1, 13))
+    saved = going_on(tmp_path / "cut", range(1, 9), save_after=at)
+    assert (tmp_path / "cut" / "DONE").exists()
+    going_on(tmp_path / "cut", range(at + 1, 13), state=saved)
+    whole, cut = load(tmp_path / "whole").check(), load(tmp_path / "cut").check()
+    assert cut.status == whole.status == "running"
+    for name in ("step", "loss", "grad_norm_pre_clip", "num_active", "tokens"):
+        np.testing.assert_array_equal(cut.steps[name], whole.steps[name])
+    np.testing.assert_array_equal(cut.ratios().risk_SU, whole.ratios().risk_SU)
+
+
+def test_a_loss_that_is_not_logged_is_null(tmp_path):
+    model = net()
+    controller = gnmr.attach(model, low="int4", recovery="int8", max_o=2, targets=["?"], record=tmp_path / "a")
+    for loss in (None, math.nan, 1.5):
+        model(torch.randn(8, 16)).square().mean().backward()
+        controller.step()
+        model.zero_grad()
+        if loss is not None:
+            controller.log(loss=loss)
+    controller.detach()
+    rows = [json.loads(line) for line in (tmp_path / "a" / "steps.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [None, "nan", 1.5]
 
 
 def test_records_go_on_behind_a_checkpoint(tmp_path):
@@ -241,12 +279,10 @@ def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):
     assert risk.trigger(run) == found and risk.thresholds(compare([run])[0].arms[0], run)["gnmr"] == [(7, 1.5 * found)]
 
     header_before = json.loads(header.read_text())
-    (folder / "DONE").unlink()
     again = gnmr.attach(model, targets=["?"], max_o=2, record=folder)
-    again.calibrate(fraction=0.2, steps=6)
     again.load_state_dict(state)
     assert "calibrated" not in json.loads(header.read_text()), "it was found behind the step that it goes on from"
     steps(again, range(6, 18))
     told = json.loads(header.read_text())
-    assert told["calibrated"] == {"after_step": 11, "trigger": again.calibrated}, "it calibrates anew"
+    assert told["calibrated"] == {"after_step": 6, "trigger": found}, "as if it had not been cut short"
     assert told["resumed"] and told["units"] == header_before["units"]

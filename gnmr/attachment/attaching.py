@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gnmr.attachment.controller import AttachedController
 from gnmr.attachment.units import costs_of, norms_of, units_of
@@ -138,6 +139,7 @@ def attach(
         if folder is not None:
             controller._recorded_elsewhere = rank() != 0
             controller._recording = _recording(folder, controller, paths, seed) if rank() == 0 else None
+        controller.watch_use()
     except BaseException:
         converted.restore()
         if norms is not None:
@@ -179,6 +181,11 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "model: is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard)"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
 

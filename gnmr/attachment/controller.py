@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from gnmr.attachment.ending import Ending
 from gnmr.attachment.evidence import PathEvidence
 from gnmr.attachment.linked import Linked
 from gnmr.attachment.passes import Passes
@@ -16,10 +17,12 @@ from gnmr.attachment.units import units_of
 from gnmr.blame import Verdict
 from gnmr.controller import Controller, Decision, OutputGradients
 from gnmr.controller.observed import watched
+from gnmr.controller.signals.always import AlwaysLow
 from gnmr.distributed import world
 from gnmr.paths import Plan
 from gnmr.paths.conversion import tensor_parallel
 from gnmr.paths.memory import is_sharded
+from gnmr.paths.plan import DETACHED
 from gnmr.paths.units import module_of
 from gnmr.recording import Recording
 from gnmr.vocabulary import GEMMS
@@ -48,6 +51,8 @@ class AttachedController(Controller):
     _recording: Recording | None = None
     _recorded_elsewhere = False
     """By another process."""
+    _ending: Ending | None = None
+    """None where nothing is routed, and in `gnmr train`."""
     _checked_batches = False
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
@@ -62,6 +67,25 @@ class AttachedController(Controller):
         self._linked = Linked(model, [*plan.operators, *around], read, trained=observe == "adapter")
         self._evidence = PathEvidence(plan, self._path_needs(), probe_tokens, price_tokens)
         self._begin()
+
+    def __repr__(self) -> str:
+        """As `Controller.__repr__`; after `detach` it says that it was."""
+        if self._detached:
+            return f"<{type(self).__name__} of {len(self.units)} units, detached; step {self.t}>"
+        return super().__repr__()
+
+    def watch_use(self) -> None:
+        """From now on a loop that never calls `step`, or that ends while it calibrates, is told so at its end."""
+        delayed = self.plan.shared.amax is not None and self.plan.shared.amax.history is not None
+        routes = any(unit.recoverable for unit in self.units) and not isinstance(self.signal, AlwaysLow)
+        if routes or delayed:
+            self._hints.watch(self._model.named_parameters())
+            self._ending = Ending(self._model, self._hints, self.plan.low.name)
+
+    def end_use(self) -> None:
+        """The training is over: says, once, what was pointless in it. `detach` does it too."""
+        if self._ending is not None:
+            self._ending()
 
     def _told(self) -> str:
         """With the GEMMs that are pinned, and whose plan says so."""
@@ -82,7 +106,7 @@ class AttachedController(Controller):
     def _check_attached(self) -> None:
         """RuntimeError after `detach`."""
         if self._detached:
-            raise RuntimeError("this controller was detached: its model has plain linears again; attach another")
+            raise RuntimeError(DETACHED)
 
     def _check_alone(self, what: str) -> None:
         """ValueError where several processes train the model, or its parameters are sharded."""
@@ -129,6 +153,16 @@ class AttachedController(Controller):
                 self.ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
             self.plan.end_step()
             self._measured = True
+
+    def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
+        """As `Controller.calibrate`."""
+        self._check_attached()
+        super().calibrate(fraction, steps)
+
+    def promote(self, names: Iterable[str]) -> bool:
+        """As `Controller.promote`."""
+        self._check_attached()
+        return super().promote(names)
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """As `Controller.micro_step`."""
@@ -236,6 +270,8 @@ class AttachedController(Controller):
         self._end()
         self._begin()
         decision = super().apply(host)
+        if self._ending is not None:
+            self._ending.stepped, self._ending.calibration = True, self.calibrating
         if self._recording is not None and spent is not None:
             self._recording.step(decision, spent, self.calibrated)
         return decision
@@ -259,6 +295,7 @@ class AttachedController(Controller):
     def log(self, **figures: float) -> None:
         """Puts loss, lr, tokens or val_loss beside the step that was taken last, where `attach` was given a folder to
         record to (gnmr/recording.py); of several processes the first one records. ValueError for other figures."""
+        self._check_attached()
         if self._recording is not None:
             self._recording.log(**figures)
         elif not self._recorded_elsewhere:
@@ -279,8 +316,8 @@ class AttachedController(Controller):
     def _advice(self, decision: Decision) -> str:
         if advice := super()._advice(decision):
             return advice
-        for unit in self.plan.units:
-            for operator in unit.operators:
+        for unit, observed in zip(self.plan.units, decision.observed, strict=True):
+            for operator in unit.operators if observed else ():
                 ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
                 if not ran and operator.weight.grad is not None:
                     return (
@@ -297,10 +334,13 @@ class AttachedController(Controller):
         self._detached = True
         if isinstance(self.norms, OutputGradients):
             self.norms.close()
+        self.end_use()
+        self._hints.release()
 
     def state_dict(self) -> dict[str, Any]:
         """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records
         are (`attach(record=...)`)."""
+        self._check_attached()
         recorded = {} if self._recording is None else {"record": self._recording.state()}
         return {**super().state_dict(), "plan": self.plan.state_dict(), **recorded}
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from gnmr.controller.signals.base import fraction_of, whole
 
@@ -22,12 +27,30 @@ class Calibration:
         if fraction in (0, 1):
             raise ValueError(f"fraction={fraction}: must lie between 0 and 1")
         self.fraction, self.steps = fraction, whole(steps, "steps", 2)
-        self.keep_from, self.last = first + steps // 2, first + steps - 1
+        self.first, self.keep_from, self.last = first, first + steps // 2, first + steps - 1
         self._risks: list[np.ndarray] = []
 
     def again(self, first: int) -> Calibration:
         """The same from that step on."""
         return Calibration(self.fraction, first, self.steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, for `of`."""
+        risks = torch.from_numpy(np.concatenate([np.zeros(0), *self._risks]))
+        return {"fraction": self.fraction, "first": self.first, "steps": self.steps, "risks": risks}
+
+    @classmethod
+    def of(cls, state: Any) -> Calibration:
+        """Continue where `state` was taken. Raises ValueError for anything else."""
+        known = state if isinstance(state, Mapping) else {}
+        if lacking := [name for name in ("fraction", "first", "steps", "risks") if name not in known]:
+            raise ValueError(f"state: calibration has no {', '.join(lacking)}")
+        risks = state["risks"]
+        if not isinstance(risks, Tensor) or risks.ndim != 1 or not risks.is_floating_point():
+            raise ValueError("state: calibration's risks must be a row of numbers")
+        found = cls(state["fraction"], whole(state["first"], "state: first"), state["steps"])
+        found._risks = [risks.cpu().double().numpy()]
+        return found
 
     def add(self, step: int, risk: np.ndarray, observed: np.ndarray) -> float | None:
         """Takes the risks of a step, (U,) both; the trigger in the last one, else None.

@@ -25,7 +25,16 @@ from gnmr.caller import users_level
 from gnmr.controller.admission import budget_left, check_ranks, check_signal, unit_names, warn_of_cap
 from gnmr.controller.calibration import NO_TRIGGER, Calibration
 from gnmr.controller.decision import Decision, Event, few
-from gnmr.controller.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, MicroNorms, missing, weight_std
+from gnmr.controller.evidence import (
+    EVIDENCE,
+    PATH_EVIDENCE,
+    PRICE_EVIDENCE,
+    MicroNorms,
+    missing,
+    weight_std,
+    without_zeros,
+)
+from gnmr.controller.hints import Hints
 from gnmr.controller.norms import UnitNorms, flags
 from gnmr.controller.observed import OutputGradients
 from gnmr.controller.packet import HostPacket
@@ -126,7 +135,7 @@ class Controller:
         self._chosen = self._recoverable & (self.warmup_steps > 0)  # what `apply` will have made of it
         self._risk = torch.zeros(len(units), dtype=torch.float64, device=self._device)  # of the last step
         self._pending: list[Event] = []
-        self._advised = False
+        self._hints, self._advised = Hints(units), False
         self._agreement: Tensor | None = None  # of the step that is being observed
         if self.warmup_steps > 0:
             self._switch(self._recoverable.cpu().numpy(), 0, None, None, self._pending)
@@ -141,6 +150,7 @@ class Controller:
         if of_parameters or "weight_std" in self.needs:
             check_ranks(self.ranks, units, self.needs, self.norms)
         self.units = units
+        self._hints.look(units)
         if of_parameters:
             self.norms = UnitNorms([unit.parameters for unit in units], self.ranks)
         if self._micro is not None:
@@ -169,8 +179,9 @@ class Controller:
 
         Published thresholds belong to the batches that they were published for; with small ones they flood max_o. Call
         it once, before the first step. In these steps nothing is promoted but units whose risk is not finite; the
-        trigger comes from the second half of them. Locks, holds and max_o then make of it what is spent. It is part of
-        `state_dict`; a loop that goes on from one calls `calibrate` as before, and `load_state_dict` behind it.
+        trigger comes from the second half of them. Locks, holds and max_o then make of it what is spent. `state_dict`
+        holds the trigger, or how far the calibration is: `load_state_dict` goes on with either, and a loop that calls
+        `calibrate` in any case calls it before.
 
         ValueError where there is no threshold (routing="ranked", signals that read no evidence), or nothing to learn
         from. Waits for nothing that `step` does not wait for.
@@ -197,6 +208,12 @@ class Controller:
             warnings.warn(text, stacklevel=users_level())
             self._calibrated = False
         self.trigger, self._calibration = trigger, None
+
+    @property
+    def calibrating(self) -> tuple[int, int] | None:
+        """(Steps that the calibration has seen, steps that it takes); None where there is none, or it is over."""
+        one = self._calibration
+        return None if one is None else (max(self.t - one.first + 1, 0), one.steps)
 
     @property
     def calibrated(self) -> float | None:
@@ -233,10 +250,17 @@ class Controller:
         if unknown := [name for name in given if name not in EVIDENCE]:
             raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
         self._check_evidence(given, self._own_evidence())  # before anything is read that can be read once
-        decision = self.apply(self.observe(self.measure(grad_scale) | given).to_host())
+        packet = self.observe(self.measure(grad_scale) | given)
+        packet.add("left", self._hints.left(self._device))
+        host = packet.to_host()
+        decision = self.apply(host)
+        hints = self._hints.of(decision, host["left"])
         if not self._advised and (advice := self._advice(decision)):
             self._advised = True
-            warnings.warn(advice, stacklevel=users_level())
+            hints.append(advice)
+        self._hints.watch()
+        for hint in hints:
+            warnings.warn(hint, stacklevel=users_level())
         return decision
 
     def discard(self) -> None:
@@ -251,9 +275,7 @@ class Controller:
             reset()
 
     def _advice(self, decision: Decision) -> str:
-        """What the user should know of this step; empty: nothing."""
-        if decision.observed.any() and not decision.norm[decision.observed].any():
-            return "every gradient norm is 0 in this step: call step() before zero_grad()"
+        """What the user should know of this step besides `Hints`; empty: nothing."""
         return ""
 
     def together(self) -> bool:
@@ -396,6 +418,7 @@ class Controller:
         `needs` names. `keep`: set and locks stay as they are, whatever the risks (no unit is to blame).
         """
         self._check_evidence(evidence)
+        evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = self._judged(evidence)
         if not (finite := all_finite(risk)):
@@ -482,6 +505,7 @@ class Controller:
             in_force=self._active,
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
+            trigger=0.0 if self.ranked else self.trigger,
         )
         self._pending = []
         try:
@@ -537,9 +561,11 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next decision depends on: step count, active set, locks and the signal's history, and a
-        trigger that was calibrated."""
-        trigger = {"trigger": self.trigger} if self._calibrated else {}
-        return trigger | {
+        trigger that was calibrated, or what it is being calibrated from."""
+        found: dict[str, Any] = {"trigger": self.trigger} if self._calibrated else {}
+        if self._calibration is not None:
+            found["calibration"] = self._calibration.state()
+        return found | {
             "units": list(self.names),
             "t": self.t,
             "active": torch.from_numpy(self._active.copy()),
@@ -556,7 +582,11 @@ class Controller:
         if lacking := [name for name in ("t", "active", "lock", "signal") if name not in state]:
             raise ValueError(f"state: has no {', '.join(lacking)}")
         t = whole(state["t"], "state: t", 0)
-        positive(state.get("trigger", 1.0), "state: trigger")
+        if positive(state.get("trigger", 1.0), "state: trigger") >= NO_TRIGGER:
+            if "calibration" in state:
+                Calibration.of(state["calibration"])
+            elif self._calibration is None:
+                raise ValueError("state: was saved while calibrating; call calibrate() before load_state_dict()")
         for name, least, most in (("active", 0, 1), ("lock", 0, self.t_lock)):
             values = state[name]
             if not isinstance(values, Tensor) or values.shape != (len(self.units),) or values.is_floating_point():
@@ -603,7 +633,10 @@ class Controller:
         self.t = int(state["t"])
         if (trigger := state.get("trigger", NO_TRIGGER)) < NO_TRIGGER:
             self.trigger, self._calibration, self._calibrated = trigger, None, True
-        elif self._calibration is not None:  # it was not over
+        elif "calibration" in state:
+            self._calibration = Calibration.of(state["calibration"])
+            self.trigger, self._calibrated = NO_TRIGGER, True
+        elif self._calibration is not None:  # nothing was calibrated there
             self._calibration = self._calibration.again(max(self.t, self.warmup_steps) + 1)
         self._lock = state["lock"].to(self._device, torch.int64, copy=True)
         self._active = active

@@ -57,15 +57,22 @@ class Decision:
     thresholds: tuple[float | None, ...]
     """Threshold of each column in this step, `trigger` included."""
     events: list[Event]
+    trigger: float = 1.0
+    """A unit is over its threshold where its risk is above it; 0 where max_o is always filled."""
 
     def __repr__(self) -> str:
-        """Who is in recovery next and who is riskiest; a decision's arrays fill screens."""
+        """Who is in recovery next and who is riskiest; a decision's arrays fill screens.
+
+        Candidates of which none is over its threshold are locked: they were, in a step before.
+        """
         next_ones = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
         told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
         known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
         place = int(known.argmax())
         riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
-        return f"<Decision of {told}, {_count(self.candidate)} candidates{riskiest}>"
+        over = (self.observed & (self.risk > self.trigger))[self.candidate]
+        kind = "candidates" if over.any() or not self.candidate.any() else "locked"
+        return f"<Decision of {told}, {_count(self.candidate)} {kind}{riskiest}>"
 
     def metrics(self) -> dict[str, float]:
         """The step in a few numbers, for whatever a loop logs to: `wandb.log(decision.metrics())`.

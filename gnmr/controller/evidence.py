@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gnmr.controller.norms import Distinct, to_device
+from gnmr.controller.norms import Distinct, to_device, waits_for_nothing
 from gnmr.controller.ranks import Ranks
 from gnmr.controller.units import Unit
 
 EVIDENCE: dict[str, str] = {
     "norm": "2-norm of the unit's gradient after accumulation, before clipping; always there",
-    "observed": "the unit had a gradient in this step (bool); always there",
+    "observed": "the unit had a gradient in this step, and not one of exact zeros (bool); always there",
     "micro_square": "mean over the step's micro-batches of the squared norm of that micro-batch's own gradient",
     "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
     "error of the weight gradient; of a recipe that casts grad_output the same of that operand besides",
@@ -59,6 +59,24 @@ def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
         if name not in EVIDENCE:
             raise ValueError(f"evidence {name!r} is not known: use one of {', '.join(EVIDENCE)}")
     return [name for name in needs if name not in given]
+
+
+def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the evidence in which a unit whose gradient is exactly 0 is a unit without a gradient.
+
+    Whether a module that did not run leaves zeros or None depends on `zero_grad(set_to_none=...)`, on empty batches,
+    masked labels and on how processes reduce, and says nothing of the unit. What was measured of it in passing is 0 as
+    well; `weight_std` is measured without a gradient. Does not wait for the device.
+    """
+    norm, observed = evidence["norm"], evidence["observed"]
+    there = norm != 0  # NaN is there
+    if waits_for_nothing(there) and bool(there.all()):
+        return evidence
+    zeros = observed & ~there
+    return {
+        name: values if name in ("norm", "weight_std") else values.masked_fill(zeros, 0)
+        for name, values in evidence.items()
+    }
 
 
 class MicroNorms:

@@ -63,6 +63,8 @@ class GnmrCallback(Callback):
         self._saved: dict[str, Any] | None = None
         """Of the checkpoint that is resumed."""
         self._attached = False
+        self._last: dict[str, Any] = {}
+        """The controller's state when it was detached."""
         self._in_16_bits = ExitStack()
         self._passes = 0
         self._stepped = False
@@ -103,6 +105,7 @@ class GnmrCallback(Callback):
         """Gives the module its plain linears back; the state stays for checkpoints."""
         self._in_16_bits.close()
         if self.controller is not None and self._attached:
+            self._last = self.controller.state_dict()
             self.controller.detach()
         self._attached = False
 
@@ -154,8 +157,10 @@ class GnmrCallback(Callback):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's state."""
-        return {} if self.controller is None else {"controller": self.controller.state_dict()}
+        """The controller's state; after `detach` the last one that it had."""
+        if self.controller is None:
+            return {}
+        return {"controller": self.controller.state_dict() if self._attached else self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of a checkpoint: Lightning restores before a fit begins or, under some strategies, after. UserError where it
@@ -168,6 +173,9 @@ class GnmrCallback(Callback):
         assert self.controller is not None
         try:
             self.controller.load_state_dict(saved["controller"])
+        except UserError:  # of the records
+            self.detach()
+            raise
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             self.detach()
             reason = str(error).strip().partition("\n")[0]

@@ -69,7 +69,7 @@ class GnmrCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Trainer | None = None,
         controller: AttachedController | None = None,
         *,
         verdicts: bool = True,
@@ -80,8 +80,14 @@ class GnmrCallback(TrainerCallback):
         midway it is not: `callback.controller.detach()`).
 
         Add it to the Trainer afterwards. TypeError for an unknown option, UserError for a Trainer that is not
-        supported.
+        supported, and where the Trainer is missing: one that is still being made cannot have it among `callbacks`.
         """
+        if not isinstance(trainer, Trainer):
+            what = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"
+            raise UserError(
+                f"GnmrCallback: the first argument {what}; make the Trainer without it, then "
+                "trainer.add_callback(GnmrCallback(trainer, low=..., recovery=...))"
+            )
         if controller is not None and options:
             raise UserError(
                 f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
@@ -234,10 +240,12 @@ class GnmrCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detaches, where the callback attached."""
+        """Detaches, where the callback attached; says what was pointless in this training."""
         self._running = False
         if self._options is not None and self.controller is not None:
             self.controller.detach()
+        elif self.controller is not None:
+            self.controller.end_use()
 
 
 def save_state(controller: AttachedController, folder: Path, step: int) -> None:
@@ -260,6 +268,8 @@ def load_state(controller: AttachedController, folder: Path, step: int) -> None:
         if saved["step"] != step:
             raise ValueError(f"it is of step {saved['step']}, the checkpoint of step {step}")
         controller.load_state_dict(saved["controller"])
+    except UserError:  # of the records
+        raise
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(

@@ -32,6 +32,9 @@ from gnmr.paths.shared import SharedState
 from gnmr.paths.units import PathUnit, unit_of
 from gnmr.vocabulary import GEMMS, OPERANDS
 
+DETACHED = "this controller was detached: its model has plain linears again; attach another"
+"""What is raised by everything that needs converted operators after `Plan.restore`."""
+
 
 class _OfOperator(NamedTuple):
     """What one operator spends and keeps."""
@@ -77,6 +80,8 @@ class Plan:
     """GEMMs that recovery takes over."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
+    restored: bool = False
+    """The operators are plain linears again, and all that needs converted ones raises RuntimeError (`DETACHED`)."""
     _numbers: _Numbers | None = None
 
     @property
@@ -144,6 +149,7 @@ class Plan:
     def into_graphs(self, blocks: Iterable[nn.Module]) -> str | None:
         """What `compile` does before it compiles: for a library that compiles the blocks itself, before their first
         pass."""
+        self._check_converted()
         why = missing(self.low, self.recovery)
         together = {unit_of(operator.operator_name, "block") for operator in self.operators}
         if self.recovery is not None and len(together) != len(self.units):
@@ -162,10 +168,12 @@ class Plan:
     @property
     def in_graphs(self) -> bool:
         """Whether `compile` took the operators into its graphs."""
+        self._check_converted()
         return any(operator.in_graphs is not None for operator in self.operators)
 
     def _collect(self, into_counts: bool = True) -> None:
         """Adds the counts of casts in graphs to the others, or drops them."""
+        self._check_converted()
         tallies = [operator.tally for operator in self.operators]
         found = [None if tally is None else tally.grad for tally in tallies]
         if into_counts and (first := next((one for one in found if one is not None), None)) is not None:
@@ -269,6 +277,8 @@ class Plan:
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).
         """
+        if self.restored:
+            return
         for operator in self.operators:
             if isinstance(operator, PathLinear) and "plain_class" not in vars(type(operator)):
                 raise ValueError(
@@ -285,6 +295,12 @@ class Plan:
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
             operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
+        self.restored = True
+
+    def _check_converted(self) -> None:
+        """RuntimeError after `restore`."""
+        if self.restored:
+            raise RuntimeError(DETACHED)
 
     def probe(self, names: Collection[str], tokens: int = 1) -> Probe:
         """Starts measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
@@ -293,6 +309,7 @@ class Plan:
         and where every weight is frozen: it is measured in the weight gradient's backward pass. Warns of such a gap
         where both recipes have the same wgrad: it is 0.
         """
+        self._check_converted()
         if self.shared.engine is not None:
             raise ValueError(f"{', '.join(names)}: {UNREADABLE}")
         if self.frozen:
@@ -311,6 +328,7 @@ class Plan:
     def price(self, names: Collection[str] = PRICES[:3], tokens: int = 16) -> PriceMeter:
         """Starts measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier
         meter. ValueError for an unknown name, a stride below 1, and the recovery path of a static plan."""
+        self._check_converted()
         of_recovery = [name for name in names if name == "price" or name.endswith("recovery")]
         if of_recovery and self.recovery is None:
             raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
@@ -359,6 +377,7 @@ class Plan:
 
     def _now(self) -> _Numbers:
         """What is in force and what the last forward pass kept, in numbers: made anew of the operators that changed."""
+        self._check_converted()
         warmup, last = self.shared.warmup, self._numbers
         state = [(operator.low, operator.recovered, operator.read) for operator in self.operators]
         if last is not None and last.warmup is warmup and last.state == state:
@@ -401,6 +420,7 @@ class Plan:
     def extra_bytes_bound(self, max_o: int) -> float:
         """Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep; `extra_bytes` exceeds it in
         a warm-up alone."""
+        self._check_converted()
         pinned = [sum(self._extra(o, o.low) for o in unit.operators) for unit in self.units]
         whole = [sum(self._extra(o, unit.path_of(o)) for o in unit.operators) for unit in self.units]
         more = (a - b for a, b in zip(whole, pinned, strict=True))
@@ -421,6 +441,7 @@ class Plan:
         kind: gemm, of all arithmetic as `spent` counts it; or bytes, of Eq. 5's extra bytes, with the bits of the input
         that wgrad reads. ValueError for bytes where recovery adds none.
         """
+        self._check_converted()
         if kind == "bytes":
             return self._byte_costs()
         whole = len(GEMMS) * sum(o.in_features * o.out_features for o in self.operators)
@@ -446,6 +467,7 @@ class Plan:
 
     def _share(self, gemms: Callable[[PathLinear], Collection[str]]) -> float:
         """The share of all arithmetic of these GEMMs of each operator."""
+        self._check_converted()
         everything = len(GEMMS) * sum(map(_area, self.operators))
         return sum(len(gemms(operator)) * _area(operator) for operator in self.operators) / everything
 
@@ -469,6 +491,7 @@ class Plan:
         `instead` (0, O (I + 4)). What the graph holds of them between forward and backward are these very tensors.
         A parameter of several operators counts once, and biases do not.
         """
+        self._check_converted()
         own = {id(o.weight): o.weight.nbytes for o in self.operators if o.weight.is_floating_point()}
         return sum(own.values()), sum(o.code_bytes for o in self.operators if isinstance(o, Int8Linear))
 
@@ -477,6 +500,7 @@ class Plan:
 
         Pinned ones stand under their numbers.
         """
+        self._check_converted()
         groups: dict[tuple[str, ...], list[PathLinear]] = {}
         for operator in self.operators:
             shape = f"Linear {operator.in_features} -> {operator.out_features}"
@@ -567,6 +591,7 @@ class Plan:
             raise ValueError(f"the paths' state is damaged ({what})") from error
 
     def _owner(self) -> str:
+        self._check_converted()
         # Recipes name the GEMMs that are recovered where it is not all of them.
         low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
         rounding = "nearest" if self.shared.rounding is None else "stochastic"

@@ -1,7 +1,7 @@
 """Algorithms 1 and 2 read slowly: one unit at a time, Python numbers, no tensors.
 
 Written from the paper's text alone (paper.md sections 2 and 3 with the marked choices), to be compared with the tensor
-implementation. `None` as a norm is a unit that was not observed.
+implementation. `None` as a norm is a unit that was not observed, and so is 0, of which the paper says nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ScalarController:
         return candidates, active, risks
 
     def _risk(self, unit: ScalarUnit, norm: float | None) -> float | None:
-        if norm is None:
+        if norm is None or norm == 0:
             return None
         if not math.isfinite(norm):
             return math.inf

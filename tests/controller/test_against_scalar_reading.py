@@ -68,7 +68,7 @@ def decided_by_rounding(risks: list[float | None]) -> bool:
 
 def blames_nobody(row: list[float | None], max_o: int) -> bool:
     """No observed norm is finite, and they are more than max_o: then nothing changes, which is no rule of the paper."""
-    told = [norm for norm in row if norm is not None]
+    told = [norm for norm in row if norm is not None and norm != 0]
     return len(told) > max_o and not any(map(math.isfinite, told))
 
 

@@ -62,20 +62,56 @@ def test_a_norm_that_is_not_finite_promotes_while_it_calibrates():
 def test_a_state_has_the_trigger_and_a_loop_goes_on_with_it():
     it, other = controller(), controller()
     it.calibrate(0.1, steps=20)
-    half = it.state_dict() | {"t": 12}
     play(it, 20)
     for one in (other, controller()):
         one.calibrate(0.1, steps=20)
         one.load_state_dict(it.state_dict())
         assert one.trigger == it.trigger and "calibrating" not in repr(one)
-    again = controller()
-    again.calibrate(0.1, steps=20)
-    again.load_state_dict(half)
-    play(again, 19)
-    assert "calibrating" in repr(again) and again.trigger == NO_TRIGGER
-    play(again, 1)
-    assert again.trigger < NO_TRIGGER
-    assert "trigger" not in controller().state_dict(), "the state of a loop without is as it was"
+    assert not {"trigger", "calibration"} & controller().state_dict().keys(), "a loop without has the state that it had"
+
+
+@pytest.mark.parametrize("at", [1, 12, 19])
+@pytest.mark.parametrize("calls", [True, False], ids=["calibrates", "does not"])
+def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
+    """As if nothing had happened, whether or not the loop that goes on calls `calibrate` as before."""
+    torch.manual_seed(0)
+    rows = torch.rand(25, 4, 2)
+
+    def take(it, steps):
+        for row in rows[it.t : it.t + steps]:
+            for unit, gradient in zip(it.units, row, strict=True):
+                unit.parameters[0].grad = gradient
+            it.step()
+
+    whole, half, again = controller(), controller(), controller()
+    for one in (whole, half):
+        one.calibrate(0.1, steps=20)
+    take(whole, 25), take(half, at)
+    torch.save(half.state_dict(), tmp_path / "state.pt")
+    if calls:
+        again.calibrate(0.1, steps=20)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert "calibrating" in repr(again) and again.trigger == NO_TRIGGER and again.calibrated is None
+    take(again, 25 - at)
+    assert again.trigger == whole.trigger == again.calibrated and again.active == whole.active
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
+        ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
+        ({"calibration": {"fraction": 2, "first": 1, "steps": 20, "risks": torch.zeros(0)}}, "fraction=2"),
+        ({}, "was saved while calibrating; call calibrate"),
+    ],
+)
+def test_a_damaged_state_of_a_calibration_is_refused(change, told):
+    it, other = controller(), controller()
+    it.calibrate(0.1, steps=20)
+    state = {name: value for name, value in it.state_dict().items() if name != "calibration"} | change
+    with pytest.raises(ValueError, match=told):
+        other.load_state_dict(state)
+    assert other.trigger == 1.0 and "calibrating" not in repr(other)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +135,16 @@ def test_without_a_risk_the_trigger_stays():
     with pytest.warns(UserWarning, match="no unit had a risk above 0; the trigger is 1"):
         it.step(), it.step()
     assert it.trigger == 1.0 and it.calibrated is None
+
+
+def test_a_decision_calls_candidates_locked_where_none_is_over_its_threshold():
+    it = controller(alpha=1.5, beta=None, t_lock=3)
+    found = []
+    for norm in (1.0, 1.0, 9.0, 1.0, 1.0):
+        for unit in it.units:
+            unit.parameters[0].grad = torch.full((2,), norm if unit.name == "u0" else 1.0)
+        found.append(repr(it.step()))
+    assert "0 candidates" in found[1] and "1 candidates" in found[2] and "1 locked, riskiest" in found[3]
 
 
 def test_controller_and_decision_say_what_they_are():

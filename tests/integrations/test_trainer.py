@@ -257,6 +257,45 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             GnmrCallback(trainer, **LORA)
 
 
+def test_a_callback_without_its_trainer_is_one_line(tmp_path: Path) -> None:
+    """As the idiom `callbacks=[GnmrCallback(...)]` has it, which makes it before there is a Trainer."""
+    for given, what in (((), "is missing"), ((llama(),), "must be the Trainer, not a LlamaForCausalLM")):
+        with pytest.raises(
+            UserError, match=f"^GnmrCallback: the first argument {what}; make the Trainer .*add_callback"
+        ):
+            GnmrCallback(*given, **LORA)
+
+
+def test_a_recorded_training_is_made_longer(tmp_path: Path) -> None:
+    """In the folder of the one that is done; in another one the line says which is needed."""
+    keep: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+
+    def train(records: str, steps: int, resume: bool) -> None:
+        options = {**LORA, "record": tmp_path / "records" / records}
+        trainer, _ = made(lora_llama(), tmp_path / "out", options, max_steps=steps, **keep)
+        trainer.train(resume_from_checkpoint=resume)
+
+    train("mine-s0", 2, resume=False)
+    assert load(tmp_path / "records" / "mine-s0").check().status == "done"
+    with pytest.raises(
+        UserError, match="has no records of the 2 steps before this checkpoint; name the folder"
+    ) as error:
+        train("other-s0", 4, resume=True)
+    assert "the model and paths" not in str(error.value)
+    train("mine-s0", 4, resume=True)
+    run = load(tmp_path / "records" / "mine-s0").check()
+    assert run.status == "done" and run.steps["step"].tolist() == [1, 2, 3, 4] and (run.steps["loss"] > 0).all()
+
+
+def test_a_calibration_that_is_not_over_is_told(tmp_path: Path) -> None:
+    model = lora_llama()
+    controller = gnmr.attach(model, **LORA)
+    controller.calibrate(steps=100)
+    trainer, _ = made(model, tmp_path, {"controller": controller}, max_steps=2)
+    with pytest.warns(UserWarning, match="still calibrating after 2 of 100 steps"):
+        trainer.train()
+
+
 def test_a_callback_that_was_not_added_warns(tmp_path: Path) -> None:
     trainer = Trainer(lora_llama(), arguments(tmp_path, max_steps=1), train_dataset=Blocks(TOKENS))
     GnmrCallback(trainer, **LORA)
