@@ -259,7 +259,7 @@ def test_what_has_no_end_is_read_as_far_as_the_run_needs(
     five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed = replace(packing.open_examples(five()), streamed=True)
-    monkeypatch.setattr(packing, "open_examples", lambda config: streamed)
+    monkeypatch.setattr(packing, "open_examples", lambda config, tell: streamed)
     for needed, number in ((5, 1), (100, 5)):
         assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
 
