@@ -77,7 +77,7 @@ class Skipped:
         self._counts: dict[tuple[str, str], int] = {}
 
     def note(self, what: str, place: str, number: int) -> None:
-        """`number` of `what` (a singular noun first) in a file or split; it may be read more than once, or in part."""
+        """`number` of `what` ("row{s} without text") in a file or split, which may be read again, or in part."""
         self._counts[what, place] = max(number, self._counts.get((what, place), 0))
 
     def kept(self, items: Iterable[_T], keep: Callable[[_T], object], what: str, place: str) -> Iterator[_T]:
@@ -95,8 +95,7 @@ class Skipped:
         found = Counter[str]()
         for (what, _), number in self._counts.items():
             found[what] += number
-        told = ((number, *what.partition(" ")) for what, number in found.items())
-        return "".join(f"; {number:,} {noun}{'s' * (number > 1)}{gap}{rest}" for number, noun, gap, rest in told)
+        return "".join(f"; {number:,} {what.format(s='s' * (number > 1))}" for what, number in found.items())
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def _local(config: DataConfig, tell: Callable[[str], None]) -> Corpus[str]:
         where = str(file)
         if _extension(file) in (".txt", ".txt.gz"):
             texts = (utf8(_content(each), f"{where}:") for each in [file])
-            return skipped.kept(texts, str.strip, "file without text", where)
+            return skipped.kept(texts, str.strip, "file{s} without text", where)
         rows = skipped.kept(_having(read_rows(file, least=0), column, where), _text_in(config), _NO_TEXT, where)
         return (row.text(column) for row in rows)
 
@@ -440,7 +439,7 @@ def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
 # ---- rows and text ----
 
 
-_NO_TEXT = "row without text"
+_NO_TEXT = "row{s} without text"
 
 
 def _text_in(config: DataConfig) -> Callable[[Row], bool]:

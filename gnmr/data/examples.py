@@ -60,7 +60,7 @@ def open_examples(config: DataConfig, tell: Callable[[str], None] = lambda _: No
     skipped = Skipped()
 
     def answered(split: str) -> Iterator[Example]:
-        return skipped.kept(read(split), lambda each: each.answer.strip(), "row without an answer", split)
+        return skipped.kept(read(split), lambda each: each.answer.strip(), "row{s} without an answer", split)
 
     return Corpus(where, summary, identity, answered, skipped=skipped)
 

@@ -60,9 +60,11 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
     except FileNotFoundError as error:
         if file == path:
             raise UserError(f"{where}: no such file or folder") from error
+        pieces = (path / "tokenizer.model").exists()
+        needs = " from its tokenizer.model, with the packages sentencepiece and protobuf installed" * pieces
         raise UserError(
             f"{where}: the folder holds no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
-            "transformers writes one"
+            f"transformers writes one{needs}"
         ) from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error

@@ -166,7 +166,7 @@ class Encoder:
             for text, is_last in whole:
                 if found := len(controls.written.findall(text)):
                     written += found
-                    corpus.skipped.note("control token in the text, read as text", split, written)
+                    corpus.skipped.note("control token{s} in the text, read as text", split, written)
                 batch.append((text, len(example.prompt), is_last))
                 size += len(text)
                 if size >= BATCH:

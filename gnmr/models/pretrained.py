@@ -351,6 +351,13 @@ def open_tokenizer(checkpoint: str) -> Any:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
+    pieces = folder / "tokenizer.model"
+    if not (folder / "tokenizer.json").is_file() and pieces.is_file() and find_spec("sentencepiece") is None:
+        with pieces.open("rb") as file:
+            if file.read(1) == b"\n":  # a protocol buffer; a file of tiktoken's begins with text
+                raise UserError(
+                    f"{pieces}: is read by sentencepiece, which is missing here; pip install sentencepiece protobuf"
+                )
     with quiet(), _one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 
