@@ -1,7 +1,7 @@
 """Corpora: where their documents are read from, and which documents are for validation.
 
-A corpus on this machine is identified by what its files hold, so opening it reads them once (about a second per GB); a
-data set on the hub is identified by its name. `datasets` is imported when rows must be read, not before.
+A corpus on this machine is identified by what its files hold, so opening it reads them once (one to two seconds per
+GB); a data set on the hub is identified by its name. `datasets` is imported when rows must be read, not before.
 
 The split never depends on the order in which anything runs:
 - stdlib: the hash of a file's relative path decides (5 % are for validation).
@@ -314,8 +314,10 @@ def user_path(key: str, text: str) -> Path:
         path = Path(text).expanduser()
         path.exists()
         return path
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
-        raise UserError(f"{key}={text}: {getattr(error, 'strerror', None) or error}") from error
+    except RuntimeError as error:  # ~ without HOME, or of an unknown user
+        raise UserError(f"{key}={text}: {error} Give a whole path") from error
+    except OSError as error:
+        raise UserError(f"{key}={text}: {error.strerror or error}") from error
 
 
 def _local(config: DataConfig, tell: Callable[[str], None]) -> Corpus[str]:

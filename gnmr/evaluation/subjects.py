@@ -57,11 +57,13 @@ class Text:
 
     def plain(self, text: str, where: str) -> list[int]:
         """Token ids of a text in which control tokens count as text, as in training; `where` names the tokenizer."""
-        if self.adds_special:  # one of transformers
-            found = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            return list(found)
-        controls = bpe.Controls.of(self.tokenizer, self.eos)
-        return list(bpe.encode(self.tokenizer, [text], where, controls)[0].ids)
+        own = getattr(self.tokenizer, "backend_tokenizer", None if self.adds_special else self.tokenizer)
+        if own is None:  # one of transformers in Python
+            return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        own = type(own).from_str(own.to_str())  # transformers changes its own at each call
+        own.no_truncation()
+        own.no_padding()
+        return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Text, without special tokens unless `special`."""

@@ -277,7 +277,7 @@ class _AdapterLinear(nn.Linear):
 
 
 def fingerprint(checkpoint: str) -> str:
-    """sha256 over config and weight files, whole (about a second per GB); of a hub name over what `local` fetched."""
+    """sha256 over config and weight files, of a hub name over what `local` fetched; takes one to two seconds per GB."""
     seen = hashlib.sha256()
     mine = ("config.json", "model.safetensors.index.json")
     for file in sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors"):
