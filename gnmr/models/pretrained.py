@@ -194,8 +194,7 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
         )
 
 
-_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".rotary_emb.cos_cached")
-_BUFFERS += (".rotary_emb.sin_cached",)
+_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
 """Ends of the names of buffers that a model makes itself and that older versions wrote into checkpoints."""
 
 
