@@ -72,7 +72,8 @@ def utf8(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         at = error.start + len(raw) - len(body)
         raise UserError(
-            f"{where} is not UTF-8 ({error.reason} at byte {at}); convert it, for example from Latin-1: {_convert('LATIN1')}"
+            f"{where} is not UTF-8 ({error.reason} at byte {at}); convert it, for example from Latin-1: "
+            f"{_convert('LATIN1')}"
         ) from error
     if (found := _wide(body)) is not None:
         at = found + len(raw) - len(body)
