@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +22,12 @@ def ending() -> list[signal.Signals]:
 
 @contextmanager
 def handled(numbers: list[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[Callable[[], None]]:
-    """Has `handler` called at these signals; yields what sets the handlers back that were there before."""
+    """Has `handler` called at these signals; yields what sets the handlers back that were there before.
+
+    Only the main thread can set handlers: in another one, nothing is set.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
 
     def restore() -> None:
         for number, old in before.items():

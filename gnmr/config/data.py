@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from gnmr.checks import one_of, require, whole
@@ -40,6 +41,8 @@ class DataConfig:
 
     @told_as("data.")
     def __post_init__(self) -> None:
+        if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as none
+            object.__setattr__(self, "cache_dir", DataConfig.cache_dir)
         one_of(("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")
         require(

@@ -38,7 +38,10 @@ def place(key: str, value: str | None) -> None:
     try:
         Path(value).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{key}={value}: there is no such user") from error
+        if value.partition("/")[0] != "~":
+            raise ValueError(f"{key}={value}: there is no such user") from error
+        if key != "data.cache_dir":  # that of a run that is read may be of another machine
+            raise ValueError(f"{key}={value}: HOME is not set; set it or give a whole path") from error
 
 
 def _plain(key: str, value: str) -> None:

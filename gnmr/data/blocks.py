@@ -55,17 +55,7 @@ class BlockOrder:
 
         Raises `UserError` for more than can be held, before an order is drawn or saved.
         """
-        size, room = n * seq_len * 8, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size > room:
-            raise UserError(
-                f"training.batch_size={n}: its tokens take {size / 2**30:.0f} GiB, this machine has {room / 2**30:.0f}"
-            )
-        if n > MOST_EPOCHS * self.num_blocks:
-            raise UserError(
-                f"training.batch_size={n}: a batch reads the corpus {n // self.num_blocks} times, its "
-                f"{self.num_blocks} blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
-                "smaller batch"
-            )
+        self._refuse(n, seq_len)
         chosen: list[int] = []
         while len(chosen) < n:
             if self._order is None:
@@ -77,18 +67,36 @@ class BlockOrder:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
         return chosen
 
+    def _refuse(self, n: int, seq_len: int) -> None:
+        size, room = n * seq_len * 8, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size > room:
+            raise UserError(
+                f"training.batch_size={n}: its tokens take {size / 2**30:.0f} GiB, this machine has {room / 2**30:.0f}"
+            )
+        if n > MOST_EPOCHS * self.num_blocks:
+            raise UserError(
+                f"training.batch_size={n}: a batch reads the corpus {n // self.num_blocks} times, its "
+                f"{self.num_blocks} blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
+                "smaller batch"
+            )
+
     def state_dict(self) -> dict[str, int]:
         """{"epoch", "position"}: the epoch of the next block and its place in that epoch's order."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken.
-
-        UserError for a position outside of this corpus, and for a saved order that is not this seed's.
-        """
+        """Continues where `state_dict` was taken. UserError for a position outside of this corpus."""
         self._place(state["epoch"], state["position"])
-        if self._position:
-            self._order = self._epoch_order()
+
+    def check(self, n: int, seq_len: int) -> None:
+        """UserError for what `take` would refuse now or later: n blocks that cannot be held, and a saved order, of this
+        epoch or a later one, that is not this seed's. Saves nothing."""
+        self._refuse(n, seq_len)
+        saved = [] if self._folder is None else sorted(self._folder.glob("epoch-*.npy"))
+        for file in saved:
+            number = file.stem.removeprefix("epoch-")
+            if number.isdecimal() and int(number) >= self._epoch:
+                self._compare(file, self._draw(int(number)))
 
     def _place(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position < self.num_blocks:
@@ -103,7 +111,7 @@ class BlockOrder:
 
         UserError where the saved order differs: the file is damaged, or another NumPy version drew it.
         """
-        drawn = self._draw()
+        drawn = self._draw(self._epoch)
         if self._folder is None:
             return drawn
         file = self._folder / f"epoch-{self._epoch}.npy"
@@ -117,11 +125,11 @@ class BlockOrder:
                 target.write(packed.getbuffer())
         return drawn
 
-    def _draw(self) -> np.ndarray:
-        order = np.random.default_rng([self._seed, self._epoch]).permutation(self.num_blocks)
-        if (branch := self._branch).order and self._epoch >= branch.epoch:
-            begin = branch.position if self._epoch == branch.epoch else 0
-            order[begin:] = np.random.default_rng([self._seed, self._epoch, branch.order]).permutation(order[begin:])
+    def _draw(self, epoch: int) -> np.ndarray:
+        order = np.random.default_rng([self._seed, epoch]).permutation(self.num_blocks)
+        if (branch := self._branch).order and epoch >= branch.epoch:
+            begin = branch.position if epoch == branch.epoch else 0
+            order[begin:] = np.random.default_rng([self._seed, epoch, branch.order]).permutation(order[begin:])
         return order.astype(np.uint32) if self.num_blocks <= 2**32 else order
 
     def _compare(self, file: Path, drawn: np.ndarray) -> None:

@@ -5,20 +5,20 @@ solution. instructions are the user's rows. Documents of a plain corpus (stdlib,
 without a prompt, split as in gnmr/data/corpora.py.
 
 Rows are split like documents: by the files' names, else every 20th is for validation; of fewer than 20 the last one.
-Rows with a blank answer are skipped.
+Rows with a blank answer are skipped and counted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from gnmr.config import DataConfig
 from gnmr.data import corpora
-from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION, Corpus
+from gnmr.data.corpora import ONE_IN, TRAIN, VALIDATION, Corpus, Skipped
 from gnmr.data.rows import Row, read_rows
 
 
@@ -32,10 +32,10 @@ class Example:
     """Learned; appended to the prompt without white space of ours."""
 
 
-def open_examples(config: DataConfig) -> Corpus[Example]:
-    """The examples that `config` names; raises `UserError` if there are none."""
+def open_examples(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus[Example]:
+    """The examples that `config` names; raises `UserError` if there are none. `tell` hears of the progress."""
     if config.name not in ("gsm8k", "instructions"):
-        return plain(corpora.open_corpus(config))
+        return plain(corpora.open_corpus(config, tell))
     make = _gsm8k if config.name == "gsm8k" else _instruction
     if config.path is None:
         hub = corpora.HUBS[config.name]
@@ -45,7 +45,7 @@ def open_examples(config: DataConfig) -> Corpus[Example]:
             rows = corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split
             return _of_split((make(row, config) for row in rows), split)
     else:
-        local = corpora.local_files(config)
+        local = corpora.local_files(config, tell)
         where, summary, source = local.where, local.summary, local.identity
 
         def read(split: str) -> Iterator[Example]:
@@ -57,13 +57,18 @@ def open_examples(config: DataConfig) -> Corpus[Example]:
 
     columns = [config.prompt_column, config.input_column, config.response_column]
     identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
-    return Corpus(where, summary, identity, lambda split: (each for each in read(split) if each.answer.strip()))
+    skipped = Skipped()
+
+    def answered(split: str) -> Iterator[Example]:
+        return skipped.kept(read(split), lambda each: each.answer.strip(), "row{s} without an answer", split)
+
+    return Corpus(where, summary, identity, answered, skipped=skipped)
 
 
 def plain(texts: Corpus[str]) -> Corpus[Example]:
     """The documents as answers without a prompt."""
     read = lambda split: (Example("", text) for text in texts.read(split))
-    return Corpus(texts.where, texts.summary, texts.identity, read, texts.streamed)
+    return Corpus(texts.where, texts.summary, texts.identity, read, texts.streamed, texts.skipped)
 
 
 def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:

@@ -40,7 +40,7 @@ from gnmr.data.examples import open_examples
 from gnmr.data.progress import Progress
 from gnmr.errors import UserError
 
-CACHE_VERSION = 1  # increment it when examples, splits or tokenization change
+CACHE_VERSION = 2  # increment it when examples, splits or tokenization change
 
 
 def prepare_packed(
@@ -53,7 +53,8 @@ def prepare_packed(
     `max_tokens` limits any. The document that reaches the limit is kept whole. `say` receives progress lines, some of
     them from another thread. Raises `UserError` in one line.
     """
-    examples = open_examples(config)
+    with Progress(say) as progress:
+        examples = open_examples(config, progress)
     if config.tokenizer is not None:
         path, where = corpora.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
     elif checkpoint is not None:
@@ -72,9 +73,9 @@ def prepare_packed(
             tokenizer, where, bpe.end_token(tokenizer, end), limit, borders=True, answers_only=config.answers_only
         )
         found = encoder.write(folder, examples, progress).items()
-        progress.begin(
-            ", ".join(f"{number:,} {split} examples with {size:,} tokens" for split, (number, size) in found)
-        )
+        tokens.unchanged(examples, open_examples(config, progress))
+        told = ", ".join(f"{number:,} {split} examples with {size:,} tokens" for split, (number, size) in found)
+        progress.begin(f"{told}{examples.skipped}")
 
     return cache.open_or_build(tokens.cache_folder(config, f"{config.name}-examples", key), build, say)
 

@@ -19,6 +19,14 @@ from gnmr.errors import UserError
 LONGEST_LINE = 2**30  # bytes
 LARGEST_WHOLE = 2**32  # bytes of what cannot be read a line at a time: a list, an indented object, a .txt
 PARQUET_ROWS = 1000  # decoded together
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\b\x1b"})
+_LOOKED_AT = 2**16  # bytes in which `_wide` counts control characters
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,50 @@ def named(columns: Iterable[str]) -> str:
     odd."""
     names = [name if name.isprintable() else repr(name) for name in (f"{name:.60}" for name in columns)]
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+
+
+def utf8(raw: bytes, where: str) -> str:
+    """Return the text of a file or a row, without its byte order mark.
+
+    Raises `UserError`, which begins with `where`, for another encoding; it names the first wrong byte.
+    """
+    body = raw.removeprefix(codecs.BOM_UTF8)
+    for mark, name in _MARKS.items():
+        if raw.startswith(mark):
+            raise UserError(f"{where} is {name}, as its byte order mark says; convert it: {_convert(name)}")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start + len(raw) - len(body)
+        raise UserError(
+            f"{where} is not UTF-8 ({error.reason} at byte {at}); convert it, for example from Latin-1: "
+            f"{_convert('LATIN1')}"
+        ) from error
+    if (found := _wide(body)) is not None:
+        at = found + len(raw) - len(body)
+        raise UserError(
+            f"{where} is UTF-16 or UTF-32 without a byte order mark (from byte {at} on every second byte is a control "
+            f"character); convert it: {_convert('UTF-16LE')}"
+        )
+    return text
+
+
+def _convert(encoding: str) -> str:
+    return f"iconv -f {encoding} -t UTF-8 OLD > NEW"
+
+
+def _wide(raw: bytes) -> int | None:
+    """Return where bytes begin that are UTF-8 by chance alone: UTF-16 of Latin, Cyrillic, ... has a NUL or another
+    control character in every second place."""
+    if b"\0" not in raw:
+        return None
+    for at in range(0, len(raw), _LOOKED_AT):
+        block = raw[at : at + _LOOKED_AT]
+        halves = block[::2], block[1::2]
+        few, most = sorted(len(half) - len(half.translate(None, _CONTROLS)) for half in halves)
+        if most >= 8 and most > len(block) / 4 and few < 0.75 * most:
+            return at
+    return None
 
 
 def whole_characters(text: str) -> str:
@@ -95,7 +147,7 @@ def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
 
 def _json(file: Path) -> Iterator[tuple[int, Any]]:
     name = file.name.lower()
-    if name.endswith(".txt"):
+    if name.endswith((".txt", ".txt.gz")):
         raise UserError(f"{file}: plain text has no columns; give .jsonl, .json or .parquet")
     with gzip.open(file) if name.endswith(".gz") else file.open("rb") as stream:
         begun = False
@@ -104,10 +156,10 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
                 rest = stream.read(LARGEST_WHOLE + 1)
                 if len(rest) > LARGEST_WHOLE:
                     raise UserError(f"{file}: JSON of more than {LARGEST_WHOLE} bytes must have a row a line")
-                yield from enumerate(_values(_decoded(file, number, line + b"\n" + rest)), start=1)
+                yield from enumerate(_values(utf8(line + b"\n" + rest, f"{file}: row {number}")), start=1)
                 return
             begun = True
-            text = _decoded(file, number, line)
+            text = utf8(line, f"{file}: row {number}")
             try:
                 cells = json.loads(text)
             except RecursionError as error:
@@ -128,13 +180,6 @@ def _lines(file: Path, stream: BinaryIO | gzip.GzipFile) -> Iterator[tuple[int, 
             line = line.removeprefix(codecs.BOM_UTF8)
         if line := line.strip():
             yield number, line
-
-
-def _decoded(file: Path, number: int, raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: row {number} is not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 def _values(text: str) -> Iterator[Any]:

@@ -15,8 +15,6 @@ import numpy as np
 from gnmr.disk import no_link
 from gnmr.errors import RunFailed
 
-HASHED_WHOLE = 2**30  # bytes; of larger files only the size and both ends are compared, for a fast warm start
-HASHED_ENDS = 16 * 2**20  # bytes
 CHUNK = 2**20  # bytes
 
 
@@ -113,7 +111,7 @@ def verify(fd: int, name: str, expected: dict[str, Any]) -> None:
 
 
 def digest(fd: int) -> str:
-    """sha256 of the file, or of its two ends above `HASHED_WHOLE`."""
+    """sha256 of the file."""
     seen = hashlib.sha256()
     for chunk in hashed(fd):
         seen.update(chunk)
@@ -123,13 +121,11 @@ def digest(fd: int) -> str:
 def hashed(fd: int) -> Iterator[bytes]:
     """What `digest` is of, in chunks."""
     size = os.fstat(fd).st_size
-    whole = size <= HASHED_WHOLE
-    for begin, end in [(0, size)] if whole else [(0, HASHED_ENDS), (size - HASHED_ENDS, size)]:
-        for offset in range(begin, end, CHUNK):
-            yield read_at(fd, min(CHUNK, end - offset), offset)
+    for offset in range(0, size, CHUNK):
+        yield read_at(fd, min(CHUNK, size - offset), offset)
 
 
-def _stamp(fd: int) -> tuple[int, int]:
-    """What changes with the content of a file."""
+def _stamp(fd: int) -> tuple[int, int, int]:
+    """What changes with the content of a file; nobody can set the last time back."""
     state = os.fstat(fd)
-    return state.st_size, state.st_mtime_ns
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +45,7 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.pre_tokenizer = words
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -56,9 +60,11 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
     except FileNotFoundError as error:
         if file == path:
             raise UserError(f"{where}: no such file or folder") from error
+        pieces = (path / "tokenizer.model").exists()
+        needs = " from its tokenizer.model, with the packages sentencepiece and protobuf installed" * pieces
         raise UserError(
             f"{where}: the folder holds no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
-            "transformers writes one"
+            f"transformers writes one{needs}"
         ) from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
@@ -92,17 +98,19 @@ def _named_end(file: Path) -> str | None:
 def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     """The tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors.
 
+    Control tokens that are written out in a text count as text, see `encode`.
     end: the name of its end token; None: one of `ACCEPTED_ENDS`.
     """
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+        tokenizer = Tokenizer.from_str(content.decode("utf-8-sig"))
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({reason})") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
     ends = ACCEPTED_ENDS if end is None else (end,)
     if not any(tokenizer.token_to_id(end) is not None for end in ends):
         one_of = "one of " if len(ends) > 1 else ""
@@ -126,10 +134,43 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], where: str, offsets: bool = True) -> list[Encoding]:
-    """The encodings of `texts`, without special tokens; `UserError` for a tokenizer that cannot encode one of them."""
+@dataclass(frozen=True)
+class Controls:
+    """The control tokens of a tokenizer, which stand for no text: its special tokens and its end token."""
+
+    written: re.Pattern[str]
+    """Any of them as it looks in a text."""
+    ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, end: int) -> Controls:
+        """Those of `tokenizer` whose names have at least two characters."""
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        named = {number: tokenizer.id_to_token(number) or "" for number in (*special, end)}
+        long = {number: name for number, name in named.items() if len(name) > 1}
+        names = sorted(long.values(), key=len, reverse=True)
+        return cls(re.compile("|".join(map(re.escape, names)) or "(?!)"), frozenset(long))
+
+
+def encode(
+    tokenizer: Tokenizer, texts: list[str], where: str, controls: Controls, offsets: bool = True
+) -> list[Encoding]:
+    """The encodings of `texts`, without special tokens; `UserError` for a tokenizer that cannot encode one of them.
+
+    A control token that is written out in a text is encoded as text. Some vocabularies hold it as a word or a piece
+    (WordLevel, Unigram); there the text is cut behind the token's first character.
+    """
+    from tokenizers import Encoding
+
+    tokenizer.encode_special_tokens = True
     try:
-        return (tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast)(texts, add_special_tokens=False)
+        found = (tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast)(texts, add_special_tokens=False)
+        for place, text in enumerate(texts):
+            if controls.written.search(text) and not controls.ids.isdisjoint(found[place].ids):
+                cuts = [0, *(match.start() + 1 for match in controls.written.finditer(text)), len(text)]
+                parts = [text[start:stop] for start, stop in pairwise(cuts)]
+                found[place] = Encoding.merge(tokenizer.encode_batch(parts, add_special_tokens=False), True)
+        return found
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{where}: cannot encode the text ({' '.join(str(error).split())})") from error
 

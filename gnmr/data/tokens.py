@@ -28,7 +28,7 @@ from gnmr.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHE_VERSION = 1  # increment it when documents, splits or tokenization change
+CACHE_VERSION = 2  # increment it when documents, splits or tokenization change
 LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
 PIECE = 1_000_000  # most characters encoded as one string; longer documents are encoded in pieces
 BATCH = 2_000_000  # characters encoded in one call, about a second on one core
@@ -42,7 +42,8 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     """
     if config.name == "stdlib" and config.path is not None:
         say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
-    corpus = corpora.open_corpus(config)
+    with Progress(say) as progress:
+        corpus = corpora.open_corpus(config, progress)
     content, where = None, corpus.where
     if config.tokenizer is not None:
         where = f"data.tokenizer={config.tokenizer}"
@@ -65,9 +66,16 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
         found = Encoder(tokenizer, where, bpe.end_token(tokenizer), limit).write(new, plain(corpus), progress)
         train, val = (f"{found[split][1]:,}" for split in (TRAIN, VALIDATION))
         size = bpe.vocab_size(tokenizer)
-        progress.begin(f"{train} training tokens, {val} validation tokens, vocabulary {size:,}")
+        unchanged(corpus, corpora.open_corpus(config, progress))
+        progress.begin(f"{train} training tokens, {val} validation tokens, vocabulary {size:,}{corpus.skipped}")
 
     return cache.open_or_build(folder, build, say)
+
+
+def unchanged(before: Corpus[Any], now: Corpus[Any]) -> None:
+    """Raise `UserError` if a corpus is not what it was before it was read: its tokens would get the name of others."""
+    if now.identity != before.identity:
+        raise UserError(f"{before.where}: changed while it was read; run the command again")
 
 
 def limit_of(config: DataConfig, corpus: Corpus[Any], needed: int) -> int | None:
@@ -78,7 +86,7 @@ def limit_of(config: DataConfig, corpus: Corpus[Any], needed: int) -> int | None
 def cache_folder(config: DataConfig, name: str, key: list[Any]) -> Path:
     """The folder of the cache for what `key` determines."""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return corpora.user_path("data.cache_dir", config.cache_dir) / f"{name}-{digest}"
+    return corpora.cache_of(config) / f"{name}-{digest}"
 
 
 def _training_text(corpus: Corpus[str], most: int, progress: Progress) -> Iterator[str]:
@@ -123,7 +131,7 @@ class Encoder:
             progress.begin(f"tokenizing {split} {kind}")
             borders, documents, written, inside = array("q"), 0, 0, False
             with (folder / file).open("wb") as ids_file:
-                for ids, prompt, is_last in self._encoded(corpus.read(split)):
+                for ids, prompt, is_last in self._encoded(corpus, split):
                     if not inside:
                         ids = ids if begin is None else [begin, *ids]
                         before = prompt and prompt + (begin is not None)
@@ -137,33 +145,41 @@ class Encoder:
                     if most is not None and written >= most and (is_last or not self.borders):
                         break
             if written == 0:
-                raise UserError(f"{corpus.where}: holds no {split} {'examples' if self.borders else 'text'}")
+                what = "examples" if self.borders else "text"
+                raise UserError(f"{corpus.where}: holds no {split} {what}{corpus.skipped}")
             if self.borders:
                 (folder / cache.DOCUMENTS[file]).write_bytes(np.array(borders, dtype="<i8").tobytes())
             found[split] = documents, written
         cache.seal(folder, vocab_size, self.end, dtype)
         return found
 
-    def _encoded(self, examples: Iterator[Example]) -> Iterator[tuple[list[int], int, bool]]:
+    def _encoded(self, corpus: Corpus[Example], split: str) -> Iterator[tuple[list[int], int, bool]]:
         """(token ids, tokens of the prompt, ends its example), encoded some examples at a time.
 
         A long text without a prompt comes in pieces.
         """
+        controls = bpe.Controls.of(self.tokenizer, self.end)
         batch: list[tuple[str, int, bool]] = []
-        size = 0
-        for example in examples:
+        size = written = 0
+        for example in corpus.read(split):
             whole = [(example.prompt + example.answer, True)] if example.prompt else pieces(iter([example.answer]))
             for text, is_last in whole:
+                if found := len(controls.written.findall(text)):
+                    written += found
+                    corpus.skipped.note("control token{s} in the text, read as text", split, written)
                 batch.append((text, len(example.prompt), is_last))
                 size += len(text)
                 if size >= BATCH:
-                    yield from self._encode(batch)
+                    yield from self._encode(batch, controls)
                     batch, size = [], 0
-        yield from self._encode(batch)
+        yield from self._encode(batch, controls)
 
-    def _encode(self, batch: list[tuple[str, int, bool]]) -> Iterator[tuple[list[int], int, bool]]:
+    def _encode(
+        self, batch: list[tuple[str, int, bool]], controls: bpe.Controls
+    ) -> Iterator[tuple[list[int], int, bool]]:
         with_prompts = any(prompt for _, prompt, _ in batch)
-        encodings = bpe.encode(self.tokenizer, [text for text, _, _ in batch], self.where, offsets=with_prompts)
+        texts = [text for text, _, _ in batch]
+        encodings = bpe.encode(self.tokenizer, texts, self.where, controls, offsets=with_prompts)
         for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
             if prompt:  # a token that holds any of the answer belongs to the answer
                 stops = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)

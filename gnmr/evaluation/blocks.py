@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from gnmr.data.batch import Batch
 from gnmr.data.blocks import validation_blocks
 from gnmr.data.cache import Documents
 from gnmr.data.packing import packed_validation
+from gnmr.data.rows import utf8
 from gnmr.errors import UserError
 from gnmr.evaluation.subjects import Subject, run_corpus
 
@@ -97,10 +100,14 @@ def _encoded(subject: Subject, data: Path) -> np.ndarray:
             raise UserError(f"data={data}: {'is no file' if data.exists() else 'there is no such file'}")
         with data.open("rb") as file:
             raw = file.read(MOST_TEXT)
-        text = raw.decode("utf-8", "strict" if len(raw) < MOST_TEXT else "ignore")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data={data}: cannot be read as UTF-8 text ({getattr(error, 'reason', error)})") from error
-    ids = np.array(subject.text.encode(text, False), dtype=np.int64)
+    except OSError as error:
+        raise UserError(f"data={data}: cannot be read ({error.strerror or error})") from error
+    if len(raw) == MOST_TEXT:
+        warnings.warn(f"data={data}: {MOST_TEXT / 2**20:.0f} MiB of it are read, the first", stacklevel=2)
+        ends = codecs.getincrementaldecoder("utf-8")("ignore")
+        ends.decode(raw[-3:])
+        raw = raw[: len(raw) - len(ends.getstate()[0])]  # without a part of a character
+    ids = np.array(subject.text.plain(utf8(raw, f"data={data}:"), subject.name), dtype=np.int64)
     if len(ids) and int(ids.max()) >= subject.vocab_size:
         raise UserError(f"{subject.name}: its tokenizer has token {int(ids.max())}, the model {subject.vocab_size}")
     return ids

@@ -55,6 +55,16 @@ class Text:
         found = self.tokenizer.encode(text, add_special_tokens=special and self.adds_special)
         return list(getattr(found, "ids", found))
 
+    def plain(self, text: str, where: str) -> list[int]:
+        """Token ids of a text in which control tokens count as text, as in training; `where` names the tokenizer."""
+        own = getattr(self.tokenizer, "backend_tokenizer", None if self.adds_special else self.tokenizer)
+        if own is None:  # one of transformers in Python
+            return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        own = type(own).from_str(own.to_str())  # transformers changes its own at each call
+        own.no_truncation()
+        own.no_padding()
+        return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
+
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Text, without special tokens unless `special`."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
@@ -241,8 +251,8 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder}: header.json does not say which data the run was trained on ({error})") from error
     places = dict.fromkeys([config.data.cache_dir, os.environ.get("GNMR_CACHE") or "~/.cache/gnmr"])
-    for place in places:
-        for meta in Path(place).expanduser().glob(f"{config.data.name}-*/{cache.META}"):
+    for seen in (seen for place in places for seen in _seen_from(folder, place)):
+        for meta in seen.glob(f"{config.data.name}-*/{cache.META}"):
             try:
                 if json.loads(meta.read_text())["fingerprint"] == fingerprint:
                     return cache.open_folder(meta.parent)
@@ -254,6 +264,15 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
         f"{folder}: its tokenizer is missing: no token folder in {' or '.join(places)} is of data {fingerprint[:12]}; "
         "set GNMR_CACHE, or repeat the run's command, which prepares the data again"
     )
+
+
+def _seen_from(folder: Path, place: str) -> list[Path]:
+    """Where a token cache may be that config.yaml names: as seen from the run's folder, or from the working folder."""
+    try:
+        path = Path(place).expanduser()
+    except RuntimeError:  # no home folder
+        return []
+    return [path] if path.is_absolute() else [folder / path, path]
 
 
 def check_low(plan: Plan, config: Config) -> None:
@@ -313,7 +332,8 @@ def of_checkpoint(
 
 def _adapted(model: Any, folder: Path) -> nn.Module:
     """`model` under the adapter in `folder`."""
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
 
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"adapter={folder}: holds no adapter of peft's (adapter_config.json)")
@@ -324,8 +344,15 @@ def _adapted(model: Any, folder: Path) -> nn.Module:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            surplus = sorted(set(file.keys()) - set(get_peft_model_state_dict(adapted)))
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, UserWarning) as error:
         raise UserError(f"adapter={folder}: does not fit this checkpoint ({pretrained.first_line(error)})") from error
+    if surplus:
+        raise UserError(
+            f"adapter={folder}: {len(surplus)} of its weights have no place in the model that adapter_config.json "
+            f"describes (the first is {surplus[0]}); give the adapter_config.json that belongs to them"
+        )
     return adapted
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from gnmr.data.rows import read_rows
+from gnmr.data.rows import read_rows, utf8
 from gnmr.data.tokenizer import regular_content
 from gnmr.errors import UserError, told_as
 
@@ -256,8 +256,8 @@ def _pages(files: list[Path]) -> list[Row]:
     """WikiText as documents, from text, from rows of a line or from documents."""
     if files[0].suffix == ".txt":
         try:
-            return [{"page": page} for file in files for page in pages(regular_content(file).decode("utf-8"))]
-        except (OSError, UnicodeDecodeError) as error:
+            return [{"page": page} for file in files for page in pages(utf8(regular_content(file), f"{file}:"))]
+        except OSError as error:
             raise UserError(f"{files[0]}: cannot be read ({error})") from error
     found = []
     for where, row in _rows(files):

@@ -41,7 +41,7 @@ from gnmr.untrusted import MAX_OBJECT, bounded
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
-_ENDS = 2**20  # bytes of each end of a weight file that its fingerprint reads
+_CHUNK = 2**20  # bytes of a file that are hashed together
 
 
 def need(package: str, what: str) -> None:
@@ -142,7 +142,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     """The model of a checkpoint on `device`, in training mode, every weight trainable.
 
     `dtype`: that of the weights, or "auto": their own. UserError for a checkpoint that is missing, damaged, or none of
-    a LLaMA-like causal model; nothing but safetensors is read. `where`: see `open_config`.
+    a LLaMA-like causal model, and unless its weights are exactly those of the model that config.json describes; nothing
+    but safetensors is read. `where`: see `open_config`.
     """
     where = where or f"model.checkpoint={checkpoint}"
     empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
@@ -160,14 +161,47 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, by name
             device_map={"": str(device)},
         )
     model, report = found
-    if lacking := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
-        raise UserError(f"{where}: {len(lacking)} weights are missing or of another shape (the first is {lacking[0]})")
+    _check_weights(report, where)
     model.config.use_cache = False
     loaded: nn.Module = model.train()
     return loaded
+
+
+def _check_weights(report: Mapping[str, Any], where: str) -> None:
+    """UserError unless the files and the model have the same weights, by what transformers reports of the loading.
+
+    Buffers that older versions wrote into checkpoints (inv_freq) and weights that a class leaves out on purpose are no
+    part of the report.
+    """
+    if lacking := sorted(report["missing_keys"]):
+        raise UserError(f"{where}: {_these(lacking)} missing in its files")
+    if unlike := sorted(report["mismatched_keys"]):
+        name, there, here = unlike[0]
+        raise UserError(
+            f"{where}: {_these([name for name, _, _ in unlike])} of another shape than config.json says ({name} is "
+            f"{list(there)} in the file and {list(here)} by config.json)"
+        )
+    surplus = sorted(name for name in report["unexpected_keys"] if not name.endswith(_BUFFERS))
+    if surplus:
+        raise UserError(
+            f"{where}: {_these(surplus)} in its files, and the model of config.json has no such weights: it would not "
+            "compute what was trained; give the config.json that belongs to these files (attention_bias, "
+            "num_hidden_layers, quantization_config, ...)"
+        )
+
+
+_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
+"""Ends of the names of buffers that a model makes itself and that older versions wrote into checkpoints."""
+
+
+def _these(names: list[str]) -> str:
+    """How many weights a message is about, and the first three."""
+    first = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+    return f"1 weight ({first}) is" if len(names) == 1 else f"{len(names)} weights ({first}) are"
 
 
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
@@ -242,17 +276,14 @@ class _AdapterLinear(nn.Linear):
 
 
 def fingerprint(checkpoint: str) -> str:
-    """sha256 over config and weight files (large ones: size and both ends); of a hub name over what `local` fetched."""
+    """sha256 over config and weight files, of a hub name over what `local` fetched; takes one to two seconds per GB."""
     seen = hashlib.sha256()
     mine = ("config.json", "model.safetensors.index.json")
     for file in sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors"):
-        size = file.stat().st_size
-        seen.update(f"{file.name} {size}\0".encode())
+        seen.update(f"{file.name} {file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
-            seen.update(stream.read(_ENDS))
-            if size > _ENDS:
-                stream.seek(-_ENDS, os.SEEK_END)
-                seen.update(stream.read())
+            while chunk := stream.read(_CHUNK):
+                seen.update(chunk)
     return seen.hexdigest()
 
 
@@ -319,6 +350,13 @@ def open_tokenizer(checkpoint: str) -> Any:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
+    pieces = folder / "tokenizer.model"
+    if not (folder / "tokenizer.json").is_file() and pieces.is_file() and find_spec("sentencepiece") is None:
+        with pieces.open("rb") as file:
+            if file.read(1) == b"\n":  # a protocol buffer; a file of tiktoken's begins with text
+                raise UserError(
+                    f"{pieces}: is read by sentencepiece, which is missing here; pip install sentencepiece protobuf"
+                )
     with quiet(), _one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 

@@ -3,7 +3,8 @@
 A run folder holds
 
     config.yaml     the resolved config, but for run_dir and runs_dir
-    header.json     versions, commit, machine (no host, no user), command (no absolute path), data fingerprint, units,
+    header.json     versions, commit, machine (no host, no user), command (no path that it
+                    writes to in full), data fingerprint, units,
                     paths (and what runs a recipe), world (processes, parallel), run_id (W&B's name of the run),
                     shape (layers, width) and parameters of the model that was trained,
                     calibrated (after_step, trigger) of a loop of one's own that found its trigger itself

@@ -24,6 +24,7 @@ from gnmr.data.cache import Documents, TokenCorpus
 from gnmr.data.packing import PackedBlocks, packed_validation, prepare_packed
 from gnmr.data.token_file import TokenFile
 from gnmr.data.tokens import prepare
+from gnmr.disk import sha256
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.reduce import Ranks
@@ -102,6 +103,10 @@ class Blocks(Stateful, Protocol):
         """The next n blocks, in the run's order."""
         ...
 
+    def check(self, n: int, seq_len: int) -> None:
+        """UserError for n blocks that cannot be held, and for a saved order that is not this run's."""
+        ...
+
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
     """The parts of a run at its start. The same config and seed give the same weights, order and plan."""
@@ -116,7 +121,8 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         corpus = open_data(config, say, base)
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
-        training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
+        blocks = training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
+        blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
     world.same("the fingerprint of the data", corpus.fingerprint)
     return build_parts(config, folder, corpus, say, base=base, branch=branch, world=world)
@@ -304,6 +310,11 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
 def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     """The token ids of a split."""
     return split.tokens if isinstance(split, Documents) else split
+
+
+def tokenizer_digest(corpus: TokenCorpus) -> str:
+    """sha256 of the corpus' tokenizer.json."""
+    return sha256(corpus.tokenizer_path)
 
 
 def training_blocks(config: Config, corpus: TokenCorpus, folder: Path | None, branch: Branch | None = None) -> Blocks:

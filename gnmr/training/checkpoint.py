@@ -204,13 +204,15 @@ class Checkpointer:
         return None if self._whole is None else int(self._whole["step"])
 
     def _newest(self) -> _Meta | None:
-        """meta.json of it."""
+        """meta.json of it. UserError, before anything is changed, where it belongs to another run."""
+        steps = self.steps()
+        whole, corrupt = _newest_whole(self.folder, steps) if steps else (None, {})
+        if whole is not None:
+            self._check(whole)
         for rest in self.folder.glob(".writing-*"):
             shutil.rmtree(rest, ignore_errors=True)
-        steps = self.steps()
-        if not steps:
+        if whole is None:
             return None
-        whole, corrupt = _newest_whole(self.folder, steps)
         step = int(whole["step"])
         for path, error in corrupt.items():
             aside = path.with_name(f"{path.name}.corrupt")
@@ -231,9 +233,8 @@ class Checkpointer:
         meta, self._whole = self._whole, None
         if meta is None or meta["step"] != step:
             meta = self._world.from_first(lambda: _newest_whole(self.folder, [step])[0])
-        owner, units, host = meta["owner"], meta["units"], meta["host"]
-        if owner != self.owner or units != self._controller.names:
-            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_REMEDY}")
+        self._check(meta)
+        units, host = meta["units"], meta["host"]
         for extra in self._extras.values():
             if isinstance(extra, Expecting):
                 extra.expect(host)
@@ -249,6 +250,12 @@ class Checkpointer:
             if "cuda" in state["rng"]:
                 torch.cuda.set_rng_state(state["rng"]["cuda"])
         return dict(host)
+
+    def _check(self, meta: _Meta) -> None:
+        """UserError for the checkpoint of another run."""
+        owner, path = meta["owner"], self.folder / f"step-{meta['step']:08d}"
+        if owner != self.owner or meta["units"] != self._controller.names:
+            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_ANEW}")
 
 
 @dataclass(frozen=True)
@@ -343,7 +350,8 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-_REMEDY = "delete that folder to continue from an earlier checkpoint, or start again in another run_dir"
+_ANEW = "start again in another run_dir"
+_REMEDY = f"delete that folder to continue from an earlier checkpoint, or {_ANEW}"
 
 
 _MOST_TRIED = 8
@@ -366,9 +374,11 @@ def _newest_whole(folder: Path, steps: list[int]) -> tuple[_Meta, dict[Path, _Co
             return _verified(path), corrupt
         except _Corrupt as error:
             corrupt[path] = error
-    tried = "none before it" if len(corrupt) == len(steps) else f"none of the {_MOST_TRIED} newest"
+    every = corrupt.keys() == {folder / f"step-{step:08d}" for step in _steps(folder)}
+    tried = "none before it" if every else f"none of the {_MOST_TRIED} newest"
     more = f", and {tried} is whole" if len(corrupt) > 1 else ""
-    raise UserError(f"{next(iter(corrupt.values()))}{more}: {_REMEDY}")
+    remedy = f"delete {folder} to train from step 1 again, or {_ANEW}" if every else _REMEDY
+    raise UserError(f"{next(iter(corrupt.values()))}{more}: {remedy}")
 
 
 def _verified(path: Path) -> _Meta:
@@ -414,7 +424,7 @@ def _fitting(path: Path, whose: str) -> Iterator[None]:
     except kinds as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         reason = str(cause).strip().partition("\n")[0]
-        raise UserError(f"checkpoint {path} does not fit this {whose} ({reason}): {_REMEDY}") from error
+        raise UserError(f"checkpoint {path} does not fit this {whose} ({reason}): {_ANEW}") from error
 
 
 class _Index(pickle.Unpickler):

@@ -16,7 +16,7 @@ from gnmr.blame import Verdict
 from gnmr.paths import Window
 from gnmr.paths.plan import described
 from gnmr.records.view import RunInfo
-from gnmr.training.build import Parts, tokens_of
+from gnmr.training.build import Parts, tokenizer_digest, tokens_of
 from gnmr.training.provenance import commit, machine, told_command
 from gnmr.training.step import StepResult
 
@@ -123,6 +123,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
+            "tokenizer": tokenizer_digest(corpus),
             "train_tokens": len(tokens_of(corpus.train)),
             "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,

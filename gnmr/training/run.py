@@ -27,10 +27,10 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.models import pretrained
 from gnmr.paths import Plan, Recipe
 from gnmr.paths.plan import described
-from gnmr.records.reader import stored
+from gnmr.records.reader import read_json, stored
 from gnmr.records.recorder import Recorder, Silent
 from gnmr.stopping import ending, ends, expected, handled, signals_collected
-from gnmr.training.build import Blocks, Parts, assemble, device_of, training_blocks, validation
+from gnmr.training.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.training.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.training.compression import state_of
 from gnmr.training.folder import check_folder, done_already, locked, run_folder, say_done, unexported
@@ -114,6 +114,34 @@ def _owner(parts: Parts) -> str:
     return f"{of_run}{begun}{_backends(parts.plan)}"
 
 
+def _check_begun(parts: Parts) -> None:
+    """UserError where the folder's run began on other data, from another checkpoint or another base."""
+    config, folder = parts.config, parts.folder
+    header = read_json(folder / "header.json")
+    if header is None:
+        return
+    changed = "changed since the run began"
+    data = header.get("data")
+    if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
+        given = config.data.tokenizer is not None or config.model.checkpoint is not None
+        if given and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
+            own = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
+            what = f"{own}={config.data.tokenizer or config.model.checkpoint}: its tokenizer {changed}"
+        elif config.data.name == "stdlib":
+            what = f"data.name=stdlib: this Python's library is not the one that the run in {folder} began on"
+        elif config.data.path is None:
+            what = f"data.name={config.data.name}: what the hub gives {changed}"
+        else:
+            what = f"data.path={config.data.path}: the text of data.path {changed}"
+    elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
+        what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
+    elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):
+        what = f"base={config.base}: its checkpoint {changed}"
+    else:
+        return
+    raise UserError(f"{what}; to go on with {folder} put it back as it was, or use another run_dir")
+
+
 def _backends(plan: Plan) -> str:
     """The backends of the plan's recipes; a run does not continue under another one, which rounds differently."""
     recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
@@ -123,6 +151,8 @@ def _backends(plan: Plan) -> str:
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
     config, folder, training, world = parts.config, parts.folder, parts.config.training, parts.world
     with world.agreed():
+        if world.first:
+            _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_blocks)
     told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
@@ -135,6 +165,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         told.append(f"continuing after step {newest} of {folder}")
+    with world.agreed():
+        blocks.check(training.batch_size, training.seq_len)
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         what = "in several processes" if world.size > 1 else "with compressed gradients"
         told.append(f"verdicts: none {what}, a step that spikes is not run again")
@@ -188,7 +220,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
         recorder.say(str(parts.plan), narrow=parts.plan.brief())
         if isinstance(parts.compressed, GreedyLore):
             recorder.say(str(parts.compressed))
-    tree = told_config(parts.config)
+    tree = told_config(parts.config, parts.folder)
     with parts.world.agreed():
         name = parts.config.experiment_name
         recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), name)
@@ -200,7 +232,7 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
     """Restores counters and position in the data from a checkpoint; UserError for values that do not fit together."""
     try:
         counters = Counters(**host["counters"])
-        blocks.load_state_dict(host["blocks"])
+        blocks.load_state_dict(host["blocks"])  # writes nothing
         sound = all(type(number) is int and number >= 0 for number in asdict(counters).values())
         if not sound or counters.step != step or "records" not in host:
             raise ValueError("its numbers do not fit together")

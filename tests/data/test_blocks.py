@@ -80,15 +80,21 @@ def test_the_order_depends_on_seed_and_number_of_blocks_alone() -> None:
 
 
 def test_the_saved_order_is_compared(tmp_path: Path) -> None:
-    """One that another NumPy drew, or that was altered, is refused, where a run goes on before its first step."""
+    """One that another NumPy drew, or that was altered, is refused, by `check` before anything is taken."""
     drawn = read(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path), 9)
     assert sorted(file.name for file in (tmp_path / "order").iterdir()) == ["epoch-0.npy", "epoch-1.npy"]
     file = tmp_path / "order" / "epoch-0.npy"
     assert np.load(file).tolist() == drawn[:8]
     np.save(file, np.load(file)[::-1])
-    for begin in (lambda blocks: blocks.next(1), lambda blocks: blocks.load_state_dict({"epoch": 0, "position": 3})):
+    for begin in (lambda blocks: blocks.next(1), lambda blocks: blocks.check(1, SEQ_LEN)):
         with pytest.raises(UserError, match=r"epoch-0\.npy: damaged \(not the order that training\.seed=0 draws\)"):
             begin(TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path))
+    later = TrainBlocks(numbered(8), SEQ_LEN, 0, tmp_path)
+    later.load_state_dict({"epoch": 1, "position": 3})
+    later.check(1, SEQ_LEN)  # epoch 0 is over
+    np.save(tmp_path / "order" / "epoch-2.npy", np.arange(9, dtype=np.uint32))
+    with pytest.raises(UserError, match=r"epoch-2\.npy: orders 9 blocks, the corpus has 8"):
+        later.check(1, SEQ_LEN)
 
 
 def test_no_flip_of_the_saved_order_is_read_as_another_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from small_corpora import DOCUMENTS, build, shared_data, texts, write_rows
 
 from gnmr.config import DataConfig
 from gnmr.data import corpora
+from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
 
 Make = Callable[..., DataConfig]
@@ -53,10 +55,57 @@ def test_text_files_are_documents(config: Make, tmp_path: Path) -> None:
     assert train == in_path_order[:19] + in_path_order[20:39]
 
 
-def test_bytes_that_are_not_utf8_are_replaced(config: Make, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9 " * 3)
-    train, validation = read(config(path=str(tmp_path / "a.txt")))
-    assert "".join(train + validation).startswith("caf\ufffd ")
+TEXT = "über die Füchse, grün und müde\n" * 40
+CYRILLIC = "Съешь же ещё этих мягких булок\n" * 40
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (TEXT.encode("latin-1"), r"is not UTF-8 \(invalid start byte at byte 0\)"),
+        (b"\xef\xbb\xbfcaf\xe9 ", r"is not UTF-8 \(invalid continuation byte at byte 6\)"),
+        (TEXT.encode() + b"\xff", rf"is not UTF-8 \(invalid start byte at byte {len(TEXT.encode())}\)"),
+        (TEXT.encode()[:-2] + b"\xc3", r"is not UTF-8 \(unexpected end of data at byte"),
+        (TEXT.encode("utf-16"), "is UTF-16, as its byte order mark says"),
+        (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16, as its byte order mark says"),
+        (TEXT.encode("utf-32"), "is UTF-32, as its byte order mark says"),
+        (("fox " * 40).encode("utf-16-le"), "is UTF-16 or UTF-32 without a byte order mark"),
+        (("fox " * 40).encode("utf-16-be"), "is UTF-16 or UTF-32 without a byte order mark"),
+        (("fox " * 40).encode("utf-32-le"), "is UTF-16 or UTF-32 without a byte order mark"),
+        (CYRILLIC.replace("Съ", "съ").encode("utf-16-le"), "is UTF-16 or UTF-32 without a byte order mark"),
+        (b"fox " * 2**15 + ("fox " * 2**15).encode("utf-16-le"), "is UTF-16 or UTF-32 .* .from byte 131072 on"),
+    ],
+    ids=range(12),
+)
+@pytest.mark.parametrize("name", ["a.txt", "z.txt", "z.txt.gz"])
+def test_another_encoding_is_refused_by_file_and_byte(
+    name: str, content: bytes, message: str, config: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "b.txt").write_text("\n".join(DOCUMENTS))
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(UserError, match=rf"{name}: {message}"):
+        build(config(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["b.txt", "b.txt.gz", "b.jsonl", "b.json", "b.json.gz"])
+def test_a_byte_order_mark_is_no_text(name: str, config: Make, tmp_path: Path) -> None:
+    """In every file, and where a row begins with one: files that were joined."""
+    mark = b"\xef\xbb\xbf"
+    rows = [json.dumps({"text": text}).encode() for text in DOCUMENTS[:3]]
+    content = {"txt": DOCUMENTS[0].encode(), "json": b"[" + b",".join(rows) + b"]"}.get(
+        name.split(".")[1], (b"\n" + mark).join(rows)
+    )
+    for each in (name, name.replace("b.", "c.")):
+        (tmp_path / each).write_bytes(gzip.compress(mark + content) if each.endswith(".gz") else mark + content)
+    train, validation = read(config(path=str(tmp_path)))
+    assert "\ufeff" not in "".join(train + validation) and DOCUMENTS[0] in train
+
+
+def test_a_text_with_some_control_characters_is_read(config: Make, tmp_path: Path) -> None:
+    for place, text in enumerate(["a\0b" * 90, "\0" * 90, "\x1b[31mred\0", "\0 a"]):
+        (tmp_path / f"{place}.txt").write_text(text)
+    train, validation = read(config(path=str(tmp_path)))
+    assert "".join(train + validation) == "a\0b" * 90 + "\0" * 90 + "\x1b[31mred\0\0 a"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +174,109 @@ def test_identity_follows_the_files(config: Make, tmp_path: Path) -> None:
     renamed = identity()
     assert renamed != first
     (tmp_path / "b.jsonl").touch()
-    assert identity() != renamed
+    assert identity() == renamed
+
+
+def test_corpora_of_equal_names_sizes_and_times_are_told_apart(config: Make, tmp_path: Path) -> None:
+    """As `cp -p`, Nix or `tar --mtime` leave them; wherever the difference is, and also in a file edited in place."""
+    for version, word in enumerate(("quick", "brown")):
+        write_rows(tmp_path / f"v{version}" / "part-0.jsonl", [*DOCUMENTS[:20], word, *DOCUMENTS[20:]])
+        os.utime(tmp_path / f"v{version}" / "part-0.jsonl", (1, 1))
+    first, second = (build(config(path=str(tmp_path / version)))[0] for version in ("v0", "v1"))
+    assert first.folder != second.folder and first.fingerprint != second.fingerprint
+    file = tmp_path / "v0" / "part-0.jsonl"
+    file.write_text(file.read_text().replace("quick", "brown"))
+    os.utime(file, (1, 1))
+    assert build(config(path=str(tmp_path / "v0")))[0].fingerprint == second.fingerprint
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(config: Make, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def say(line: str) -> None:
+        if "tokenizing validation" in line:
+            write_rows(file, DOCUMENTS[::-1])
+
+    with pytest.raises(UserError, match=r"data\.path=.*: changed while it was read; run the command again"):
+        prepare(config(path=str(file)), 0, say)
+
+
+# ---- what is not read ----
+
+
+def test_what_is_not_read_is_said(config: Make, tmp_path: Path) -> None:
+    folder, away = tmp_path / "corpus", tmp_path / "away"
+    write_rows(folder / "a.jsonl", DOCUMENTS)
+    write_rows(folder / "b.jsonl.gz", DOCUMENTS)
+    write_rows(away / "x.jsonl", DOCUMENTS)
+    for name in ("c.jsonl.zst", "d.csv", "e.txt.bz2", "f.arrow", "README.md", "g", "tsv/h.tsv", ".hidden"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "linked.jsonl").symlink_to(away / "x.jsonl")
+    (folder / "more").symlink_to(away)
+    (folder / "lost.jsonl").symlink_to(away / "nothing.jsonl")
+    corpus, said = build(config(path=str(folder)))
+    assert len(texts(corpus, "train")) + len(texts(corpus, "val")) == 120
+    assert said[0].endswith(
+        "training files: 3, validation: every 20th document; not read: README.md, c.jsonl.zst, d.csv, e.txt.bz2, "
+        "f.arrow, g, lost.jsonl (a link to nothing), more/ (a link to a folder), tsv/h.tsv (9)"
+    )
+
+
+def test_rows_without_text_are_counted(config: Make, tmp_path: Path) -> None:
+    """Once, though the file is read for the tokenizer and for both splits."""
+    rows = [{"text": f"fox {i}"} if i % 10 == 0 else {"n": i} for i in range(300)]
+    rows[1:4] = [{"text": None}, {"text": " "}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "b.parquet", [None, *DOCUMENTS])
+    (tmp_path / "c.txt").write_text(" \n")
+    _, said = build(config(path=str(tmp_path)))
+    assert said[-1].endswith("; 271 rows without text; 1 file without text")
+    (tmp_path / "b.parquet").unlink()
+    (tmp_path / "c.txt").unlink()
+    assert build(config(path=str(tmp_path)))[1][-1].endswith("; 270 rows without text")
+
+
+def test_records_of_programs_are_no_corpus(config: Make, tmp_path: Path, cache_dir: Path) -> None:
+    """Runs, token caches, diagnoses, checkpoints, and what the library datasets keeps beside its rows."""
+    write_rows(tmp_path / "data" / "a.jsonl", DOCUMENTS)
+    chosen = config(path=str(tmp_path))
+    before, said = build(chosen)
+    assert "not read" not in said[0] or "cache" in said[0]
+    for name in (
+        "runs/a/one-s0/.lock",
+        "runs/a/one-s0/steps.jsonl",
+        "runs/a/two-s0/config.yaml",
+        "runs/a/two-s0/header.json",
+        "runs/a/two-s0/meta.json",
+        "plans/plan.json",
+        "plans/diagnosis.json",
+        "hf/config.json",
+        "hf/model.safetensors",
+        "wandb/run-1/files/requirements.txt",
+        "data/dataset_info.json",
+        "data/state.json",
+        "data/dataset_dict.json",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    corpus = corpora.open_corpus(chosen)
+    assert corpus.summary.endswith(
+        "; not read: cache/ (token cache), data/dataset_dict.json, data/dataset_info.json, data/state.json, "
+        "hf/ (a checkpoint), plans/ (a diagnosis), runs/a/one-s0/ (a run), runs/a/two-s0/ (a run), wandb/ (W&B) (9)"
+    )
+    assert build(chosen)[0].folder == before.folder
+    (tmp_path / "data" / "dataset_info.json").unlink()
+    with pytest.raises(UserError, match=r"state\.json: no column 'text'"):  # a user's own
+        build(chosen)
+
+
+def test_a_folder_of_save_to_disk_says_how_to_write_rows(config: Make, tmp_path: Path) -> None:
+    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
+        (tmp_path / "saved" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "saved" / name).write_text("{}")
+    with pytest.raises(UserError, match=r"not read: data-.*\.arrow, .* \(3\); datasets\.load_from_disk\(FOLDER\)"):
+        build(config(path=str(tmp_path / "saved")))
 
 
 # ---- the standard library ----

@@ -259,9 +259,28 @@ def test_what_has_no_end_is_read_as_far_as_the_run_needs(
     five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed = replace(packing.open_examples(five()), streamed=True)
-    monkeypatch.setattr(packing, "open_examples", lambda config: streamed)
+    monkeypatch.setattr(packing, "open_examples", lambda config, tell: streamed)
     for needed, number in ((5, 1), (100, 5)):
         assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
+
+
+def test_control_tokens_in_an_example_are_text(config: Make, checkpoint: Path, tmp_path: Path) -> None:
+    """And the tokenizer's own template puts its token before each example all the same."""
+    pairs = [("a </s> b <s>", "c </s> d"), ("e", "</s>")] * 20
+    settings = config(name="instructions", path=str(write_examples(tmp_path / "a.jsonl", pairs)))
+    corpus, said = build(settings, checkpoint)
+    both = np.concatenate([corpus.train.tokens[:], corpus.val.tokens[:]])
+    assert (both == 1).sum() == (both == 0).sum() == 40
+    first = corpus.train.tokens[: corpus.train.borders[0, 0]].tolist()
+    assert first == [0, 10, 2, 2, 11, 2, 2, 12, 2, 2, 13, 1]  # "<" and "/s>" are unknown words
+    assert corpus.train.borders[0, 1] == 7  # the prompt's, behind which the answer begins
+    assert said[-1].endswith("; 80 control tokens in the text, read as text")
+
+
+def test_rows_without_an_answer_are_counted(config: Make, checkpoint: Path, tmp_path: Path) -> None:
+    pairs = [("a", "b"), ("c", " "), ("a", "b")] * 30
+    settings = config(name="instructions", path=str(write_examples(tmp_path / "a.jsonl", pairs)))
+    assert build(settings, checkpoint)[1][-1].endswith("; 30 rows without an answer")
 
 
 def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_identity_follows_files_and_columns(config: Make, tmp_path: Path) -> Non
     assert first == identity()
     assert len({first, identity(name="gsm8k"), identity(response_column="x"), identity(input_column="x")}) == 4
     file.touch()
-    assert identity() != first
+    assert identity() == first
 
 
 # ---- plain text ----
@@ -210,7 +210,7 @@ ROW = b'{"prompt": "a", "response": "b"}\n'
         (broken("a.jsonl", ROW), {"name": "gsm8k"}, r"row 1: no column 'question'; it has prompt, response$"),
         (broken("a.jsonl", ROW.replace(b'"b"', b"7")), {}, r"row 1: column 'response' holds int; it needs text"),
         (broken("a.jsonl", ROW.replace(b'"a"', b"null")), {}, r"row 1: column 'prompt' holds nothing; it needs text"),
-        (broken("a.jsonl", b"\xff\xfe"), {}, r"a\.jsonl: row 1 is not UTF-8 \(invalid start byte"),
+        (broken("a.jsonl", b"\xff"), {}, r"a\.jsonl: row 1 is not UTF-8 \(invalid start byte"),
         (broken("a.jsonl.gz", ROW), {}, r"a\.jsonl\.gz: cannot be read \(BadGzipFile"),
         (broken("a.parquet", b"no parquet"), {}, r"a\.parquet: cannot be read \(ArrowInvalid"),
         (broken("a.txt", b"text"), {}, r"a\.txt: plain text has no columns; give \.jsonl, \.json or \.parquet"),

@@ -107,7 +107,7 @@ def test_a_path_without_effect_is_said(config: Make, corpus_file: Path, monkeypa
     from gnmr.data import corpora
 
     local = corpora.open_corpus(config(path=str(corpus_file)))
-    monkeypatch.setattr(corpora, "open_corpus", lambda config: local)
+    monkeypatch.setattr(corpora, "open_corpus", lambda config, tell: local)
     _, said = build(config(name="stdlib", path="somewhere"))
     assert "data.path=somewhere has no effect" in said[0]
 
@@ -160,9 +160,8 @@ def test_any_text_comes_back(documents: list[str], piece: int) -> None:
     assert sum(last for _, last in parts) == len(documents)
     tokenizer = bpe.train(iter(documents), 300)
     for text in documents:
-        (encoding,) = bpe.encode(tokenizer, [text], "", offsets=False)
-        if "<|endoftext|>" not in text:
-            assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
+        (encoding,) = bpe.encode(tokenizer, [text], "", bpe.Controls.of(tokenizer, 0), offsets=False)
+        assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
 
 
 # ---- a user's tokenizer ----
@@ -205,6 +204,57 @@ def test_bad_tokenizers_are_one_line(config: Make, corpus_file: Path, tmp_path: 
         with pytest.raises(UserError, match=message) as caught:
             build(config(path=str(corpus_file), tokenizer=str(file)))
         assert "\n" not in str(caught.value)
+
+
+# ---- control tokens that are written out in a text ----
+
+
+def unigram() -> Tokenizer:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0), *((letter, -3.0) for letter in "abcdfox </s>")]
+    return Tokenizer(models.Unigram(pieces, 0, False))
+
+
+def byte_level() -> Tokenizer:
+    return bpe.train(iter(DOCUMENTS), 300)
+
+
+def words() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "fox": 2, "<s>": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, words, unigram])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_control_token_in_a_text_is_text(make: Callable, special: bool, config: Make, tmp_path: Path) -> None:
+    """Of a tokenizer from a file, whether its control tokens are marked as special, added, or words of the model."""
+    tokenizer = make()
+    end = "</s>" if make is not byte_level else "<|endoftext|>"
+    more = ["<s>", "</s>", "<pad>", "<|im_start|>"]
+    tokenizer.add_special_tokens([end, *more])
+    tree = json.loads(tokenizer.to_str())
+    for token in tree["added_tokens"]:
+        token["special"] = special or token["content"] != end
+    (tmp_path / "t.json").write_text(json.dumps(tree))
+    documents = [f"fox {i} {end} fox<s>fox {end}{end} <pad></s> a{end}" for i in range(40)]
+    file = write_rows(tmp_path / "a.jsonl", documents)
+    corpus, said = build(config(path=str(file), tokenizer=str(tmp_path / "t.json")))
+    ids = np.concatenate([corpus.train[:], corpus.val[:]])
+    assert (ids == corpus.end_token).sum() == 40
+    names = Tokenizer.from_file(str(tmp_path / "t.json"))
+    assert not {names.token_to_id(name) for name in ("<s>", "<pad>")} & set(ids.tolist())
+    assert said[-1].endswith("; 280 control tokens in the text, read as text")
+
+
+def test_a_control_token_in_a_text_without_a_tokenizer(config: Make, tmp_path: Path) -> None:
+    documents = [f"{text}<|endoftext|>more" for text in DOCUMENTS]
+    corpus, _ = build(config(path=str(write_rows(tmp_path / "a.jsonl", documents))))
+    assert sum((part[:] == corpus.end_token).sum() for part in (corpus.train, corpus.val)) == 40
+    tokenizer = bpe.load(corpus.tokenizer_path.read_bytes(), "")
+    train = [text for i, text in enumerate(documents) if i not in (19, 39)]
+    ends = np.flatnonzero(corpus.train[:] == corpus.end_token)
+    parts = np.split(corpus.train[:], ends + 1)[:-1]
+    assert [tokenizer.decode(part[:-1].tolist(), skip_special_tokens=False) for part in parts] == train
 
 
 # ---- what a warm start costs ----

@@ -49,7 +49,7 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     names |= {"te_precision.yaml", "te_debug.yaml", "modules_to_ignore.json"}
     assert {file.name for file in Path("plan").iterdir()} == names
     tree = json.loads(Path("plan/diagnosis.json").read_text())
-    assert tree["command"].startswith("gnmr diagnose run recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"
+    assert tree["command"].startswith(f"gnmr diagnose {run} recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"
     assert (tree["subject"]["kind"], tree["block"], tree["batch_size"], len(tree["rows"])) == ("run", 16, 2, 21)
     plan = read_plan("plan/plan.json")
     assert plan.low == "sim_e2m1" and plan.share is not None and plan.share <= 0.1 and plan.provenance["command"]
@@ -118,7 +118,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["tokens=0"], "tokens=0: must be a whole number"),
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
         (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),
-        (["data=binary.txt"], "data=binary.txt: cannot be read as UTF-8 text (invalid"),
+        (["data=binary.txt"], "data=binary.txt: is not UTF-8 (invalid"),
         (["data=pipe.txt"], "data=pipe.txt: is no file"),
         (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
         (["html=no/page.html"], "html=no/page.html: must be a file in a folder that exists"),

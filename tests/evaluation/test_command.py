@@ -45,8 +45,8 @@ def test_a_checkpoint_on_all_tasks(gnmr, checkpoint, task_data, tmp_path) -> Non
         *("gnmr", "lm_eval", "torch", "transformers"),
     }
     assert (tree["path"], tree["limit"], tree["data"]) == ("16bit", 2, str(task_data))
-    shorter = [checkpoint.name, f"data={task_data.name}", *words[2:]]
-    assert tree["command"] == f"gnmr eval {' '.join(shorter)}", "of a path outside of the working folder its last part"
+    inputs = [str(checkpoint), f"data={task_data}", *words[2:]]
+    assert tree["command"] == f"gnmr eval {' '.join(inputs)}", "it runs as it is written"
     assert (tree["subject"]["kind"], tree["subject"]["model"], tree["subject"]["dtype"]) == (
         "checkpoint",
         "llama",

@@ -128,6 +128,12 @@ def test_an_adapter_changes_the_checkpoint_under_it(checkpoint, tmp_path) -> Non
     with subject.serving(), plain.serving():
         torch.testing.assert_close(subject.logits(tokens), expected, rtol=1e-6, atol=1e-6)
         assert not torch.allclose(plain.logits(tokens), expected, atol=1e-2)
+    told = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(told.read_text())
+    told.write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    with pytest.raises(UserError, match=r"4 of its weights have no place in the model .* \(the first is .*down_proj"):
+        load_subject(str(checkpoint), adapter=str(tmp_path / "adapter"), device="cpu")
+    told.write_text(json.dumps(config))
     # Half of an adapter would leave the other half as it was drawn.
     from safetensors.torch import load_file, save_file
 
@@ -157,6 +163,11 @@ def broken(folder: Path, how: str) -> None:
         (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     elif how == "layers":
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    elif how == "surplus":
+        from safetensors.torch import load_file, save_file
+
+        surplus = {"model.layers.0.self_attn.q_proj.bias": torch.ones(config["hidden_size"])}
+        save_file(load_file(weights) | surplus, weights, {"format": "pt"})
     elif how == "adapter":
         (folder / "config.json").rename(folder / "adapter_config.json")
     else:
@@ -172,8 +183,9 @@ def broken(folder: Path, how: str) -> None:
         "no tokenizer": "holds no tokenizer (tokenizer.json or tokenizer.model)",
         "bert": "a bert model, which is not LLaMA-like (it has no model.layers)",
         "config": "cannot be loaded (",
-        "shape": "cannot be loaded (",
-        "layers": "9 weights are missing or of another shape (the first is model.layers.2.",
+        "shape": "6 weights (model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight, ",
+        "layers": "9 weights (model.layers.2.input_layernorm.weight, ",
+        "surplus": "1 weight (model.layers.0.self_attn.q_proj.bias) is in its files, and the model of config.json has ",
         "adapter": "is an adapter: give its base checkpoint, and adapter=",
         "nothing": "neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)",
     }.items(),
@@ -255,6 +267,14 @@ def test_what_is_no_subject(place, words, line, checkpoint, tmp_path, monkeypatc
     with pytest.raises(UserError) as caught:
         load_subject(place or str(checkpoint), **{"device": "cpu", **words})
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["own", "checkpoint"])
+def test_a_control_token_in_a_plain_text_is_text(kind, runs, checkpoint) -> None:
+    subject = load_subject(str(runs("llama") if kind == "own" else checkpoint), device="cpu")
+    ends = subject.text.decode([subject.text.eos], special=True)
+    assert subject.text.eos not in subject.text.plain(f"abc{ends}abc", "")
+    assert subject.text.plain("abc abc", "") == subject.text.encode("abc abc", False)
 
 
 # ---- runs that began from a checkpoint ----

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gnmr.config.model import AdapterConfig, ModelConfig
 from gnmr.errors import UserError
@@ -126,6 +128,18 @@ def test_the_fingerprint_is_that_of_the_weights(checkpoint: Path, tmp_path: Path
     assert fingerprint(str(checkpoint)) != first
 
 
+def test_the_fingerprint_is_of_every_byte(checkpoint: Path) -> None:
+    """A merged adapter changes the middle of a file alone."""
+    first, file = fingerprint(str(checkpoint)), checkpoint / "model.safetensors"
+    with file.open("ab") as stream:
+        stream.truncate(5 * 2**20)  # its middle is farther than a MiB from both ends
+    padded = fingerprint(str(checkpoint))
+    with file.open("r+b") as stream:
+        stream.seek(5 * 2**19)
+        stream.write(b"\1")
+    assert len({first, padded, fingerprint(str(checkpoint))}) == 3
+
+
 def refused(checkpoint: str) -> str:
     with pytest.raises(UserError) as told:
         load(checkpoint, torch.float32, CPU)
@@ -157,7 +171,70 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
 def test_missing_weights_are_named(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "9 weights are missing or of another shape (the first is model.layers.2." in refused(str(checkpoint))
+    assert "9 weights (model.layers.2.input_layernorm.weight, " in refused(str(checkpoint))
+
+
+HEADS = {"layers.0.self_attn.rotary_emb.inv_freq": (4,), "layers.1.self_attn.masked_bias": (1,)}
+SURPLUS: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object], str | None]] = {
+    # name -> weights beside those of two layers, keys of config.json, what the line says
+    "bias": (
+        {f"layers.{i}.self_attn.{p}_proj.bias": (32,) for i in (0, 1) for p in "qkv"},
+        {},
+        r"6 weights \(.*\.bias",
+    ),
+    "scales": ({f"layers.{i}.mlp.up_proj.weight_scale": () for i in (0, 1)}, {}, r"2 weights \(.*weight_scale"),
+    "norms": (
+        {"layers.1.self_attn.q_norm.weight": (8,)},
+        {},
+        r"1 weight \(model\.layers\.1\.self_attn\.q_norm\.weight\) is",
+    ),
+    "layers": ({}, {"num_hidden_layers": 1}, r"9 weights \(model\.layers\.1\."),
+    "shape": ({}, {"intermediate_size": 40}, r"down_proj\.weight is \[32, 48\] in the file and \[32, 40\] by config"),
+    "vocabulary": (
+        {},
+        {"vocab_size": 70},
+        r"2 weights .* of another shape than config\.json says \(lm_head\.weight is",
+    ),
+    "buffers": (HEADS, {}, None),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", SURPLUS)
+def test_the_weights_are_exactly_those_of_the_model(name: str, sharded: bool, tmp_path: Path) -> None:
+    more, changes, message = SURPLUS[name]
+    as_hugging_face(llama()).save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    added = {f"model.{key}": torch.ones(shape) for key, shape in more.items()}
+    save_file({**load_file(file), **added}, file, {"format": "pt"})
+    tree = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(tree | changes))
+    if message is None:
+        load(str(tmp_path), torch.float32, CPU)
+    else:
+        assert re.search(message, refused(str(tmp_path)))
+
+
+def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:
+    save(llama(tied_head=True), tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file)
+    for head in (weights["model.embed_tokens.weight"].clone(), weights["model.embed_tokens.weight"] + 1):
+        save_file(weights | {"lm_head.weight": head}, file, {"format": "pt"})
+        assert torch.equal(load(str(tmp_path / "hf"), torch.float32, CPU).lm_head.weight, head)
+
+
+def test_a_tokenizer_of_sentencepiece_names_the_package(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gnmr.data import tokenizer as bpe
+
+    (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None if name == "sentencepiece" else True)
+    with pytest.raises(
+        UserError, match=r"tokenizer\.model: is read by sentencepiece, .*; pip install sentencepiece proto"
+    ):
+        pretrained.open_tokenizer(str(checkpoint))
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json; .* with the packages sentencepiece and protobuf"):
+        bpe.read(checkpoint, "model.checkpoint=x")
 
 
 def test_adapter_targets_that_match_nothing_are_refused(checkpoint: Path) -> None:

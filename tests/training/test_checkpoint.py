@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, assembled, 
     damage(saver.folder / "step-00000003")
     other = assembled("training.seed=1")
     before = [p.detach().clone() for p in other.model.parameters()]
-    with pytest.raises(UserError, match=r"checkpoint .*step-00000003 is corrupt .*: delete that folder") as caught:
+    with pytest.raises(UserError, match=r"checkpoint .*step-00000003 is corrupt .*: delete .*checkpoints to") as caught:
         checkpointer(other).load(3)
     assert "\n" not in str(caught.value)
     assert all(same_bits(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
@@ -249,8 +249,84 @@ def test_a_run_is_not_continued_on_other_data(half_way, tiny, text_file, tmp_pat
     other.write_text(text_file.read_text()[::-1])
     saved = half_way / "config.yaml"
     saved.write_text(saved.read_text().replace(str(text_file), str(other)))
-    with pytest.raises(UserError, match="belongs to another run"):
+    before = content(half_way)
+    with pytest.raises(
+        UserError, match=r"data\.path=.*other\.txt: the text of data\.path changed since the run began; "
+    ):
         run(tiny(f"run_dir={half_way}", f"data.path={other}"), lambda _: None)
+    assert content(half_way) == before
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """All that a run folder holds."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("left", ["both", "first", "corrupt", "none"])
+def test_a_run_whose_text_was_changed_is_left_as_it_is(left, train, text_file, tmp_path):
+    """By a line more, or by as many letters in the middle, whatever checkpoints are there; and goes on when it is put
+    back."""
+    file, sound = tmp_path / "text.txt", text_file.read_text()
+    words = [f"data.path={file}"]
+    file.write_text(sound)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = TrainStep.__call__
+
+        def call(self, *args):
+            if self.controller.t == 7:
+                raise ZeroDivisionError
+            return plain(self, *args)
+
+        patch.setattr(TrainStep, "__call__", call)
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path / "run", *words)
+    (tmp_path / "run" / "FAILED").unlink()  # as after SIGKILL
+    checkpoints = tmp_path / "run" / "checkpoints"
+    if left != "both":
+        shutil.rmtree(checkpoints / "step-00000006")
+    if left == "corrupt":
+        flip(checkpoints / "step-00000003" / "__0_0.distcp")
+    if left == "none":
+        shutil.rmtree(checkpoints)
+    (tmp_path / "run" / ".lock").touch()
+    before = content(tmp_path / "run")
+    middle = len(sound) // 2
+    for changed in (sound + "\nmore " * 200, sound[:middle] + sound[middle:].replace("a", "b")):
+        file.write_text(changed)
+        with pytest.raises(
+            UserError, match=r"data\.path=.*: the text of data\.path changed since the run began; "
+        ) as told:
+            train(tmp_path / "run", *words)
+        assert "put it back as it was, or use another run_dir" in str(told.value)
+        assert content(tmp_path / "run") == before
+    file.write_text(sound)
+    if left != "corrupt":
+        train(tmp_path / "run", *words)
+        assert (tmp_path / "run" / "DONE").exists()
+        return
+    with pytest.raises(UserError, match=r"is corrupt .*: delete .*checkpoints to train from step 1 again, or start"):
+        train(tmp_path / "run", *words)
+    assert content(tmp_path / "run") == before
+
+
+def test_another_tokenizer_is_named(half_way, train, tmp_path):
+    """Where it was given: one that was trained on the text is the text's."""
+    from gnmr.records.writer import replace_json
+
+    header = read_json(half_way / "header.json")
+    replace_json(half_way / "header.json", header | {"data": header["data"] | {"fingerprint": "0", "tokenizer": "0"}})
+    with pytest.raises(UserError, match=r"the text of data\.path changed"):
+        train(half_way)
+
+
+def test_a_corrupt_checkpoint_of_another_run_is_not_set_aside(half_way, assembled):
+    flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    before, parts = content(half_way), assembled()
+    (half_way / "checkpoints" / ".writing-step-00000007").mkdir()
+    other = Checkpointer(half_way / "checkpoints", "b-s0", 1, parts.model, parts.optimizer, parts.controller)
+    with pytest.raises(UserError, match=r"step-00000003 belongs to another run .*: start again in another run_dir$"):
+        other.newest()
+    assert content(half_way) == before and (half_way / "checkpoints" / ".writing-step-00000007").is_dir()
 
 
 def test_the_header_keeps_what_began_the_run_and_adds_what_continued_it(half_way, train):

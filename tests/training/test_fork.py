@@ -206,7 +206,7 @@ def test_a_base_that_changed_is_told(tmp_path, train, words, old):
     train(tmp_path / "run", *mine)
     (tmp_path / "run" / "DONE").unlink()
     shutil.rmtree(base / "checkpoints/step-00000006")
-    with pytest.raises(UserError, match="belongs to another run"):
+    with pytest.raises(UserError, match=r"base=.*: its checkpoint changed since the run began"):
         train(tmp_path / "run", *mine)
 
 

@@ -27,7 +27,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gnmr train data.path={here}/data/x.txt", "gnmr train data.path=data/x.txt"),
         ("gnmr train data.path={home}/x.txt", "gnmr train 'data.path=~/x.txt'"),
         ("gnmr train run_dir=/scratch/alice/run", "gnmr train run_dir=run"),
-        ("gnmr train 'a=[/scratch/x,/b/c d]'", "gnmr train 'a=[x,c d]'"),
+        ("gnmr train data.path=/data/gsm run_dir=/scratch/x/run", "gnmr train data.path=/data/gsm run_dir=run"),
+        ("gnmr diagnose /data/llama data=/data/x.txt out=/tmp/p", "gnmr diagnose /data/llama data=/data/x.txt out=p"),
+        ("gnmr train +scores.data=/d/t data.cache_dir=/scratch/c", "gnmr train +scores.data=/d/t data.cache_dir=c"),
+        ("gnmr train 'a=[/scratch/x,{here}/c d]'", "gnmr train 'a=[/scratch/x,c d]'"),
         ("/usr/local/bin/gnmr train preset=6/8", "gnmr train preset=6/8"),
         ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
     ],
@@ -39,6 +42,40 @@ def test_a_command(command: str, told: str, here: Path) -> None:
 def test_places(here: Path) -> None:
     told = [place(str(path)) for path in (here / "x", Path.home() / "x", Path.home(), "/scratch/x", "x/y")]
     assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
+
+
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Neither HOME nor an entry in passwd, as in containers."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert [place(str(here / "x")), place("/scratch/x")] == ["x", "/scratch/x"]
+    assert told_command(f"gnmr train data.path={here}/x run_dir=/scratch/r") == "gnmr train data.path=x run_dir=r"
+
+
+@pytest.mark.parametrize("given", ["{here}/cache", "cache", "{away}/cache"])
+def test_the_token_cache_is_found_from_any_folder(
+    given: str, tiny, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gnmr.evaluation.subjects import load_subject
+
+    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "none"))
+    words = ("training.steps=2", f"data.cache_dir={given.format(here=here, away=tmp_path / 'away')}")
+    folder = run(tiny(f"run_dir={here}/runs/one", *words), lambda _: None)
+    told = read(folder / "config.yaml").data.cache_dir
+    assert told == ("../../cache" if "away" not in given else str(tmp_path / "away" / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_subject(str(folder), device="cpu").text.encode("abc", False)
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gnmr.config import DataConfig
+
+    monkeypatch.setenv("GNMR_CACHE", "")
+    assert DataConfig(cache_dir="").cache_dir == "~/.cache/gnmr"
 
 
 def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:

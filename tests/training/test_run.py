@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,14 +133,24 @@ def test_a_config_that_cannot_be_read_is_told_in_one_line(content, copied, train
     assert "\n" not in str(caught.value) and "choose another run_dir" in str(caught.value)
 
 
-def test_a_damaged_order_is_told_and_the_run_marked(copied, train):
+def test_a_damaged_order_is_told_before_a_record_is_changed(copied, train):
     (copied / "DONE").unlink()
     for folder in (copied / "checkpoints").iterdir():
         shutil.rmtree(folder)
     (copied / "order" / "epoch-0.npy").write_bytes(b"nonsense")
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"epoch-0\.npy: damaged"):
         train(copied)
-    assert "epoch-0.npy: damaged" in (copied / "FAILED").read_text()
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_run_in_a_thread(copied, train, tmp_path):
+    """Signals are the main thread's; the run is none the worse."""
+    with ThreadPoolExecutor(1) as pool:
+        folder = pool.submit(train, tmp_path / "threaded").result()
+    assert (folder / "DONE").exists()
+    losses = [[row["loss"] for row in read_jsonl(one / "steps.jsonl")] for one in (folder, copied)]
+    assert losses[0] == losses[1]
 
 
 def test_one_process_at_a_time(train, tmp_path):

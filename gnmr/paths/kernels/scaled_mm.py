@@ -7,8 +7,8 @@ scaled_mm runs GEMMs that cast nothing, and those whose operands both have
     tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
     mx                      `mxfp8`; E4M3: 10.0 (Blackwell) or newer
 
-Tiles and blocks ran on one H200 (docs/cost.md), mx never ran on hardware: `auto` chooses none of them, backend=scaled_mm
-does.
+Tiles and blocks ran on one H200 (docs/cost.md), mx never ran on hardware: `auto` chooses none of them,
+backend=scaled_mm does.
 
 The casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
 sums, and that a value's scale meets the product, so that nothing is rounded to bfloat16 in between. For scales
