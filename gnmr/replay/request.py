@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gnmr.caller import did_you_mean
 from gnmr.config import ControllerConfig, from_words, load, one_line
 from gnmr.config import read as read_config
 from gnmr.config.old_words import refuse_old
@@ -75,5 +76,7 @@ def request(words: list[str], *, several: bool, trust: bool = False) -> Request:
         raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
     for name in signals:
         if name not in (*SIGNALS, "all") and ":" not in name:
-            raise UserError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}")
+            raise UserError(
+                f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}{did_you_mean(name, SIGNALS)}"
+            )
     return Request(tuple(changes), signals, trust)
