@@ -28,9 +28,10 @@ from gnmr.config.compose import choices_of, conf_dir, register, with_base, with_
 from gnmr.config.meant import GROUPS
 from gnmr.config.old_words import refuse_old
 from gnmr.config.overrides import as_given, node_of
+from gnmr.config.texts import place
 from gnmr.config.yaml_files import check_yaml, yaml_files
 from gnmr.distributed.launch import is_first, is_torchrun, launch, started
-from gnmr.errors import RunFailed, UserError, writing
+from gnmr.errors import RunFailed, UserError, told_as, writing
 from gnmr.stopping import never_at_once
 from gnmr.terminal import activation, say, shared, shown_command, wiping
 from gnmr.untrusted import MAX_DEPTH
@@ -181,6 +182,8 @@ def run_cell(composed: DictConfig) -> None:
     config = load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
+    with told_as():
+        place("data.cache_dir", config.data.cache_dir)
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)

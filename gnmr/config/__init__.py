@@ -151,7 +151,7 @@ class Config:
             "data.cache_dir",
         )
         for key, value in fields(self, *places, "data.path", "data.tokenizer", "data.cache_dir", "scores.data").items():
-            place(key, value)
+            place(key, value, homeless=key == "data.cache_dir")
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
         length = len(self.arm_name.encode())
         require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")

@@ -23,7 +23,8 @@ from gnmr.errors import UserError
 OPTIONAL = ("experiment", "preset", "sweep", "debug")
 """Groups of conf/ of which nothing is chosen by default."""
 _SIMPLE = (ValueType.ELEMENT, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.CHOICE_SWEEP)
-_PIECE = re.compile(r"(?:(?<=^)|(?<=,)|(?<=\())\s*([^\s,()'\"\[\]{}]+)\s*(?=,|\)|$)")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:^|(?<=[,(]))\s*([^\s,()'"\[\]{}]+)\s*(?=[,)]|$)""")
+"""What is in quotes, or (a group) one value without them."""
 
 
 def as_given(words: Sequence[str]) -> list[str]:
@@ -36,6 +37,8 @@ def as_given(words: Sequence[str]) -> list[str]:
         if "=" not in word and not word.startswith("~"):
             kept.append(word)  # which Hydra refuses, and `mistake` explains
             continue
+        if not word.partition("=")[0].strip():
+            raise UserError(f"{word}: must be key=value, without spaces beside the =")
         override = parsed(word)
         key, choice = override.key_or_group, override.get_key_element()
         if override.is_delete():
@@ -132,11 +135,17 @@ def _spelled(word: str, override: Override) -> str:
     parse = OverridesParser.create().parse_rule
 
     def keep(piece: re.Match[str]) -> str:
+        if piece[1] is None:
+            return piece[0]
         read = parse(piece[1], "primitive")
         changed = isinstance(read, int | float) or (read is None and not node._is_optional())
         return f"'{piece[1]}'" if changed else piece[0]
 
-    return f"{key}={_PIECE.sub(keep, value)}"
+    if (kept := _PIECE.sub(keep, value)) == value:
+        return word
+    if override.value_type == ValueType.CHOICE_SWEEP:  # whose quotes Hydra takes off
+        kept = kept.strip().removeprefix("choice(").removesuffix(")")
+    return f"{key}={kept}"
 
 
 def _refuse_deletion(word: str, key: str) -> None:
@@ -155,8 +164,6 @@ def _unreadable(word: str, reason: str) -> str:
     """Why Hydra cannot read the word, and what to type."""
     key, _, value = word.partition("=")
     bare = f"{key.strip()}={value.strip()}"
-    if not key.strip():
-        return f"{word}: must be key=value, without spaces beside the ="
     if bare != word and _readable(bare):
         return f"{word}: has spaces beside its =: {bare if bare == shlex.quote(bare) else in_quotes(bare)}"
     known = node_of(key.lstrip("+~"))

@@ -15,6 +15,7 @@ from gnmr.config import read as read_config
 from gnmr.config.old_words import refuse_old
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, nearest
+from gnmr.replay.trace import own_loop_of
 from gnmr.untrusted import exists
 
 
@@ -32,7 +33,9 @@ class Request:
     def settings(self, path: Path) -> ControllerConfig:
         """The controller's settings for this run or file. UserError for values without sense, and for a signal to
         import that the folder names and the user does not trust."""
-        own = read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
+        own = own_loop_of(path)
+        if own is None:
+            own = read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
         settings = self.over(own)
         given = any(word.startswith("signal=") for word in self.changes)
         if ":" in settings.signal and not (given or self.trust):

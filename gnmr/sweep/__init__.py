@@ -27,7 +27,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import configure_log, run_job, setup_globals
@@ -241,14 +241,15 @@ def combinations_of(
     names = list(arms)
     if asked:
         last = asked[-1]
-        names = list(last.sweep_string_iterator()) if last.is_sweep_override() else [last.get_value_element_as_str()]
+        values = last.sweep_iterator() if last.is_sweep_override() else [last.value()]
+        names = [value.text if isinstance(value, QuotedString) else str(value) for value in values]
     if unknown := [name for name in names if name not in arms]:
         told = "; ".join(f"{name} ({of or 'the defaults'})" for name, of in arms.items())
         raise UserError(f"arm={unknown[0]}: is no arm of this sweep: use one of {told}")
     first, typed = ([one for one in half if one.key_or_group != "arm"] for half in given)
     cells = [cell for name in names for cell in _combinations([*first, *parse(arm_words(name, arms[name])), *typed])]
-    outermost = list(dict.fromkeys(cell[0] for cell in cells))  # the first axis, the seeds: all arms of the first, ...
-    return sorted(cells, key=lambda cell: outermost.index(cell[0]))
+    firsts = list(dict.fromkeys(tuple(cell[:1]) for cell in cells))  # of the first axis, the seeds: all arms of each
+    return sorted(cells, key=lambda cell: firsts.index(tuple(cell[:1])))
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:
