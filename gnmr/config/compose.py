@@ -120,10 +120,10 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
                 return f"{word}: use one of {', '.join(files)}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     lost = re.search(r"Could not find '([^/']+)/(?:([^']*)/)?", line)
-    files = set(choices[1].split() if choices else ()) | set(choices_of(lost[1]) if lost else ())
-    if lost and lost[2] and any(file.startswith(f"{lost[2]}/") for file in files):
-        files = {file for file in files if file.startswith(f"{lost[2]}/")}
-    return f"{line}: use one of {', '.join(sorted(files, key=_by_number))}" if files else line
+    there = set(choices[1].split() if choices else ()) | set(choices_of(lost[1]) if lost else ())
+    if lost and lost[2] and any(file.startswith(f"{lost[2]}/") for file in there):
+        there = {file for file in there if file.startswith(f"{lost[2]}/")}
+    return f"{line}: use one of {', '.join(sorted(there, key=_by_number))}" if there else line
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

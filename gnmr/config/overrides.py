@@ -118,7 +118,7 @@ def node_of(key: str) -> Node | None:
     for part in key.split("."):
         if not isinstance(node, DictConfig):
             return None
-        node = node._get_node(part, validate_access=False)  # type: ignore[assignment]
+        node = node._get_node(part, validate_access=False)
     return node
 
 

@@ -77,7 +77,8 @@ def _check(text: str, group: str) -> None:
     """Raise ValueError or YAMLError for what Hydra cannot read, or would read as something else than is written."""
     loader = get_yaml_loader()
     node = yaml.compose(text, loader)
-    if _grown(node, known := {}) > max(_MOST_VALUES, 2 * len(known)):
+    known: dict[int, int] = {}
+    if _grown(node, known) > max(_MOST_VALUES, 2 * len(known)):
         raise _Endless
     if text.startswith("\ufeff"):
         raise ValueError(": begins with a byte order mark (BOM); save it as UTF-8 without one")

@@ -70,8 +70,8 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
     if isinstance(signal, str):
         cls = _third_party(name) if ":" in name else SIGNALS.get(name)
         if cls is None:
-            known = f"use one of {', '.join(SIGNALS)}, or package.module:Class"
-            raise ValueError(f"signal {name!r} is not known: {known}{did_you_mean(name, SIGNALS)}")
+            right = f"use one of {', '.join(SIGNALS)}, or package.module:Class"
+            raise ValueError(f"signal {name!r} is not known: {right}{did_you_mean(name, SIGNALS)}")
     built: Any = cls
     if isinstance(cls, type) or (callable(cls) and not hasattr(cls, "observe")):
         parameters = signature(cls).parameters if options else {}
