@@ -42,6 +42,10 @@ class _Stream(io.FileIO):
             raise lost(error) from error
 
 
+_replaced: list[Any] = []
+"""Kept alive: at its end a stream closes its file, which the new one writes to."""
+
+
 def open_streams() -> None:
     """Make all prints of this process fail alike, as `gnmr.terminal.Terminal` does; a closed stream goes nowhere.
 
@@ -55,6 +59,7 @@ def open_streams() -> None:
         buffer = getattr(old, "buffer", None)
         if type(getattr(buffer, "raw", buffer)) is io.FileIO:
             old.flush()
+            _replaced.append(old)
             raw = _Stream(old.fileno())
             how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
             whole: Any = raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
