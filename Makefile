@@ -30,6 +30,8 @@ help:  ## this list
 	@echo "  PYTHON=...            Python 3.11 or newer for .venv (now: $(PYTHON))"
 
 setup: $(READY)  ## make .venv with the pinned packages (all commands below do so by themselves)
+	@echo "Ready. Once in each shell:  source $(BIN)/activate"
+	@echo "Then, for example:          gnmr demo"
 
 demo: $(READY)  ## a minute: what low precision costs, and what recovery gets back: gnmr demo ARGS
 	$(BIN)/gnmr demo $(ARGS)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
+from gnmr.caller import did_you_mean
+
 _SHOWN = 500
 """Characters of a value that a message repeats."""
 
@@ -33,7 +35,8 @@ def one_of(choices: Iterable[str], /, **options: object) -> None:
     """One of `choices`."""
     known = tuple(choices)
     for name, value in options.items():
-        require(value in known, name, value, f"must be one of {', '.join(known)}")
+        if value not in known:
+            require(False, name, value, f"must be one of {', '.join(known)}{did_you_mean(value, known)}")
 
 
 def positive(*, or_null: bool = False, **options: object) -> None:

@@ -7,6 +7,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from gnmr.caller import guess
+
 MAX_LINE = 1500
 """Characters of a line that ends a command: some quote what a file holds."""
 
@@ -33,11 +35,9 @@ def printable(text: object) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """What an unknown word may have been meant to be, as the end of a message."""
-    from difflib import get_close_matches
-
     known = list(known)
-    close = get_close_matches(word.partition("=")[0], known, 1)
-    return f": did you mean {close[0]}?" if close else f": use one of {', '.join(known)}"
+    close = guess(word.partition("=")[0], known)
+    return f": did you mean {close}?" if close else f": use one of {', '.join(known)}"
 
 
 @contextmanager

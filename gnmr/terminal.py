@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
+from shutil import which
 from textwrap import wrap
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,8 @@ from rich.progress import track
 from rich.segment import ControlType
 from rich.text import Text
 
+from gnmr.streams import Unwritable, lost, unread, why_unwritable
+
 NARROW = 64
 """Columns of a terminal below which tables have fewer columns, or more lines."""
 
@@ -25,20 +28,18 @@ _T = TypeVar("_T")
 
 
 class Terminal(Console):
-    """rich's console; a reader that leaves (gnmr report | head) or a terminal that is closed is a BrokenPipeError, as
-    for `print`, and no exit."""
+    """rich's console; a reader that leaves (gnmr report | head), a terminal that is closed or a full disk is a
+    BrokenPipeError, as for `print`, and no exit."""
 
     def on_broken_pipe(self) -> None:
         """rich would end the process, which a run would take for a signal."""
-        raise BrokenPipeError
+        raise sys.exception() or BrokenPipeError
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:  # what a terminal that is gone answers
-                raise
-            raise BrokenPipeError from error
+            raise lost(error) from error
 
 
 class Picture(Live):
@@ -51,8 +52,17 @@ class Picture(Live):
     _kept: ClassVar[list[Any]] = []
 
     def start(self, refresh: bool = False) -> None:
-        super().start(refresh)
+        with suppress(BrokenPipeError):  # the terminal is gone: nothing to show is no failure, here and below
+            super().start(refresh)
         self._kept.extend((sys.stdout, sys.stderr))
+
+    def refresh(self) -> None:
+        with suppress(BrokenPipeError):
+            super().refresh()
+
+    def stop(self) -> None:
+        with suppress(BrokenPipeError):
+            super().stop()
 
 
 @cache
@@ -62,14 +72,17 @@ def shared() -> Terminal:
 
 
 def say(text: str, by_words: bool = False) -> None:
-    """Prints lines above the live display. A closed pipe is no failure: the records are in files.
+    """Prints lines above the live display. That nobody can read them is no failure: the records are in files.
 
     by_words: a terminal that is too narrow breaks the line between words, for what nobody copies.
     """
     try:
         print_plain(shared(), text, by_words and shared().is_terminal)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         unread()
+        if isinstance(error, Unwritable):
+            with suppress(OSError):
+                print(f"gnmr: {why_unwritable(error)}; the work goes on without it", file=sys.stderr)
 
 
 class _Wiped(RenderHook):
@@ -95,10 +108,19 @@ def print_plain(console: Console, text: str, by_words: bool = False) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def unread() -> None:
-    """Sends standard output to the null device: its reader has left, and closing it would raise again."""
-    with suppress(OSError):  # it is no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def shown_command(*words: object) -> str:
+    """Return a command of ours as it is typed: gnmr and these words."""
+    return shlex.join(["gnmr", *map(str, words)])
+
+
+def activation() -> list[str]:
+    """Return the line that has to come before a command of ours is typed; none where a shell finds it already."""
+    script = Path(sys.prefix, "bin", "activate")
+    if which("gnmr") or sys.prefix == sys.base_prefix or not script.exists():
+        return []
+    with suppress(ValueError, OSError):  # not below the working folder, or that is gone
+        script = script.relative_to(Path.cwd())
+    return [f"first: source {shlex.quote(str(script))}"]
 
 
 def for_tables() -> Terminal:

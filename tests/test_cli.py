@@ -231,6 +231,9 @@ def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
     assert header["command"].endswith("experiment=act_quant_stress")
     again = gnmr("train", *tiny_words, "experiment=act_quant_stress")
     assert again.out == f"{folder} is done: skipped\n"
+    words = [*(word for word in tiny_words if word != "records.live=off"), "experiment=act_quant_stress"]
+    *_, following = gnmr("train", *words).out.splitlines()
+    assert following == f"next: gnmr report {folder}; another seed: training.seed=1"
 
 
 @pytest.mark.slow

@@ -76,7 +76,9 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
     (comparison,) = compare([load(done)])
     card = dict(overview(comparison)["card"])
     assert card["model"] == "1,088 parameters" and card["training"] == "6 steps"
-    assert gnmr("replay", str(done)).mistake.endswith(f"gnmr replay {done / 'ratios.parquet'} takes it")
+    own = gnmr("replay", str(done))  # under the loop's own settings: the sets are the loop's
+    (told,) = (line.split()[-2:] for line in own.out.splitlines() if line.startswith("unit-steps on the recovery"))
+    assert own.code == 0 and told[0] == told[1] != "0.00%"
     replayed = gnmr("replay", str(done / "ratios.parquet"), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out
 

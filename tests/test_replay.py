@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -286,3 +287,11 @@ def test_the_figures_fit_a_narrow_terminal(gnmr, tmp_path, monkeypatch):
     assert any(
         line.startswith("unit-steps on the recovery path") and line.rstrip().endswith(" 0.00%") for line in lines
     ), lines
+
+
+def test_a_folder_of_several_runs_is_counted(gnmr, tmp_path):
+    example = Path(__file__).parents[1] / "runs" / "reference" / "example"
+    for name in ("a", "b"):
+        shutil.copytree(example, tmp_path / "runs" / name)
+    line = gnmr("replay", str(tmp_path / "runs")).mistake
+    assert line == f"{tmp_path / 'runs'}: holds 2 runs; name one: gnmr replay {tmp_path / 'runs' / 'a'}"

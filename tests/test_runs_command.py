@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from gnmr.commands import runs as runs_command
 from gnmr.commands.words import Parser, runs, settings_and_places
+from gnmr.config.compose import compose
 from gnmr.errors import UserError
 from gnmr.records.find import changed, named
 from gnmr.terminal import Terminal
+from gnmr.training.folder import run_folder
 
 EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
 
@@ -80,6 +83,26 @@ def test_latest_is_the_one_that_was_written_last(two, gnmr):
     assert "study/new" in gnmr("pack", "latest", "out=one.parquet").out or Path("one.parquet").exists()
     Path("latest").mkdir()
     assert named("latest") == "latest"
+
+
+def test_a_smoke_run_is_the_latest_of_none_else(two, gnmr):
+    (two / "smoke/custom").mkdir(parents=True)
+    shutil.move(two / "study/new", two / "smoke/custom/new")
+    assert named("latest") == "runs/study/old"
+    shutil.rmtree(two / "study")
+    assert named("latest") == "runs/smoke/custom/new"
+
+
+def test_smoke_runs_have_a_folder_of_their_own():
+    assert str(run_folder(compose(["debug=smoke", "experiment=fork_base"]))).startswith("runs/smoke/fork_base/")
+    assert str(run_folder(compose(["debug=smoke", "runs_dir=mine"]))).startswith("mine/custom/")
+
+
+def test_the_word_of_the_records_for_a_run_that_was_stopped(two, gnmr):
+    (two / "study/old/DONE").unlink()
+    summary = json.loads((two / "study/old/summary.json").read_text())
+    (two / "study/old/summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
+    assert "interrupted" in gnmr("runs", str(two)).out
 
 
 def test_a_base_can_be_the_latest_run(two, gnmr):

@@ -15,7 +15,8 @@ import pytest
 import gnmr
 from gnmr.commands import progress
 from gnmr.records.view import View
-from gnmr.terminal import Terminal, _Wiped, print_plain, say
+from gnmr.streams import Unwritable
+from gnmr.terminal import Terminal, _Wiped, activation, print_plain, say, shown_command
 
 
 def closed_pipe() -> Terminal:
@@ -49,6 +50,71 @@ def test_a_run_goes_on_without_its_terminal() -> None:
     view.say("anybody?")
     assert view._console.quiet
     view.stop()
+
+
+FULL = Path("/dev/full")
+
+
+def to_a_full_disk(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command with its standard output on a disk that takes nothing more."""
+    with FULL.open("w") as full:
+        return subprocess.run(
+            [sys.executable, "-m", "gnmr", *words], stdout=full, stderr=subprocess.PIPE, text=True, cwd=cwd, timeout=300
+        )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--version"], ["runs", "--help"], ["train", "debug=smoke", "--cfg", "job"]])
+def test_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: Path) -> None:
+    ended = to_a_full_disk(*words, cwd=tmp_path)
+    told = "gnmr: standard output: cannot be written (No space left on device)\n"
+    assert (ended.returncode, ended.stderr) == (2, told)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_run_ends_well_whose_log_is_on_a_full_disk(tiny_words, tmp_path: Path) -> None:
+    words = [word for word in tiny_words if word != "records.live=off"]
+    ended = to_a_full_disk("train", *words, "records.plain_every=1", cwd=tmp_path)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert [*tmp_path.glob("runs/*/*/DONE")]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_mistake_is_a_mistake_though_nobody_reads_it(tmp_path: Path) -> None:
+    with FULL.open("w") as full:
+        ended = subprocess.run([sys.executable, "-m", "gnmr", "nonsense"], stderr=full, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 2
+
+
+def test_any_error_of_a_print_is_that_of_a_pipe() -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    view = View("auto", console=Terminal(file=Full(), force_terminal=True))
+    view.say("anybody?")
+    assert view._console.quiet
+    with pytest.raises(Unwritable):
+        Terminal(file=Full()).print("anybody?")
+
+
+def test_a_closed_stream_goes_nowhere(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m gnmr --version >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60).returncode == 0
+
+
+def test_the_line_before_commands_where_the_shell_does_not_find_ours(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.chdir(tmp_path)
+    assert activation() == []
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    assert activation() == ["first: source .venv/bin/activate"]
+    (tmp_path / "gnmr").touch(0o755)
+    assert activation() == []
+    assert shown_command("report", "runs/a b") == "gnmr report 'runs/a b'"
 
 
 def test_text_is_shown_as_it_is(capsys) -> None:

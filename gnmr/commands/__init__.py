@@ -6,6 +6,7 @@ Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), a
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import TextIO
 
 from gnmr import __version__
 from gnmr.errors import MAX_LINE, RunFailed, UserError, nearest, printable
+from gnmr.streams import Unwritable, open_streams, unread, why_unwritable
 
 _HELP = """\
 gnmr: runtime stability control for low-precision language model training
@@ -62,7 +64,17 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script and of `python -m gnmr`; returns the exit code."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # ? for a letter that ASCII or Latin-1 has not
-    words = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        unread()
+        return _mistake(why_unwritable(error)) if isinstance(error, Unwritable) else 141
+    return code
+
+
+def _main(words: list[str]) -> int:
     if words and words[0] in ("-sc", "--shell-completion"):
         return _complete(words)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -80,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded(command: str, words: list[str]) -> int:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that it makes a list of fonts, at its first use
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -94,10 +107,7 @@ def _guarded(command: str, words: list[str]) -> int:
         print("gnmr: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        from gnmr.terminal import unread
-
-        unread()
-        return 141
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found

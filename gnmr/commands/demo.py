@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr.commands.progress import showing
 from gnmr.commands.words import Parser, path, whole
 from gnmr.errors import RunFailed, UserError, printable
-from gnmr.terminal import NARROW, for_tables, print_plain
+from gnmr.terminal import NARROW, activation, for_tables, print_plain, shown_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,15 +71,16 @@ def _cells(orders: int, runs_dir: Path) -> Iterator[Cell]:
     from omegaconf import OmegaConf
 
     from gnmr.config.compose import compose, conf_dir
+    from gnmr.config.overrides import arm_words
     from gnmr.sweep.progress import Cell
 
     arms = OmegaConf.load(conf_dir() / "sweep" / "demo.yaml").hydra.sweeper.arms
-    composed = {name: compose(["sweep=demo", *arms[name].split()]) for name in _ARMS}
+    composed = {name: compose(["sweep=demo", *arm_words(name, arms[name])]) for name in _ARMS}
     for order in range(orders):
         for name, config in composed.items():
             of_order = replace(config.training, seed=order)
             config = replace(config, training=of_order, fork=replace(config.fork, order=order), runs_dir=str(runs_dir))
-            yield Cell(["sweep=demo", *arms[name].split(), f"fork.order={order}"], config, order)
+            yield Cell(["sweep=demo", *arm_words(name, arms[name]), f"fork.order={order}"], config, order)
 
 
 def _run(cells: Sequence[Cell]) -> None:
@@ -181,7 +182,9 @@ def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
     number = run.header.get("parameters")
     size = f" of {number / 1e6:.1f} M parameters" if isinstance(number, int) else ""
     show(found, f"{steps} steps from a trained model{size}; {run.machine}", console)
-    for what, place in (("picture", picture), ("page", page), ("tables", f"gnmr report {folder}")):
+    for what, place in (("picture", picture), ("page", page), ("tables", shown_command("report", folder))):
+        if what == "tables" and (first := activation()):
+            print_plain(console, first[0])
         print_plain(console, printable(f"{what + ':':9}{place}"))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from gnmr import output
 from gnmr.commands.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.errors import UserError
+from gnmr.records.find import find_runs
 from gnmr.records.pack import Unpacked, unpacked
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.view import recovery_figures
@@ -23,7 +25,7 @@ from gnmr.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tabl
 from gnmr.replay.engine import Totals, replay
 from gnmr.replay.request import Request, request
 from gnmr.replay.trace import read_norms, refuse_gaps
-from gnmr.terminal import for_tables, tracked
+from gnmr.terminal import for_tables, shown_command, tracked
 from gnmr.untrusted import exists, reading
 
 _TEXT = """\
@@ -86,6 +88,8 @@ def main(argv: list[str]) -> int:
     if given.out is not None and not given.calibrate:
         output.check(given.out, f"out={given.out}")
     with unpacked(paths) as found:
+        for place in found.paths:
+            _refuse_several(found.told(place), place)
         if given.calibrate:
             return _calibrate(found.paths, asked, given.calibrate, given.out)
         if given.detect:
@@ -94,6 +98,17 @@ def main(argv: list[str]) -> int:
             second = found.paths[1]
             raise UserError(f"replay: {second}: one run folder or file at a time; calibrate= and detect= take several")
         return _replay(found, asked, given.out)
+
+
+def _refuse_several(told: object, place: Path) -> None:
+    """UserError for a folder above run folders."""
+    if place.is_dir() and not exists(place / "config.yaml"):
+        runs: list[Path] = []
+        with suppress(UserError):  # there is none
+            runs = find_runs([place])
+        if runs:
+            number = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+            raise UserError(f"{told}: holds {number}; name one: {shown_command('replay', runs[0])}")
 
 
 def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
@@ -161,14 +176,20 @@ def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out
         raise UserError("calibrate: these runs differ in their number of units")
 
     arms: list[tuple[Calibration, float]] = []
+    used: list[list[str]] = []
 
     def found(name: str, share: float, calibration: Calibration) -> None:
+        if not used:  # beside the lines, which other programs may read
+            print(f"{'signal':20} {'share':7}  words for gnmr train", file=sys.stderr)
+        used.append(calibration.overrides)
         if out is not None:
             arms.append((calibration, share))
             write_arms(out, arms)
-        print(f"{name:20} {calibration.share:.5f}  {' '.join(calibration.overrides)}", flush=True)
+        print(f"{name:20} {calibration.share:.5f}  {shlex.join(calibration.overrides)}", flush=True)
 
     calibrate_each(recorded, settings, asked, wanted, found=found, left_out=_left_out)
+    if len(used) == 1:
+        print(f"use: {shown_command('train', '...', *used[0])}", file=sys.stderr)
     return 0
 
 

@@ -82,7 +82,7 @@ def _status(folder: Path, summary: dict[str, Any]) -> str:
         return "failed"
     if exists(folder / "DONE"):
         return "done"
-    return "stopped" if summary.get("status") == "interrupted" else "unfinished"
+    return "interrupted" if summary.get("status") == "interrupted" else "unfinished"
 
 
 def _number(value: Any, otherwise: float = math.nan) -> float:

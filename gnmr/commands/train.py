@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,11 +27,13 @@ from gnmr.config import Config, ControllerConfig, load
 from gnmr.config.compose import choices_of, conf_dir, register, with_base, with_plan
 from gnmr.config.meant import GROUPS
 from gnmr.config.old_words import refuse_old
-from gnmr.config.yaml_files import check_yaml
+from gnmr.config.overrides import as_given, node_of
+from gnmr.config.texts import place
+from gnmr.config.yaml_files import check_yaml, yaml_files
 from gnmr.distributed.launch import is_first, is_torchrun, launch, started
-from gnmr.errors import RunFailed, UserError
+from gnmr.errors import RunFailed, UserError, told_as, writing
 from gnmr.stopping import never_at_once
-from gnmr.terminal import say, shared, wiping
+from gnmr.terminal import activation, say, shared, shown_command, wiping
 from gnmr.untrusted import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -59,7 +62,9 @@ def main(argv: list[str]) -> int:
         refuse_depth(argv)
         refuse_old(argv)
         for folder in refuse_flags(argv):
-            check_yaml(folder)
+            check_yaml(folder, argv)
+        number = sum(map(is_override, argv))
+        argv = [*as_given(argv[:number]), *argv[number:]]
     with _snapshot(argv) if sweeping else nullcontext((conf_dir(), argv)) as (conf, words):
         _hydra(words, conf, "gnmr" if completing else "gnmr train")
     return 0
@@ -85,6 +90,11 @@ def refuse_depth(argv: list[str]) -> None:
 def refuse_flags(argv: list[str]) -> list[Path]:
     """UserError for what Hydra's own parser does not take; by itself it would show all its flags first. Returns the
     folders of YAML that the user brings."""
+    for word in argv:
+        name, _, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and (name in GROUPS or node_of(name) is not None):
+            value = value or next((after for before, after in pairwise(argv) if before == word), "VALUE")
+            raise UserError(f"{word}: is written without dashes and with a =: {name}={value}")
     given = hydra_flags().parse_args(argv)
     return [Path(folder) for folder in (given.config_dir, given.config_path) if folder]
 
@@ -111,7 +121,12 @@ def hydra_flags() -> argparse.ArgumentParser:
 
 def overrides_first(argv: list[str]) -> list[str]:
     """Hydra's parser takes the overrides in one piece only; flags and what belongs to them go behind, in order."""
-    return sorted(argv, key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
+    return sorted(argv, key=lambda word: not is_override(word))
+
+
+def is_override(word: str) -> bool:
+    """Whether it is no flag, and nothing that belongs to one."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
 
 
 def _hydra(argv: list[str], conf: Path, program: str) -> None:
@@ -128,6 +143,8 @@ def _hydra(argv: list[str], conf: Path, program: str) -> None:
     Plugins.instance().class_name_to_class["hydra_plugins.gnmr.Sweep"] = Sweep
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     failures: list[Exception] = []
+    told: dict[str, int] = {}
+    """By why cells failed, the first of them."""
 
     def cell(composed: DictConfig) -> Exception | None:
         """`run_cell`; a failure is handed back, because Hydra would print all overrides with an exception."""
@@ -137,7 +154,8 @@ def _hydra(argv: list[str], conf: Path, program: str) -> None:
             failures.append(error)
             settings = HydraConfig.get()
             if settings.mode == RunMode.MULTIRUN and isinstance(error, UserError | RunFailed):
-                say(f"#{settings.job.num} failed: {error}")
+                first = told.setdefault(str(error), settings.job.num)
+                say(f"#{settings.job.num} failed: {error if first == settings.job.num else f'as #{first}'}")
             return error
         return None
 
@@ -164,6 +182,8 @@ def run_cell(composed: DictConfig) -> None:
     config = load(composed)
     if settings.mode != RunMode.MULTIRUN and "params" in settings.sweeper and settings.sweeper.params:
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
+    with told_as():
+        place("data.cache_dir", config.data.cache_dir)
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)
@@ -173,6 +193,8 @@ def run_cell(composed: DictConfig) -> None:
 
         tell = say if is_first() else _silent
         if done_already(config, tell):
+            if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and is_first():
+                _tell_next(config)
             return
         if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
             tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
@@ -246,6 +268,15 @@ def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
     return "done", None
 
 
+def _tell_next(config: Config) -> None:
+    """What there is to do with a run that is done."""
+    from gnmr.training.folder import run_folder
+
+    number = config.training.seed + 1
+    another = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
+    say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
+
+
 def _show_beside(folder: Path) -> None:
     """The run beside the arms of runs/reference that are of its experiment, scale and steps; nothing without them."""
     from gnmr.records.find import find_runs
@@ -261,7 +292,7 @@ def _show_beside(folder: Path) -> None:
         table = beside(run, [load(other) for other in find_runs(found.paths)])
     if table is not None:
         table.print(shared())
-        say(f"all tables: gnmr report {shlex.quote(str(folder))} {pack}")
+        say(f"all tables: {shown_command('report', folder, pack)}")
 
 
 def refuse_arm(config: Config, settings: HydraConf) -> None:
@@ -313,6 +344,11 @@ def _snapshot(argv: list[str]) -> Iterator[tuple[Path, list[str]]]:
             source = Path(value or words[i + 1])
             if not source.is_dir():
                 raise UserError(f"{flag} {source}: there is no such folder")
-            copy = str(shutil.copytree(source, Path(folder, f"extra-{i}")))
-            words[i if value else i + 1] = f"{flag}={copy}" if value else copy
+            copy = Path(folder, f"extra-{i}")
+            copy.mkdir()
+            for file in yaml_files(source):
+                with writing(tempfile.gettempdir()):
+                    (to := copy / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, to)
+            words[i if value else i + 1] = f"{flag}={copy}" if value else str(copy)
         yield conf, words

@@ -77,6 +77,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"name one {what}")
         return asked, places[0]
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse's, which would say nothing of output that cannot be written."""
+        print(self.format_help(), end="", file=file)
+
     @property
     def names(self) -> list[str]:
         """Of the options and flags."""

@@ -151,7 +151,7 @@ class Config:
             "data.cache_dir",
         )
         for key, value in fields(self, *places, "data.path", "data.tokenizer", "data.cache_dir", "scores.data").items():
-            place(key, value)
+            place(key, value, homeless=key == "data.cache_dir")
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
         length = len(self.arm_name.encode())
         require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")
@@ -323,11 +323,13 @@ def one_line(error: Exception) -> str:
     one those that there are."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
-    text = lines[0] if lines else type(error).__name__
+    composed = lines[1:] if lines and lines[0].endswith("raised while composing config:") else []
+    text = f"{lines[0].partition(': ')[0]}: {composed[0]}" if composed else lines[0] if lines else type(error).__name__
+    error = error.__context__ if composed and isinstance(error.__context__, OmegaConfBaseException) else error
     text = re.sub(r".*is not a ListConfig, list or tuple\.?", "must be a list, [a,b]", text)
     told = f"{text} (key {full_key})" if full_key and full_key not in text else text
     parent, key = getattr(error, "parent_node", None), getattr(error, "key", None)
-    if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent:
+    if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent.keys():  # noqa: SIM118 (`in` is false of ???)
         return told
     known = [str(one) for one in parent if one != "hydra"]
     if not known:

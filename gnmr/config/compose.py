@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gnmr.config import Config, load, meant, one_line, schema
 from gnmr.config.base import with_base
 from gnmr.config.old_words import refuse_old
+from gnmr.config.overrides import as_given, as_text, is_text
 from gnmr.doctor.plan import PATHS, read_plan
 from gnmr.errors import UserError
 
@@ -41,6 +42,7 @@ def compose(overrides: list[str]) -> Config:
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         refuse_old(overrides)
+        overrides = as_given(overrides)
         return load_composed(hydra_compose("config", overrides, return_hydra_config=True))
 
 
@@ -89,20 +91,18 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
         return None
     line = one_line(error)
-    if unread := re.match(r"LexerNoViableAltException: ([^=]+)=(.*)", line):
-        return f"{unread[1]}={unread[2]}: has letters that Hydra takes in quotes only: \"{unread[1]}='{unread[2]}'\""
     if by_hydra and type(error) is ValueError and (called := [word for word in words if "range(" in word]):
         line = f"{called[0]}: {line}"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
-        return (
-            f"{several[1]}={several[2]}: several values are a sweep's: add -m; one list is {several[1]}=[{several[2]}]"
-        )
+        key, values = several.groups()
+        one = f"text is {as_text(key, values)}" if is_text(key) else f"list is {key}=[{values}]"
+        return f"{key}={values}: several values are a sweep's: add -m; one {one}"
     if re.match("Error parsing override|LexerNoViableAltException", line):
         missing = meant.no_equals_sign(words, {group: choices_of(group) for group in meant.GROUPS})
-        return missing or line
+        return missing or line.replace("LexerNoViableAltException: ", "must be key=value: ")
     if under := re.match(r"Error merging override (\w+)\.(\w+)=(.*?): Cannot convert 'dict' to string", line):
         word, section, value = under.groups()
         right = f"{section}.name={value}" if section in schema() else f"{word}=VALUE"
@@ -119,9 +119,16 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
             if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := choices_of(group)):
                 return f"{word}: use one of {', '.join(files)}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
-    lost = re.search(r"Could not find '([^/]+)/", line)
-    files = choices[1].split() if choices else choices_of(lost[1]) if lost else []
-    return f"{line}: use one of {', '.join(files)}" if files else line
+    lost = re.search(r"Could not find '([^/']+)/(?:([^']*)/)?", line)
+    there = set(choices[1].split() if choices else ()) | set(choices_of(lost[1]) if lost else ())
+    if lost and lost[2] and any(file.startswith(f"{lost[2]}/") for file in there):
+        there = {file for file in there if file.startswith(f"{lost[2]}/")}
+    return f"{line}: use one of {', '.join(sorted(there, key=_by_number))}" if there else line
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """For sorting: table2 before table10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _unwritable(error: OSError) -> str | None:

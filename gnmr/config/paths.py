@@ -15,6 +15,8 @@ class PathsConfig(PathSpec):
     name: str | None = None
     """Part of the arm's name; null: `<low>_<recovery>`, and `_pins` where there are any."""
 
+    _SECTION = "paths."
+
     @told_as("paths.")
     def __post_init__(self) -> None:
         if self.name is None:

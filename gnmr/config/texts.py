@@ -25,8 +25,8 @@ def folder_name(key: str, value: str | None) -> None:
     _short(key, value)
 
 
-def place(key: str, value: str | None) -> None:
-    """Can be the path of a file or folder, or is None."""
+def place(key: str, value: str | None, homeless: bool = False) -> None:
+    """Can be the path of a file or folder, or is None. homeless: ~ may be no folder, as nothing is read there."""
     if value is None:
         return
     _plain(key, value)
@@ -38,10 +38,12 @@ def place(key: str, value: str | None) -> None:
     try:
         Path(value).expanduser()
     except RuntimeError as error:
-        if value.partition("/")[0] != "~":
+        if not value.startswith("~/") and value != "~":
             raise ValueError(f"{key}={value}: there is no such user") from error
-        if key != "data.cache_dir":  # that of a run that is read may be of another machine
-            raise ValueError(f"{key}={value}: HOME is not set; set it or give a whole path") from error
+        if not homeless:
+            raise ValueError(
+                f"{key}={value}: there is no home folder (HOME is not set); name another folder"
+            ) from error
 
 
 def _plain(key: str, value: str) -> None:

@@ -31,7 +31,8 @@ class RunScorer:
             check(config.tasks, limit=config.limit, shots=config.shots, batch_size=config.batch_size)
             check_rows(config.tasks, config.shots, _data(config))
         except UserError as error:
-            raise UserError(f"scores: {error}") from error
+            why = str(error).replace("pass data=FOLDER with local files (gnmr eval --help)", "give scores.data=FOLDER")
+            raise UserError(f"scores: {why}") from error
 
     def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
         """A row of `SCORE_FIELDS`. The model and the generators of random numbers are afterwards as they were.

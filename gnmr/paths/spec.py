@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gnmr.checks import one_of, positive, require, whole
 from gnmr.names import listed
@@ -59,6 +59,9 @@ class PathSpec:
     price_tokens: int = 16
     """The same where it needs their prices (evidence price, price_fprop, ...)."""
 
+    _SECTION: ClassVar[str] = ""
+    """What stands before a field's name where it is typed."""
+
     @classmethod
     def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
         """The spec of these paths, each by name or as a `Recipe`; `more`: the other fields."""
@@ -85,7 +88,8 @@ class PathSpec:
             one_of(choices, recovery=self.recovery)
             kind = "a format" if self.low in FORMATS else "a recipe"
             alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
-            require(alike, "recovery", self.recovery, f"must be {kind}, as low={self.low} is")
+            right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
+            require(alike, "recovery", self.recovery, right)
         some = self.recovers and set(self.recovers) <= set(GEMMS)
         require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
         self._check_pins()

@@ -11,6 +11,8 @@ from gnmr.errors import UserError
 
 LATEST = "latest"
 """The word for the run below runs/ whose records were written last, wherever a run's folder is named."""
+SMOKE = "smoke"
+"""The folder of runs/ with the runs of debug=smoke: trials, of which none is the latest while there is another run."""
 _RECORDS = ("DONE", "FAILED", "summary.json", "steps.jsonl", "eval.jsonl", "header.json")
 
 
@@ -52,4 +54,5 @@ def named(place: str, root: str | Path = "runs") -> str:
         return place
     if not Path(root).is_dir():
         raise UserError(f"{LATEST}: there is no folder {root}/ here, so no run; name a run's folder")
-    return str(max(find_runs([Path(root)]), key=changed))
+    found = find_runs([Path(root)])
+    return str(max([run for run in found if SMOKE not in run.relative_to(root).parts] or found, key=changed))

@@ -14,6 +14,7 @@ from gnmr.records.schema import RatioRows
 from gnmr.records.view import RunInfo, View
 from gnmr.records.wandb_sink import Labels, WandbSink, group_of, recorded_rows
 from gnmr.records.writer import RunWriter
+from gnmr.terminal import activation, shown_command
 
 if TYPE_CHECKING:
     from gnmr.config import RecordsConfig
@@ -134,7 +135,8 @@ class Recorder:
             raise
         where = self._wandb.where()
         self._wandb.finish(summary, read_jsonl(info.folder / "events.jsonl"))
-        self._view.stop(summary, [f"next: gnmr report {info.folder}", *([where] if where else [])])
+        following = [*activation(), f"next: {shown_command('report', info.folder)}"]
+        self._view.stop(summary, [*following, *([where] if where else [])])
         return summary
 
     def __enter__(self) -> Recorder:

@@ -23,7 +23,8 @@ from rich.text import Text
 
 from gnmr.disk import no_link
 from gnmr.records.schema import RatioRows
-from gnmr.terminal import NARROW, Picture, print_plain, shared, unread
+from gnmr.streams import unread
+from gnmr.terminal import NARROW, Picture, print_plain, shared
 
 LOG = "log.txt"
 """In a run's folder, what `mode="log"` writes."""
@@ -133,7 +134,7 @@ class View:
 
     @contextmanager
     def _reader_may_leave(self) -> Iterator[None]:
-        """Nobody reads any more (gnmr train | head, a terminal that is closed): the files are the truth."""
+        """Nobody reads any more (gnmr train | head, a closed terminal, a full disk): the files are the truth."""
         try:
             yield
         except BrokenPipeError:

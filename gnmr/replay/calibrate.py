@@ -7,6 +7,7 @@ out there differs somewhat and is what a comparison has to state.
 from __future__ import annotations
 
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -122,7 +123,7 @@ def write_arms(folder: Path, found: Sequence[tuple[Calibration, float]]) -> None
     arms = {}
     for one, wanted in found:
         name = f"{one.signal.rpartition(':')[2]}-{wanted:g}"
-        arms[name] = " ".join([*one.overrides, f"controller.name={name}"])
+        arms[name] = shlex.join([*one.overrides, f"controller.name={name}"])
     text = OmegaConf.to_yaml(OmegaConf.create({"hydra": {"sweeper": {"arms": arms}}}))
     file = folder / "sweep" / "calibrated.yaml"
     with writing(f"out={folder}"):

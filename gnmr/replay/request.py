@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gnmr.caller import did_you_mean
 from gnmr.config import ControllerConfig, from_words, load, one_line
 from gnmr.config import read as read_config
 from gnmr.config.old_words import refuse_old
 from gnmr.controller.signals import SIGNALS
 from gnmr.errors import UserError, nearest
+from gnmr.replay.trace import own_loop_of
 from gnmr.untrusted import exists
 
 
@@ -31,7 +33,9 @@ class Request:
     def settings(self, path: Path) -> ControllerConfig:
         """The controller's settings for this run or file. UserError for values without sense, and for a signal to
         import that the folder names and the user does not trust."""
-        own = read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
+        own = own_loop_of(path)
+        if own is None:
+            own = read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
         settings = self.over(own)
         given = any(word.startswith("signal=") for word in self.changes)
         if ":" in settings.signal and not (given or self.trust):
@@ -75,5 +79,7 @@ def request(words: list[str], *, several: bool, trust: bool = False) -> Request:
         raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
     for name in signals:
         if name not in (*SIGNALS, "all") and ":" not in name:
-            raise UserError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}")
+            raise UserError(
+                f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}{did_you_mean(name, SIGNALS)}"
+            )
     return Request(tuple(changes), signals, trust)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from gnmr.config import ControllerConfig, one_line
+from gnmr.config import ControllerConfig, load, one_line, read_tree
 from gnmr.config import read as read_config
 from gnmr.controller.evidence import EVIDENCE
 from gnmr.errors import UserError
@@ -75,7 +75,8 @@ def read_norms(path: Path) -> Norms:
     spend, spend_pinned = None, 0.0
     cost: tuple[float, ...] | None = None
     pinned: frozenset[str] = frozenset()
-    config = read_config(path / "config.yaml") if exists(path / "config.yaml") else None
+    own_loop = own_loop_of(path)
+    config = read_config(path / "config.yaml") if own_loop is None and exists(path / "config.yaml") else None
     if path.is_dir():
         check_records(path)
         order, cost, pinned = _units_and_cost(path / "header.json")
@@ -91,12 +92,37 @@ def read_norms(path: Path) -> Norms:
     with reading(path):
         norms = replace(_dense(path, table, order, cost), pinned=pinned, spend_pinned=spend_pinned)
         norms = replace(norms, spend=spend if spend is not None and len(spend) == len(norms.units) else None)
+    if own_loop is not None:
+        norms = replace(norms, settings=own_loop, steps=len(norms.norm))
     if config is None:
         return norms
     training, every = config.training, config.records.ratios_every
     norms = replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
     retried, blameless = _verdicts(path, norms.units)
     return replace(norms, retried=retried, blameless=blameless)
+
+
+def own_loop_of(path: Path) -> ControllerConfig | None:
+    """Return the settings of the controller that recorded this folder in a loop of the user's own (`gnmr.attach`); None
+    for any other place.
+
+    Its two-stage thresholds are those of the second stage.
+    """
+    if not exists(path / "config.yaml"):
+        return None
+    tree = read_tree(path / "config.yaml")
+    given: Any = tree.get("controller")
+    if tree.get("own_loop") is not True or not isinstance(given, dict):
+        return None
+    known = {field.name for field in fields(ControllerConfig)}
+    given = {
+        key: value.get("main") if isinstance(value, dict) and key != "options" else value
+        for key, value in given.items()
+    }
+    steps = (read_json(path / "summary.json") or {}).get("steps") or 0
+    warmup = given.get("warmup_steps") or 0
+    own = {key: value for key, value in given.items() if key in known}
+    return load({"controller": own | {"warmup_frac": min(warmup / steps, 1.0) if steps else 0.0}}).controller
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:

@@ -13,7 +13,6 @@ the cores and on hydra.launcher.n_jobs alone, not on the cells, so adding seeds 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +27,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import configure_log, run_job, setup_globals
@@ -39,10 +37,11 @@ from omegaconf import DictConfig, open_dict
 
 from gnmr.config import Config
 from gnmr.config.compose import load_composed, mistake
-from gnmr.errors import RunFailed, UserError, writing
+from gnmr.config.overrides import arm_words, as_given, parsed
+from gnmr.errors import RunFailed, UserError, told_as, writing
 from gnmr.sweep.progress import MEASURED_STEPS, Cell, Cost, Progress
 from gnmr.sweep.workers import Workers, how_it_ended
-from gnmr.terminal import say, shared, wiping
+from gnmr.terminal import activation, say, shared, shown_command, wiping
 from gnmr.training.folder import run_folder
 
 MOST_CELLS = 100_000
@@ -224,26 +223,33 @@ def _job(
         raise UserError(line) from None
 
 
+@told_as()
 def combinations_of(
-    words: list[str], axes: Mapping[str, str], arms: Mapping[str, str], loader: ConfigLoader | None = None
+    words: list[str], axes: Mapping[str, str], arms: Mapping[str, str | None], loader: ConfigLoader | None = None
 ) -> list[list[str]]:
     """The words of each cell of a sweep: the product of all axes, in each of its arms. What is typed (`words`) wins
     over an arm's words, and those over the sweep's axes. UserError for an arm that there is not."""
-    parse = OverridesParser.create(loader).parse_overrides
+
+    def parse(words: list[str]) -> list[Override]:
+        return [parsed(word, loader) for word in as_given(words)]
+
     given = parse([f"{key}={values}" for key, values in axes.items()]), parse(words)
     asked = [one for half in given for one in half if one.key_or_group == "arm"]
     if not arms or (asked and asked[-1].value() is None):
         return _combinations([*given[0], *given[1]])
+    arms = {str(name): words for name, words in arms.items()}
     names = list(arms)
     if asked:
         last = asked[-1]
-        names = list(last.sweep_string_iterator()) if last.is_sweep_override() else [last.get_value_element_as_str()]
+        values = last.sweep_iterator() if last.is_sweep_override() else [last.value()]
+        names = [value.text if isinstance(value, QuotedString) else str(value) for value in values]
     if unknown := [name for name in names if name not in arms]:
-        raise UserError(f"arm={unknown[0]}: is no arm of this sweep: use one of {', '.join(arms)}")
+        told = "; ".join(f"{name} ({of or 'the defaults'})" for name, of in arms.items())
+        raise UserError(f"arm={unknown[0]}: is no arm of this sweep: use one of {told}")
     first, typed = ([one for one in half if one.key_or_group != "arm"] for half in given)
-    cells = [cell for name in names for cell in _combinations([*first, *parse(arms[name].split()), *typed])]
-    outermost = list(dict.fromkeys(cell[0] for cell in cells))  # the first axis, the seeds: all arms of the first, ...
-    return sorted(cells, key=lambda cell: outermost.index(cell[0]))
+    cells = [cell for name in names for cell in _combinations([*first, *parse(arm_words(name, arms[name])), *typed])]
+    firsts = list(dict.fromkeys(tuple(cell[:1]) for cell in cells))  # of the first axis, the seeds: all arms of each
+    return sorted(cells, key=lambda cell: firsts.index(tuple(cell[:1])))
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:
@@ -300,7 +306,7 @@ def _show_arms(cells: list[Cell]) -> None:
         with suppress(UserError, OSError):  # records that cannot be read: the report says which
             for table in brief(folders):
                 table.print(shared())
-    say(f"next: gnmr report {shlex.quote(os.path.commonpath(folders))}")
+    say("\n".join([*activation(), f"next: {shown_command('report', os.path.commonpath(folders))}"]))
 
 
 def _jobs_and_threads(n_jobs: int) -> tuple[int, int | None]:

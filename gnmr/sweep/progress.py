@@ -242,7 +242,11 @@ class Progress:
         """How it ended, and a line for each cell that failed or was begun and not finished."""
         unfinished = self.unfinished()
         rest = f", {len(unfinished)} not finished (the same command continues)" if unfinished else ""
-        told = [(cell, cell.failure) for cell in self.cells if cell.failure is not None]
+        first: dict[str, int] = {}  # by why cells failed
+        told = []
+        for cell in (cell for cell in self.cells if cell.failure is not None):
+            number = first.setdefault(str(cell.failure), cell.number)
+            told.append((cell, cell.failure if number == cell.number else f"as #{number}"))
         for cell in unfinished:
             if cell.lost or cell.made:
                 told.append((cell, f"not finished: {cell.lost or f'stopped after step {cell.made}'}"))

@@ -50,7 +50,9 @@ def test_rows_that_cannot_be_scored_are_refused_before_the_first_step(train, tas
         assert not (tmp_path / "run").exists()
         return str(told.value)
 
-    assert "Rowan/hellaswag cannot be read from the hub (ConnectionError: " in line("scores.tasks=[hellaswag]")
+    told = line("scores.tasks=[hellaswag]")
+    assert "Rowan/hellaswag cannot be read from the hub (ConnectionError: " in told
+    assert told.endswith("HF_ENDPOINT and the proxy, or give scores.data=FOLDER"), "no word of gnmr eval"
     local = ["scores.tasks=[gsm8k]", f"scores.data={task_data}"]
     assert line(*local, "scores.shots=13") == "scores: gsm8k: 12 rows of train are too few for shots=13"
 

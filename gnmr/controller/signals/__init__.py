@@ -10,6 +10,7 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, cast
 
+from gnmr.caller import did_you_mean
 from gnmr.controller.signals.always import AlwaysHigh, AlwaysLow
 from gnmr.controller.signals.base import BlindSignal, Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
 from gnmr.controller.signals.ema_ratio import EmaRatio
@@ -69,7 +70,8 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
     if isinstance(signal, str):
         cls = _third_party(name) if ":" in name else SIGNALS.get(name)
         if cls is None:
-            raise ValueError(f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}, or package.module:Class")
+            right = f"use one of {', '.join(SIGNALS)}, or package.module:Class"
+            raise ValueError(f"signal {name!r} is not known: {right}{did_you_mean(name, SIGNALS)}")
     built: Any = cls
     if isinstance(cls, type) or (callable(cls) and not hasattr(cls, "observe")):
         parameters = signature(cls).parameters if options else {}
