@@ -264,7 +264,8 @@ class PathLinear(nn.Linear):
             return
         node, known = output.grad_fn, [one for one in self.passes if _step_of(one) >= begun.step - 1]
         if node is not None:
-            node.metadata["gnmr"] = begun  # lives as long as the graph
+            metadata: Any = node.metadata  # lives as long as the graph
+            metadata["gnmr"] = begun
             ref: Callable[[], Pass | None] = weakref.ref(begun)
         elif torch.is_grad_enabled() or _in_checkpoint():
             known = [one for one in known if isinstance(one, weakref.ref) or _step_of(one) == begun.step]
@@ -280,13 +281,14 @@ class PathLinear(nn.Linear):
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
-        transformed = path is not None and _transformed()
-        if transformed and not casts_nothing(path):
+        if path is not None and (keeps or quantizes) and _transformed():
+            if casts_nothing(path):
+                return self.plain(input)
             raise RuntimeError(
                 f"{self.operator_name}: torch.func's transforms (vmap, jvp, grad, ...) and forward-mode derivatives "
                 f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
             )
-        if path is None or transformed or not (keeps or quantizes):
+        if path is None or not (keeps or quantizes):
             output = self.plain(input)
             self._remember(begun, output)
             return output
@@ -453,8 +455,8 @@ class PathLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step, whole."""
-        of_step = {"_node": None, "passes": [], "read": None, "fault": None, "in_graphs": None, "tally": None}
-        return {**self.__dict__, **of_step}
+        nothing = dict.fromkeys(("_node", "read", "fault", "in_graphs", "tally"))
+        return {**self.__dict__, **nothing, "passes": []}
 
     def extra_repr(self) -> str:
         if not self.converted:

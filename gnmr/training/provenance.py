@@ -25,7 +25,7 @@ from gnmr.records.machine import cpu_name
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """A path from the root, where a word or a value in it begins."""
-_WRITTEN = ("run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydra.run.dir", "hydra.sweep.dir")
+_WRITTEN = ("run", "run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydra.run.dir", "hydra.sweep.dir")
 """Keys of places that a command writes to."""
 
 

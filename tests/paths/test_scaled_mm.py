@@ -233,7 +233,7 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
             (10, 0),
             "recipe deepseek_v3 is simulated: needs a GPU of compute capability 9.0 (Hopper), this",
         ),
-        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx, which scaled_mm"),
+        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx, which is simulated unless"),
         ("fp8_hybrid", (8, 0), "recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"),
         ("fp8_hybrid", (9, 0), None),
         ("sim_e3m2", (9, 0), None),

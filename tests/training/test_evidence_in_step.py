@@ -123,7 +123,7 @@ def test_gap_exact_of_a_path_that_is_broken(assembled, blocks_of):
     """Both ways of measuring see the fault; the gap of the unit that is hit grows, those of the others stay."""
     found = {}
     for kind in ("none", "scale_up"):
-        fault = [f"stress.kind={kind}", "stress.magnitude=64", "stress.windows=[[1,1]]", "stress.targets=[up_proj]"]
+        fault = [f"stress.kind={kind}", "stress.magnitude=8", "stress.windows=[[1,1]]", "stress.targets=[up_proj]"]
         parts = assembled(FP32, "records.evidence=[true_gap,gap_exact]", *fault)
         for stress in parts.stress:
             stress.begin_step(1)

@@ -10,7 +10,7 @@ from everything import same_bits
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gnmr.controller import policy
+from gnmr.controller import evidence, policy
 from gnmr.controller.signals import history
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.training.build import train_step
@@ -195,7 +195,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("words", [[], ["optim.clip_norm=0.1", "training.accumulation=2", "paths.rounding=stochastic"]])
 def test_a_step_waits_once(words, assembled, blocks_of, step_of, monkeypatch):
-    for module in (history, policy):  # as on a GPU
+    for module in (evidence, history, policy):  # as on a GPU
         monkeypatch.setattr(module, "waits_for_nothing", lambda x: False)
     parts = assembled(*words)
     step = step_of(parts)
