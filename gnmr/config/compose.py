@@ -121,8 +121,9 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
     lost = re.search(r"Could not find '([^/']+)/(?:([^']*)/)?", line)
     there = set(choices[1].split() if choices else ()) | set(choices_of(lost[1]) if lost else ())
-    if lost and lost[2] and any(file.startswith(f"{lost[2]}/") for file in there):
-        there = {file for file in there if file.startswith(f"{lost[2]}/")}
+    beside = {file for file in there if lost and lost[2] and file.startswith(f"{lost[2]}/")}
+    if len(beside) > 1:
+        there = beside
     return f"{line}: use one of {', '.join(sorted(there, key=_by_number))}" if there else line
 
 

@@ -146,7 +146,7 @@ def test_a_block_type_has_one_graph_for_each_path_however_many_switches(name: st
 
 
 def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path() -> None:
-    _, (net, plan) = pair("mxfp8", None, unit="operator")
+    _, (net, plan) = pair("mxfp8_floor", None, unit="operator")
     step(net, plan)
     assert graphs() == 1
     with torch.no_grad(), plan.high_precision():
@@ -160,7 +160,7 @@ def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path(
 
 
 def test_counts_add_up_over_micro_batches_and_begin_anew_with_each_step() -> None:
-    (net, plan), (compiled, other) = pair("mxfp8", "bf16", "small")
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
     two = tokens(1), tokens(2)
     expected = step(net, plan, *two)
     assert expected[-4].sum() > 0 and expected[-2].sum() > 0  # input and grad_output saturate
@@ -182,7 +182,7 @@ def test_inf_and_nan_are_counted_and_come_back_as_nan() -> None:
 
 
 def test_a_rehearsal_leaves_no_counts() -> None:
-    (net, plan), (compiled, other) = pair("mxfp8", "bf16", "small")
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
     expected = step(net, plan)
     compiled.zero_grad()
     compiled(tokens()).float().square().mean().backward()
@@ -220,14 +220,14 @@ def test_eight_bit_codes_go_into_graphs_too() -> None:
 
 
 def test_recomputed_blocks_count_once() -> None:
-    (net, plan), (compiled, other) = pair("mxfp8", "bf16")
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16")
     for each in (net, compiled):
         each.activation_checkpointing = True
     assert same(step(compiled, other), step(net, plan))
 
 
 def test_the_experts_of_a_mixture_stay_between_the_graphs_and_count() -> None:
-    (net, plan), (compiled, other) = pair("mxfp8", "bf16", "moe", fullgraph=False)
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "moe", fullgraph=False)
     for recovering in (set(), {1}):
         for each in (plan, other):
             switch(each, recovering)
@@ -314,7 +314,7 @@ def test_what_graphs_keep_cannot_be_read() -> None:
 
 def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:
     """q, frozen, casts the input that k and v read for fprop alone."""
-    (net, plan), (compiled, other) = pair("mxfp8", "bf16", "small")
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
     for each in (net, compiled):
         for layer in each.layers:
             layer.q_proj.weight.requires_grad_(False)
@@ -327,7 +327,7 @@ def test_frozen_weights_and_nothing_to_train_before_them() -> None:
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
     net.requires_grad_(False)
     net[2].requires_grad_(True)
-    plan = convert(net, PathSpec.of("mxfp8", None, targets=["*"]))
+    plan = convert(net, PathSpec.of("mxfp8_floor", None, targets=["*"]))
     plan.compile([net], backend="aot_eager")
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     assert not net[:2](x).requires_grad

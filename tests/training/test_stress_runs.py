@@ -70,7 +70,7 @@ def test_the_windows_are_recorded(train, tmp_path):
 def test_drawn_windows_are_recorded_and_are_those_that_strike(train, tmp_path):
     """Each unit's mse, which nothing but a fault makes so large, stands out in exactly the recorded unit-steps."""
     quiet = ["controller.signal=always_low", "records.evidence=[mse]", "optim.lr=1e-9"]
-    words = ["stress.kind=scale_up", "stress.magnitude=1000", "stress.rate=100", "stress.duration=2"]
+    words = ["stress.kind=scale_up", "stress.magnitude=6", "stress.rate=100", "stress.duration=2"]
     plain, struck = train(tmp_path / "plain", *quiet), train(tmp_path / "struck", *quiet, *words)
     windows = faults_of(struck)
     told = {(row["unit"], t) for row in windows for t in range(row["step"], row["end"] + 1)}
@@ -90,7 +90,7 @@ def test_a_run_is_as_without_until_the_first_window(site, train, tmp_path):
     """A fault on what is saved shows in the hit unit's gradient alone at first; the loss shows it a step later."""
     common = [f"paths.site={site}", "training.dtype=float32", "controller.signal=always_low"]
     plain = train(tmp_path / "plain", *common)
-    struck = train(tmp_path / "struck", *common, *stress("scale_up", (4, 2), magnitude=50))
+    struck = train(tmp_path / "struck", *common, *stress("scale_up", (4, 2), magnitude=6))
     losses = [steps_of(folder, "loss") for folder in (plain, struck)]
     grad_norms = [steps_of(folder, "grad_norm_pre_clip", "saved_bytes") for folder in (plain, struck)]
     first = 5 if site == "saved" else 4
@@ -121,9 +121,9 @@ def test_units_that_are_in_recovery_in_time_are_not_hit(train, tmp_path):
     words = ["controller.signal=first_last", "controller.routing=ranked", "training.dtype=float32"]
     plain = train(tmp_path / "plain", *words)
     assert all(active == (t > 1) for t in range(1, 9) for active in [_on(plain, t, "q_proj"), _on(plain, t, "k_proj")])
-    spared = train(tmp_path / "spared", *words, *stress("scale_up", (2, 7), targets="q_proj,k_proj", magnitude=50))
+    spared = train(tmp_path / "spared", *words, *stress("scale_up", (2, 7), targets="q_proj,k_proj", magnitude=6))
     assert differences(everything_but_faults(plain), everything_but_faults(spared)) == []
-    struck = train(tmp_path / "struck", *words, *stress("scale_up", (2, 7), targets="q_proj,v_proj", magnitude=50))
+    struck = train(tmp_path / "struck", *words, *stress("scale_up", (2, 7), targets="q_proj,v_proj", magnitude=6))
     norms = [by_unit(folder, "norm")[1] for folder in (plain, struck)]
     assert {unit for unit in norms[0] if norms[0][unit] != norms[1][unit]} == {"layers.0.self_attn.v_proj"}
 
@@ -192,7 +192,7 @@ def test_units_that_touch_no_outlier_channel_are_not_at_risk(train, tmp_path):
 
 def test_the_true_gap_sees_the_fault(train, tmp_path):
     """Both paths are run with the fault armed, and it is struck no differently for that."""
-    fault = stress("scale_up", (4, 2), magnitude=50)
+    fault = stress("scale_up", (4, 2), magnitude=6)
     words = ["controller.signal=always_low", "optim.lr=1e-9", *fault]
     watched = train(tmp_path / "watched", *words, "records.evidence=[true_gap]")
     gaps = [row[UP] for row in by_unit(watched, "true_gap")]
