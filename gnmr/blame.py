@@ -473,7 +473,7 @@ def _errors(again: Again, errors: dict[PathLinear, float]) -> Iterator[None]:
         put = operator.recovered
         operator.put(again.put_of(operator))
         try:
-            low = operator._on_path(input, operator._begin(input))
+            low = operator._on_path(input, operator._begin())
         finally:
             operator.put(put)
         norm = torch.linalg.vector_norm(output, dtype=torch.float32)

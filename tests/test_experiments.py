@@ -241,7 +241,9 @@ def test_all_arms_of_a_seed_come_before_the_next_seed():
 
 
 def test_an_arm_that_there_is_not():
-    with pytest.raises(UserError, match=r"arm=c: is no arm of this sweep: use one of a \(optim.lr=1\); b \(optim.lr=2\)"):
+    with pytest.raises(
+        UserError, match=r"arm=c: is no arm of this sweep: use one of a \(optim.lr=1\); b \(optim.lr=2\)"
+    ):
         combinations_of(["arm=a,c"], {}, {"a": "optim.lr=1", "b": "optim.lr=2"})
     assert combinations_of(["arm=c"], {}, {}) == [["arm=c"]], "without arms it is the run's name"
 

@@ -438,15 +438,15 @@ def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
     """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
     own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
     shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
-    kept = [(module, module.read, module._node, module.passes) for module in own]
+    kept = [(module, module.read, module._node) for module in own]
     with ExitStack() as stack:
         for state in shared.values():
             stack.enter_context(_untouched(state))
         try:
             yield
         finally:
-            for module, read, node, passes in kept:
-                module.read, module._node, module.passes = read, node, passes
+            for module, read, node in kept:
+                module.read, module._node = read, node
 
 
 @contextmanager

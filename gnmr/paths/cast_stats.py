@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +13,17 @@ from torch import Tensor
 from gnmr.vocabulary import OPERANDS
 
 _WEIGHT, _GRADIENT = OPERANDS.index("weight"), OPERANDS.index("grad_output")
-_REPLACED = 1.5
+_REPLACED = 1.15
 """A weight whose largest magnitude changes by more than this factor from one step to the next was replaced (another
 checkpoint was loaded, an average was swapped in), not trained."""
+
+
+class Begun(Protocol):
+    """A forward pass, as delayed scales know it (`passes.py`)."""
+
+    history: Tensor | None
+    replaced: Tensor | None
+    counts: bool
 
 
 @dataclass(eq=False)
@@ -90,13 +99,17 @@ class AmaxHistory:
         assert self.history is not None
         self.history = self.history.new_empty(history.shape).copy_(history)
 
-    def delayed(self, operator: int, operand: int, steps: int, now: Tensor, history: Tensor | None = None) -> Tensor:
+    def delayed(self, operator: int, operand: int, steps: int, now: Tensor, begun: Begun | None = None) -> Tensor:
         """The magnitude that a delayed scale is taken from, `now` being the tensor's own.
 
         The largest of the `steps` before; `now` before there are any and where a weight was replaced; NaN if `now` is
-        not finite. `history`: as it was at an earlier time; None: as it is.
+        not finite. `begun`: the forward pass whose scales count; None: those of now, and nothing is noted.
         """
-        history = self.history if history is None else history
+        history, replaced = self.history, self.replaced
+        if begun is not None and begun.history is not None:
+            history = begun.history
+            if operand != _GRADIENT and begun.replaced is not None:
+                replaced = begun.replaced  # of later operators it did not know
         assert history is not None
         before = history[operator, operand, 1 : 1 + steps].amax()
         if operand == _GRADIENT:
@@ -104,8 +117,10 @@ class AmaxHistory:
         if operand == _WEIGHT:
             grown = (before > 0) & (now > _REPLACED * before)
             shrunk = now * _REPLACED < history[operator, operand, 1]
-            self.replaced = self.replaced | (grown | shrunk).any()
-        return torch.where(now.isfinite(), torch.where((before > 0) & ~self.replaced, before, now), torch.nan)
+            replaced = replaced | (grown | shrunk).any()
+            if begun is not None and begun.counts:
+                self.replaced = self.replaced | replaced
+        return torch.where(now.isfinite(), torch.where((before > 0) & ~replaced, before, now), torch.nan)
 
     def add(self, counts: Tensor) -> None:
         """Adds numbers (operators, operands, 2) that were counted elsewhere."""

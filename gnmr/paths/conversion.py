@@ -239,7 +239,6 @@ def _exchanged(
     module.gemms, module.mixed, module.shared = (), {}, shared
     module.put(frozenset())
     module.fault = module.read = module._node = None
-    module.passes = []
     module.in_graphs = module.tally = None
     if isinstance(module, Int8Linear):
         module.store("online")

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from gnmr.paths.hooks import FaultInjection
 from gnmr.paths.kernels.int8 import IntContext, Integers, integers
 from gnmr.paths.kernels.simulated import GemmContext, owned
-from gnmr.paths.linear import Pass, PathLinear, autocast_dtype
+from gnmr.paths.linear import PathLinear, autocast_dtype
 from gnmr.paths.memory import Place, place_of
+from gnmr.paths.passes import Pass
 from gnmr.paths.recipes import Recipe
 
 _READ_VALUES = ("merge", "unmerge", "dequantize_module_weight")

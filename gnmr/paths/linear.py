@@ -22,10 +22,7 @@ is never shared.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,38 +35,13 @@ from gnmr.paths.formats import Format, KeepFormat
 from gnmr.paths.hooks import FaultInjection, GraphLinear, Measurement
 from gnmr.paths.kernels import GemmContext, casts_nothing, context_kind, in_backward, owned, recipe_linear, refuse_twice
 from gnmr.paths.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.paths.passes import Pass, keep, repeated
 from gnmr.paths.recipes import ExecutionPath, Recipe
-from gnmr.paths.rounding import Key
 from gnmr.paths.scaling import decompress
 from gnmr.paths.shared import SharedState
 from gnmr.vocabulary import GEMMS, OPERANDS
 
 _INPUT = OPERANDS.index("input")
-_MOST_PASSES = 64
-"""Forward passes of an operator that are remembered for a recomputation."""
-
-
-@dataclass(eq=False)
-class Pass:
-    """What is in force in one forward pass of an operator, for its backward pass and for a recomputation of it."""
-
-    path: ExecutionPath | None
-    """The format or recipe; None: it is a plain linear (`high_precision`)."""
-    recovered: frozenset[str]
-    sound: frozenset[str]
-    history: Tensor | None
-    """From which delayed scales are taken."""
-    alike: tuple[Any, ...]
-    """What a recomputation has in common with it, besides its values."""
-    step: int
-    done: bool = False
-    """Whether its backward pass has run."""
-    key: Key | None = None
-    """What its casts draw from, once one has drawn."""
-
-    def same(self, other: Pass) -> bool:
-        """Whether the passes compute the same, but for what they draw."""
-        return (self.path, self.recovered) == (other.path, other.recovered) and self.history is other.history
 
 
 class _Linear(torch.autograd.Function):
@@ -85,11 +57,10 @@ class _Linear(torch.autograd.Function):
         quantized: bool,
         measured: Measurement | None,
         name: str,
-        begun: Pass,
         *copy: Tensor,
     ) -> Tensor:
         ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
-        ctx.name, ctx.begun = name, begun
+        ctx.name = name
         ctx.holds_copy, ctx.num_weights = ctx.needs_input_grad[1], 1
         if isinstance(fmt, KeepFormat):
             copy = (x,)
@@ -105,7 +76,7 @@ class _Linear(torch.autograd.Function):
         if is_sharded(grad_output):
             raise ValueError(f"the gradient of a linear's output {SHARDED}")
         weight, *copy = ctx.saved_tensors
-        ctx.holds_copy, ctx.begun.done = False, True  # freed when this returns
+        ctx.holds_copy = False  # freed when this returns
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = (grad_2d @ weight).view(ctx.x_shape) if need_x else None
@@ -155,8 +126,6 @@ class PathLinear(nn.Linear):
     """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
     same tensor, or of a tensor that is kept as it is its place."""
     _node: weakref.ref[Any] | None
-    passes: list[Callable[[], Pass | None]]
-    """Forward passes whose backward pass may come, the oldest first."""
     in_graphs: tuple[tuple[str, GraphLinear], ...] | None
     """The recipes of the low and the recovery path, and what runs each in graphs of torch.compile's; None: between
     them."""
@@ -228,7 +197,7 @@ class PathLinear(nn.Linear):
     # the identity of tensors.
     @torch.compiler.disable
     def _between_graphs(self, input: Tensor) -> Tensor:
-        begun = self._begin(input)
+        begun = self._begin()
         output, prices = self._on_path(input, begun), self.shared.prices
         if prices is not None and prices.enabled and begun.path is not None:
             prices.watch(self, input, output)
@@ -236,43 +205,17 @@ class PathLinear(nn.Linear):
             self.shared.watch(self, input, output)
         return output
 
-    def _begin(self, input: Tensor) -> Pass:
-        """The pass that begins; where activation checkpointing runs one again, that one.
-
-        RuntimeError where several that differ may be meant.
-        """
-        shared, again = self.shared, in_backward()
-        alike = input.shape, input.dtype, autocast_dtype(input), self.training
-        if again:
-            known = [one for ref in self.passes if (one := ref()) is not None and one.alike == alike]
-            waiting = [one for one in known if not one.done] or known[-1:]
-            if waiting and all(one.same(waiting[-1]) for one in waiting):
-                return waiting[-1]
-            if waiting:
-                raise RuntimeError(
-                    f"{self.operator_name}: activation checkpointing recomputes one of {len(waiting)} forward passes "
-                    "that ran on different paths or scales, and cannot tell which; run the backward pass of each "
-                    "before the path changes or the next step begins"
-                )
-        path = None if shared.high_precision else self.path
-        history = None if shared.amax is None else shared.amax.history
-        return Pass(path, self.recovered, self.sound, history, alike, shared.step, done=again)
-
-    def _remember(self, begun: Pass, output: Tensor) -> None:
-        """Takes note of a pass, as long as its graph lives; without a graph, until the next step's."""
-        if begun.done or in_backward():
-            return
-        node, known = output.grad_fn, [one for one in self.passes if _step_of(one) >= begun.step - 1]
-        if node is not None:
-            metadata: Any = node.metadata  # lives as long as the graph
-            metadata["gnmr"] = begun
-            ref: Callable[[], Pass | None] = weakref.ref(begun)
-        elif torch.is_grad_enabled() or _in_checkpoint():
-            known = [one for one in known if isinstance(one, weakref.ref) or _step_of(one) == begun.step]
-            ref = partial(_itself, begun)
-        else:
-            return  # an evaluation
-        self.passes = [*known, ref][-_MOST_PASSES:]
+    def _begin(self) -> Pass:
+        """The pass that begins; where activation checkpointing runs one again, that one."""
+        again, around = repeated(self)
+        shared, begun = self.shared, again
+        if begun is None:
+            amax, path = shared.amax, None if shared.high_precision else self.path
+            history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
+            counts = (torch.is_grad_enabled() or bool(around)) and not shared.no_side_effects
+            begun = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
+        keep(self, begun, around)
+        return begun
 
     def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
         """`forward`, between graphs."""
@@ -289,9 +232,7 @@ class PathLinear(nn.Linear):
                 f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
             )
         if path is None or not (keeps or quantizes):
-            output = self.plain(input)
-            self._remember(begun, output)
-            return output
+            return self.plain(input)
         self._check(input, weight)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
@@ -316,7 +257,6 @@ class PathLinear(nn.Linear):
             output, kept_by = self._under_format(
                 path, begun, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
             )
-        self._remember(begun, output)
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
         self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
@@ -362,7 +302,6 @@ class PathLinear(nn.Linear):
             dry_run=dry_run,
             no_side_effects=self.shared.no_side_effects,
             draws=None if begun is None or self.shared.rounding is None else partial(self._generator, begun),
-            history=None if begun is None else begun.history,
             begun=begun,
         )
 
@@ -415,11 +354,10 @@ class PathLinear(nn.Linear):
         copy: tuple[Tensor, ...]
         kept_by: str | Place
         read, draws = shared.read_of(input, self.operator_name, self.index), shared.rounding is not None
-        if quantizes and draws and in_backward() and not self._alone(begun):
+        if quantizes and draws and in_backward() and not begun.kept:
             raise RuntimeError(
-                f"{self.operator_name}: with site='forward' and rounding='stochastic' activation checkpointing cannot "
-                "tell which of several forward passes it recomputes; run the backward pass of each before the next "
-                "one, or use rounding='nearest'"
+                f"{self.operator_name}: with site='forward' and rounding='stochastic' this kind of activation "
+                "checkpointing cannot be repeated exactly; use torch.utils.checkpoint, or rounding='nearest'"
             )
         if fault is not None and not begun.recovered:
             copy, kept_by = fault.compress(input, fmt, draws), f"{self.operator_name} (broken)"
@@ -431,12 +369,7 @@ class PathLinear(nn.Linear):
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
             measured = shared.probe.measure(self.index, read, input, x, fault, copy)
-        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, begun, *copy), kept_by
-
-    def _alone(self, begun: Pass) -> bool:
-        """Whether no other pass that a recomputation could mean waits for its backward pass."""
-        known = [one for ref in self.passes if (one := ref()) is not None and one is not begun]
-        return all(one.done or one.alike != begun.alike for one in known)
+        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
         """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
@@ -455,33 +388,13 @@ class PathLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step, whole."""
-        nothing = dict.fromkeys(("_node", "read", "fault", "in_graphs", "tally"))
-        return {**self.__dict__, **nothing, "passes": []}
+        return {**self.__dict__, **dict.fromkeys(("_node", "read", "fault", "in_graphs", "tally"))}
 
     def extra_repr(self) -> str:
         if not self.converted:
             return super().extra_repr()
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
-
-
-def _itself(begun: Pass) -> Pass:
-    return begun
-
-
-def _step_of(ref: Callable[[], Pass | None]) -> int:
-    """Of a remembered pass; -1: it is gone."""
-    return -1 if (one := ref()) is None else one.step
-
-
-def _in_checkpoint() -> bool:
-    """Whether an autograd function's forward pass runs the code that is running, as reentrant checkpointing does."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _transformed() -> bool:

@@ -194,7 +194,7 @@ class Plan:
         """
         self._collect()
         shared, state = self.shared, self.state_dict()
-        in_force = [(operator.recovered, operator.fault, operator.passes) for operator in self.operators]
+        in_force = [(operator.recovered, operator.fault) for operator in self.operators]
         mark = self.mark()
         before, shared.no_side_effects = shared.no_side_effects, True
         warmup, shared.warmup = shared.warmup, None
@@ -206,9 +206,9 @@ class Plan:
             shared.forget()
             self._load(state)  # unlooked at: that waits for the device
             self.back_to(mark)
-            for operator, (recovered, fault, passes) in zip(self.operators, in_force, strict=True):
+            for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
                 operator.put(recovered)
-                operator.fault, operator.passes = fault, passes
+                operator.fault = fault
 
     def mark(self) -> StepMark:
         """What a step changes of the paths' state, as it is now, for `back_to`. Does not wait for the device."""

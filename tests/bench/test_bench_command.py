@@ -161,7 +161,11 @@ def test_recipes_and_switching(measure, gnmr):
     """Recipes whose tiles do not divide 32 and 48 are left out."""
     figures = named(measure("paths", "only=recipes"))
     steps = {name.removeprefix("step under ") for name in figures if name.startswith("step under ")}
-    assert steps == set(RECIPES) - {"deepseek_v3", "deepseek_v3_blocks", *(name for name in RECIPES if name.startswith("mx"))}
+    assert steps == set(RECIPES) - {
+        "deepseek_v3",
+        "deepseek_v3_blocks",
+        *(name for name in RECIPES if name.startswith("mx")),
+    }
     assert (
         figures["step under sim_e3m2"]["target"] == 2.0
         and figures["step under sim_e3m2"]["note"] == "sim_e3m2, simulated"

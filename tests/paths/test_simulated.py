@@ -681,14 +681,14 @@ def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before() 
 # powers of two, under which a stale scale would give the same values.
 FACTORS = [
     (1, 1, 1),
-    (4.3, 1.4, 300),
-    (0.3, 1.2, 0.7),
-    (3e-4, 0.9, 0),
-    (3e-4, 0.9, 0),
-    (3e-4, 1.3, 0),
-    (0.7, 0.95, 0.03),
-    (6.1, 1.1, 1e-6),
-    (6.1, 1.1, 0.9),
+    (4.3, 1.08, 300),
+    (0.3, 1.02, 0.7),
+    (3e-4, 0.98, 0),
+    (3e-4, 0.98, 0),
+    (3e-4, 1.05, 0),
+    (0.7, 0.99, 0.03),
+    (6.1, 1.04, 1e-6),
+    (6.1, 1.04, 0.9),
 ]
 """Of input, weight and grad_output; the weight's change as much as training may change it in a step."""
 

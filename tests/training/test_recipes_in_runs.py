@@ -197,7 +197,7 @@ def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
 
 
 def test_saturation_is_told_by_operand(assembled, step_of, blocks_of):
-    """Delayed scales saturate what has grown: a weight becomes 1.4 times as large, in two micro-batches."""
+    """Delayed scales saturate what has grown: a weight becomes 1.09 times as large, in two micro-batches."""
     parts = assembled("paths.low=fp8_delayed", "paths.recovery=null", "training.accumulation=2")
     step, blocks = step_of(parts), list(blocks_of(parts, 4).split(2))
     quiet = step(blocks, 1e-9).saturation
@@ -205,9 +205,9 @@ def test_saturation_is_told_by_operand(assembled, step_of, blocks_of):
     assert quiet["weight"] == quiet["result"] == [0, 0] and all(nonfinite == 0 for _, nonfinite in quiet.values())
     weight = parts.model.layers[0].mlp.up_proj.weight.data
     largest = weight.abs().max().float()
-    weight.mul_(1.4)
+    weight.mul_(1.09)
     grown = int((weight.float() / (largest / 448)).abs().gt(448 * (1 + 1e-6)).sum())
-    assert step(blocks, 1e-9).saturation["weight"] == [2 * grown, 0] and grown > 10
+    assert step(blocks, 1e-9).saturation["weight"] == [2 * grown, 0] and grown > 1
     assert step(blocks, 1e-9).saturation["weight"] == [0, 0]
     parts.model.layers[0].mlp.up_proj.weight.data[0, 0] = math.nan
     assert step(blocks, 1e-9).saturation["weight"][1] == 2, "the element itself, in two micro-batches"

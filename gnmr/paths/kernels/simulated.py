@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnmr.paths.cast_stats import AmaxHistory, CastStats
+from gnmr.paths.cast_stats import AmaxHistory, Begun, CastStats
 from gnmr.paths.casting import Reference, quantize, rotated_dtype
 from gnmr.paths.formats import KeepFormat
 from gnmr.paths.hooks import CastMeasurement, Casts, FaultInjection
@@ -44,12 +44,6 @@ _READS_INPUT = ("wgrad", "fprop")
 """By the dimension of the input that it contracts."""
 
 
-class Begun(Protocol):
-    """A forward pass that waits for its backward pass."""
-
-    done: bool
-
-
 class GemmContext:
     """One forward pass of an operator and its backward pass: their casts, and the statistics of these.
 
@@ -63,8 +57,7 @@ class GemmContext:
         no_side_effects: this pass is not the run's own, so at its end nothing is written.
         draws: (the operator that draws, its operand, the dimension that is contracted) -> what a stochastic cast draws
             from; None: it rounds to nearest.
-        history: of delayed scales, as it was when the forward pass began; None: as it is now.
-        begun: is told that the backward pass has run.
+        begun: the delayed scales that were in force when the forward pass began; None: those of now.
     """
 
     def __init__(
@@ -79,12 +72,11 @@ class GemmContext:
         dry_run: bool = False,
         no_side_effects: bool = False,
         draws: Draws | None = None,
-        history: Tensor | None = None,
         begun: Begun | None = None,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
         self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
-        self._draws, self._history = draws, amax.history if history is None else history
+        self._draws, self._history = draws, amax.history if begun is None else begun.history
         self._reader, self._begun = index, begun
         self._found: dict[int, tuple[int, CastStats]] = {}
         """By identity: two GEMMs may read the same cast."""
@@ -113,7 +105,7 @@ class GemmContext:
         if found is None:
             reference = None
             if cast.scale == "delayed":
-                reference = partial(self.amax.delayed, self.index, place, cast.history, history=self._history)
+                reference = partial(self.amax.delayed, self.index, place, cast.history, begun=self._begun)
             if broken:
                 found = self.break_input(x, cast, contraction_dim, reference)
             else:
@@ -230,8 +222,6 @@ class GemmContext:
 
     def end(self) -> None:
         """Once, when the last of its GEMMs is done."""
-        if self._begun is not None:
-            self._begun.done = True
         if not self._no_side_effects:
             self.amax.write(self.index, self._found.values(), self._largest)
         self._found.clear()
