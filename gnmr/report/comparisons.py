@@ -192,7 +192,7 @@ class Comparison:
 
 
 def compare(runs: Iterable[Run]) -> list[Comparison]:
-    """Runs in their comparisons, in order of experiment, scale and size."""
+    """Runs in their comparisons: by experiment, the largest first, then by scale and size."""
     groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         groups[_kind(run)][run.arm, run.hash].append(run)
@@ -206,7 +206,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
             one.siblings = siblings
             one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
             one.arms.sort(key=lambda arm: arm.sort_key)
-    return sorted(comparisons, key=lambda comparison: _order(comparison.kind))
+    return sorted(comparisons, key=lambda one: (one.kind.experiment, -len(one.runs), _order(one.kind)))
 
 
 def by_experiment(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:

@@ -553,3 +553,12 @@ def test_the_steps_of_a_run_without_rows_are_its_summarys(write_run: Write, tmp_
     (folder / "steps.jsonl").unlink()
     (run,) = map(load, find_runs([tmp_path]))
     assert run_table([run], tmp_path).rows[0][1:3] == ["done", "3 of 3"]
+
+
+def test_the_largest_comparison_of_an_experiment_stands_first() -> None:
+    trial, whole = Recorded(), Recorded()
+    trial.add("int4_int8", 3.0, training__steps=2)
+    whole.add("int4_int8", 3.0, 3.1)
+    whole.add("int8_bf16", 2.9, 3.0)
+    found = compare([*trial.runs, *whole.runs])
+    assert [len(one.runs) for one in found] == [4, 1]
