@@ -53,11 +53,17 @@ CASES = {
     "word": "Error parsing override 'word'",
     "model=lama": "Could not find 'model/lama': use one of gpt, llama",
     "scale=7b": "Could not find 'scale/7b': use one of 1.3b, 60m, 130m, 350m, compressed_cpu, cpu",
-    "experiment=act_quant_stres": "Could not find 'experiment/act_quant_stres': use one of act_quant_stress",
+    "experiment=act_quant_stres": "pangu_4bit, pretrain; did you mean act_quant_stress?",
     "sweep=nothing": "Could not find 'sweep/nothing'",
     "debug=smok": "Could not find 'debug/smok'",
     "training=3": "training=3: has keys of its own: training.KEY=VALUE",
-    "controller.alpha=much": "Value 'much' of type 'str' could not be converted to Float (key controller.alpha)",
+    "controller.alpha=much": "controller.alpha=much: must be a number",
+    "training.steps=10e2": "training.steps=10e2: must be a whole number",
+    "training.steps=0x10": "training.steps=0x10: must be a whole number",
+    "model.num_layers=2.0": "model.num_layers=2.0: must be a whole number",
+    "training.compile=maybe": "training.compile=maybe: must be true or false",
+    "arm=???": "arm=???: has no value; give one (arm=VALUE) or leave it out",
+    "model=???": "model=???: has no value; give one (model=VALUE) or leave it out",
     "controller.t_lock=null": "'controller.t_lock' is not Optional",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
     "paths.recipes.mine.fprop.input=e4m3/tile paths.low=mine paths.recovery=null": "the recipe mine needs a",
@@ -357,6 +363,20 @@ def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, mo
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
     assert line.endswith(f"this one has {number:,} parameters, 20,000 at the most")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["report", "runs/custom", "htlm=x"], "report: unknown option 'htlm=x': did you mean html?"),
+        (["report", "runs", "no-plots=true"], "report: no-plots=true: is written --no-plots"),
+        (["runs", "runs_dir=runs"], "runs: unknown option 'runs_dir=runs': use one of last"),
+        (["pack", "runs", "ot=x.parquet"], "pack: unknown option 'ot=x.parquet': did you mean out?"),
+        (["report", "none/a=b"], "none/a=b: no such folder"),
+    ],
+)
+def test_a_mistyped_option_is_no_folder(words, line, gnmr):
+    assert gnmr(*words).mistake.startswith(line)
 
 
 @pytest.mark.parametrize("words", [[], ["runs", "--agianst", "x"], ["runs", "--out"], ["runs", "out="]])

@@ -108,7 +108,7 @@ def test_any_text_can_be_quoted_or_is_not_promised(text: str) -> None:
         "training.seed=interval(0,3)": "training.seed=interval(0,3): an interval has no values",
         "data.path=/a, b": "data.path=/a, b: several values are a sweep's: add -m; one text is \"data.path='/a, b'\"",
         "data.path=[x]": "data.path=[x]: has letters that Hydra takes in quotes only: \"data.path='[x]'\"",
-        "arm=???": "Missing mandatory value: arm",
+        "arm=???": "arm=???: has no value; give one (arm=VALUE) or leave it out",
         "optim.lr:1": "must be key=value: optim.lr:1",
         "--experiment=fork": "--experiment=fork: is written without dashes and with a =: experiment=fork",
         "--optim.lr=3": "--optim.lr=3: is written without dashes and with a =: optim.lr=3",

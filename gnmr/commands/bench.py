@@ -31,7 +31,7 @@ def _parser() -> Parser:
     names = "\n".join(f"  {name:<11}{bench.what}" for name, bench in BENCHMARKS.items())
     parts = "; ".join(f"{name}: {', '.join(one.parts)}" for name, one in BENCHMARKS.items() if len(one.parts) > 1)
     usage = "[NAME...] [only=PART,...] [overrides] [repeats=N] [clock=wall|cpu] [run=FOLDER] [out=FILE.json]"
-    parser = Parser("bench", usage, _TEXT.format(names=names))
+    parser = Parser("bench", usage, _TEXT.format(names=names), keys=True)
     parser.option("only", names_of, f"parts of the named benchmarks: {parts}", [])
     parser.option("repeats", whole(1), "measurements of each figure; default: the benchmark's own choice")
     parser.option(

@@ -44,7 +44,7 @@ _LOOK_S = 0.5
 
 def main(argv: list[str]) -> int:
     """The command; returns its exit code."""
-    parser = Parser("demo", "[orders=3] [runs_dir=runs]", _TEXT)
+    parser = Parser("demo", "[orders=3] [runs_dir=runs]", _TEXT, keys=True)
     parser.option(
         "orders", whole(1), "orders of the data, each a run of every arm; three are the least that can show", 3
     )

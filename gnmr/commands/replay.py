@@ -46,7 +46,8 @@ keys:
 
 
 def _parser() -> Parser:
-    parser = Parser("replay", "FILE... [key=value ...] [calibrate=SHARE,...|detect=SHARE] [out=OUT.jsonl]", _TEXT)
+    usage = "FILE... [key=value ...] [calibrate=SHARE,...|detect=SHARE] [out=OUT.jsonl]"
+    parser = Parser("replay", usage, _TEXT, keys=True)
     parser.option(
         "calibrate",
         fractions,

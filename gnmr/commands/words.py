@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -29,8 +30,9 @@ def needs(command: str, *packages: str) -> None:
 class Parser(argparse.ArgumentParser):
     """The options of one command. What is no option is left in `words`: places and keys of the config."""
 
-    def __init__(self, command: str, usage: str, text: str) -> None:
-        """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options."""
+    def __init__(self, command: str, usage: str, text: str, keys: bool = False) -> None:
+        """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options. keys: whether
+        `words` may be key=value too, which the command itself reads."""
         super().__init__(
             prog=f"gnmr {command}",
             usage=f"gnmr {command} {usage}",
@@ -39,6 +41,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._command = command
+        self._keys = keys
         self._reads: dict[str, Read] = {}
         self._flags: list[str] = []
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -58,7 +61,9 @@ class Parser(argparse.ArgumentParser):
         """UserError for an unknown option and for a value that makes no sense."""
         given, unknown = self.parse_known_intermixed_args([f"--{word}" if self._named(word) else word for word in argv])
         if unknown:
-            self.error(f"unknown option {unknown[0]!r}{nearest(unknown[0].strip('-'), self.names)}")
+            self._unknown(unknown[0])
+        if not self._keys and (words := settings_and_places(given.words)[0]):
+            self._unknown(words[0])
         for name, read in self._reads.items():
             if isinstance(text := getattr(given, name), str):
                 if not text:
@@ -70,12 +75,9 @@ class Parser(argparse.ArgumentParser):
     def of_one_place(self, argv: list[str], what: str) -> tuple[argparse.Namespace, str]:
         """As `parse`, and the one place that stands beside the options; `what` it should be, for the message."""
         asked = self.parse(argv)
-        words, places = settings_and_places(asked.words)
-        if words:
-            self.error(f"unknown option {words[0]!r}{nearest(words[0], self.names)}")
-        if len(places) != 1:
+        if len(asked.words) != 1:
             self.error(f"name one {what}")
-        return asked, places[0]
+        return asked, named(asked.words[0])
 
     def print_help(self, file: Any = None) -> None:
         """argparse's, which would say nothing of output that cannot be written."""
@@ -90,14 +92,20 @@ class Parser(argparse.ArgumentParser):
         """UserError with the message."""
         raise UserError(f"{self._command}: {message} (gnmr {self._command} --help)")
 
+    def _unknown(self, word: str) -> NoReturn:
+        if (name := word.strip("-").partition("=")[0]) in self._flags:
+            self.error(f"{word}: is written --{name}")
+        self.error(f"unknown option {word!r}{nearest(name, self.names)}")
+
     def _named(self, word: str) -> bool:
         name, sign, _ = word.partition("=")
         return bool(sign) and name in self._reads
 
 
 def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
-    """key=value words, and the others; a file whose name has a = in it is a place, and so is `latest`."""
-    settings = [word for word in words if "=" in word and not os.path.lexists(word)]
+    """key=value words, and the others; a file whose name has a = in it is a place, and so are `latest` and what has a
+    folder before its =."""
+    settings = [word for word in words if re.match(r"[^/=]*=", word) and not os.path.lexists(word)]
     return settings, [named(word) for word in words if word not in settings]
 
 

@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from gnmr.caller import guess
 from gnmr.config import Config, load, meant, one_line, schema
 from gnmr.config.base import with_base
 from gnmr.config.old_words import refuse_old
@@ -96,6 +97,8 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         line = f"{line.rstrip('.')}: {one_line(cause)}"
+    if (unlike := re.match(_UNLIKE, line)) and (right := _KINDS.get(unlike[2])):
+        return f"{unlike[1]}: must be {right}"
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
         key, values = several.groups()
         one = f"text is {as_text(key, values)}" if is_text(key) else f"list is {key}=[{values}]"
@@ -124,7 +127,24 @@ def mistake(error: Exception, words: Sequence[str]) -> str | None:
     beside = {file for file in there if lost and lost[2] and file.startswith(f"{lost[2]}/")}
     if len(beside) > 1:
         there = beside
-    return f"{line}: use one of {', '.join(sorted(there, key=_by_number))}" if there else line
+    if not there:
+        return line
+    known = sorted(there, key=_by_number)
+    given = re.search(r"Could not find '\w+/([^']+)'", line)
+    close = guess(given[1], [one for one in known if _letters(one) != _letters(given[1])]) if given else None
+    return f"{line}: use one of {', '.join(known)}{f'; did you mean {close}?' if close else ''}"
+
+
+def _letters(name: str) -> str:
+    """What tells table2 from scale2, and not from table3, which is as near to it as any other number."""
+    return re.sub(r"\d", "", name)
+
+
+_UNLIKE = (
+    r"Error merging override ([\w.]+=.*?): Value '.*' (?:of type '\w+' could not be converted to|is not a valid) (\w+)"
+)
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+"""Types by OmegaConf's names."""
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

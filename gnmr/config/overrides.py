@@ -37,8 +37,11 @@ def as_given(words: Sequence[str]) -> list[str]:
         if "=" not in word and not word.startswith("~"):
             kept.append(word)  # which Hydra refuses, and `mistake` explains
             continue
-        if not word.partition("=")[0].strip():
+        name, _, value = word.partition("=")
+        if not name.strip():
             raise UserError(f"{word}: must be key=value, without spaces beside the =")
+        if value.strip("'\"") == "???":  # OmegaConf's word for a value that is missing
+            raise UserError(f"{word}: has no value; give one ({name}=VALUE) or leave it out")
         override = parsed(word)
         key, choice = override.key_or_group, override.get_key_element()
         if override.is_delete():

@@ -25,7 +25,18 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+_PACKED = {
+    b"\x1f\x8b": "compressed by gzip; let its name end in .gz (.txt.gz, .jsonl.gz), or decompress it: gunzip",
+    b"PAR1\x15": "a Parquet file; let its name end in .parquet",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; decompress it: zstd -d",
+    b"PK\x03\x04": "a zip archive; unpack it: unzip",
+    b"BZh": "compressed by bzip2; decompress it: bunzip2",
+    b"\xfd7zXZ\0": "compressed by xz; decompress it: unxz",
+}
+"""What files that are no text begin with."""
+_BZIP2 = b"1AY&SY"  # from byte 4 on; a text may begin as the rest of the mark
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\b\x1b"})
+_NO_TEXT = bytes({*range(32), 127} - {*b"\t\n\f\r"})
 _LOOKED_AT = 2**16  # bytes in which `_wide` counts control characters
 
 
@@ -61,8 +72,10 @@ def named(columns: Iterable[str]) -> str:
 def utf8(raw: bytes, where: str) -> str:
     """Return the text of a file or a row, without its byte order mark.
 
-    Raises `UserError`, which begins with `where`, for another encoding; it names the first wrong byte.
+    Raises `UserError`, which begins with `where`, for another encoding, naming the first wrong byte, and for what is no
+    text.
     """
+    refuse_packed(raw, where)
     body = raw.removeprefix(codecs.BOM_UTF8)
     for mark, name in _MARKS.items():
         if raw.startswith(mark):
@@ -70,35 +83,55 @@ def utf8(raw: bytes, where: str) -> str:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        at = error.start + len(raw) - len(body)
-        raise UserError(
-            f"{where} is not UTF-8 ({error.reason} at byte {at}); convert it, for example from Latin-1: "
-            f"{_convert('LATIN1')}"
-        ) from error
-    if (found := _wide(body)) is not None:
-        at = found + len(raw) - len(body)
-        raise UserError(
-            f"{where} is UTF-16 or UTF-32 without a byte order mark (from byte {at} on every second byte is a control "
-            f"character); convert it: {_convert('UTF-16LE')}"
-        )
+        _refuse_wide(body, len(raw) - len(body), where)
+        wrong = f"is not UTF-8 ({error.reason} at byte {error.start + len(raw) - len(body)})"
+        if len(body.translate(None, _NO_TEXT)) < len(body):
+            raise UserError(f"{where} is a binary file: it {wrong} and holds control characters") from error
+        raise UserError(f"{where} {wrong}; convert it, for example from Latin-1: {_convert('LATIN1')}") from error
+    _refuse_wide(body, len(raw) - len(body), where)
     return text
+
+
+def refuse_packed(raw: bytes, where: str) -> None:
+    """UserError, which begins with `where`, for the beginning of a file that is compressed or Parquet."""
+    for mark, kind in _PACKED.items():
+        if raw.startswith(mark) and (mark != b"BZh" or raw[4:10] == _BZIP2):
+            raise UserError(f"{where} is {kind}")
+
+
+def _refuse_wide(body: bytes, before: int, where: str) -> None:
+    """`before`: bytes of the byte order mark."""
+    if (found := _wide(body)) is not None:
+        at, encoding = found
+        raise UserError(
+            f"{where} is {encoding} without a byte order mark (from byte {at + before} on); convert it: "
+            f"{_convert(encoding)}"
+        )
 
 
 def _convert(encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 
-def _wide(raw: bytes) -> int | None:
-    """Return where bytes begin that are UTF-8 by chance alone: UTF-16 of Latin, Cyrillic, ... has a NUL or another
-    control character in every second place."""
+def _wide(raw: bytes) -> tuple[int, str] | None:
+    """Return where bytes begin that are UTF-16 or UTF-32, UTF-8 by chance at most, and which of them.
+
+    UTF-16 of Latin, Cyrillic, ... has a NUL or another control character in every second place, UTF-32 of any language
+    NULs in two neighbouring places of four.
+    """
     if b"\0" not in raw:
         return None
     for at in range(0, len(raw), _LOOKED_AT):
         block = raw[at : at + _LOOKED_AT]
-        halves = block[::2], block[1::2]
-        few, most = sorted(len(half) - len(half.translate(None, _CONTROLS)) for half in halves)
+        nuls = [block[place::4].count(0) for place in range(4)]
+        enough = max(8, 0.9 * (len(block) // 4))
+        for encoding, places in (("UTF-32LE", nuls[2:]), ("UTF-32BE", nuls[:2])):
+            if min(places) >= enough and sum(nuls) < 0.9 * len(block):  # a run of NULs is neither
+                return at, encoding
+        even, odd = (len(half) - len(half.translate(None, _CONTROLS)) for half in (block[::2], block[1::2]))
+        few, most = sorted((even, odd))
         if most >= 8 and most > len(block) / 4 and few < 0.75 * most:
-            return at
+            return at, "UTF-16LE" if odd > even else "UTF-16BE"
     return None
 
 
@@ -152,6 +185,8 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
     with gzip.open(file) if name.endswith(".gz") else file.open("rb") as stream:
         begun = False
         for number, line in _lines(file, stream):
+            if not begun:
+                refuse_packed(line, f"{file}:")
             if not begun and (line[:1] == b"[" or line == b"{"):  # a list, or an object that begins in a line alone
                 rest = stream.read(LARGEST_WHOLE + 1)
                 if len(rest) > LARGEST_WHOLE:

@@ -75,8 +75,8 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     return found
 
 
-def check_files(folder: Path) -> None:
-    """UserError for weights that are missing or cut off, naming the file."""
+def check_files(folder: Path) -> list[Path]:
+    """Return the files of weights. UserError for weights that are missing or cut off, naming the file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_object(index).get("weight_map")
@@ -89,6 +89,7 @@ def check_files(folder: Path) -> None:
         raise UserError(f"{folder}: holds no *.safetensors")
     for file in files:
         check_safetensors(file)
+    return files
 
 
 def check_safetensors(file: Path) -> None:
@@ -146,9 +147,12 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     but safetensors is read. `where`: see `open_config`.
     """
     where = where or f"model.checkpoint={checkpoint}"
-    empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
+    shapes: Any = empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
     folder = local(checkpoint, where)
-    check_files(folder)
+    files = check_files(folder)
+    if getattr(shapes.config, "quantization_config", None) is None:
+        whole = folder / "model.safetensors"  # is read in the place of all others
+        _check_dtypes([whole] if whole in files else files, where)
     half.provide()
     found: Any
     with quiet(), _one_line(where):
@@ -169,6 +173,25 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     model.config.use_cache = False
     loaded: nn.Module = model.train()
     return loaded
+
+
+def _check_dtypes(files: list[Path], where: str) -> None:
+    """UserError for integers and formats below 16 bits: without their scales they are other numbers than was meant."""
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                dtype = opened.get_slice(name).get_dtype()
+                if dtype not in _DTYPES and not name.endswith(_BUFFERS):
+                    raise UserError(
+                        f"{where}: {name} is {dtype} in {file.name}, and config.json has no quantization_config that "
+                        f"says what its values stand for; give weights in {', '.join(_DTYPES)}"
+                    )
+
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Names of safetensors' for the dtypes that weights without a quantization_config may have."""
 
 
 def _check_weights(report: Mapping[str, Any], where: str) -> None:

@@ -199,7 +199,7 @@ class WandbSink:
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
             _define(self._run)
-            if line := _environment(entity, name):
+            if wanted != "disabled" and (line := _environment(entity, name)):
                 self._say(line)
 
     def resume(self, rows: Callable[[], Iterable[Recorded]], last_step: int) -> None:

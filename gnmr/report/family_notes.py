@@ -44,7 +44,7 @@ def smallest_texts(family: Family) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:z.0f} %"
 
 
 def assumptions(model: Fit | None) -> list[str]:

@@ -64,7 +64,7 @@ def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[A
                 arm.label,
                 percent(arm.spend) if arm.routed else NOTHING,
                 str(len(mine)),
-                NOTHING if closed is None else f"{100 * closed[0]:.0f} %",
+                NOTHING if closed is None else f"{100 * closed[0]:z.0f} %",
                 ", ".join(NOTHING if one is None else f"{100 * one[0]:.0f}" for one in by_order),
                 *tested.get(str(id(arm)), [NOTHING, NOTHING]),
                 f"{np.mean(list(mine.values())):.4f}" if mine else NOTHING,

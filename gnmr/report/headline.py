@@ -171,7 +171,7 @@ def _back(comparison: Comparison, names: Names, between: _Between | None) -> tup
         interval, verdict = row_numbers(row)["closed_interval"].strip("()"), row.verdict
     of = f"{names[best.label]}{_of_arms(between.arms)}"
     over = f"of the way from {low} to {high}{f', 95 % interval {interval} %' if interval else ''}"
-    return Figure(BACK, f"{100 * share:.0f} %", f"{of}, {over}"), _told_back(comparison, names, between, verdict)
+    return Figure(BACK, f"{100 * share:z.0f} %", f"{of}, {over}"), _told_back(comparison, names, between, verdict)
 
 
 def _told_back(comparison: Comparison, names: Names, between: _Between, verdict: str) -> str:
@@ -184,7 +184,7 @@ def _told_back(comparison: Comparison, names: Names, between: _Between, verdict:
     parts: list[str] = []
     for arm in named:
         share = between.closed(arm)
-        got = "diverged" if share is None else f"{100 * share:.0f} %"
+        got = "diverged" if share is None else f"{100 * share:z.0f} %"
         parts.append(f"{names[arm.label]}{'' if parts else ' got back'} {got} at {_spent(arm)}")
         if arm is best and len(named) < len(between.arms):
             parts[0] += _of_arms(between.arms)

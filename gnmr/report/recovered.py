@@ -126,9 +126,9 @@ def shown(found: Recovered, narrow: bool = False) -> RenderableType:
     table.add_column(f"95 %{'' if narrow else ' interval'}" if found.orders > 1 else "", justify="right", no_wrap=True)
     table.add_column("spent", justify="right", no_wrap=True)
     for line in found.lines:
-        between = "" if line.interval is None else f"{line.interval[0]:.0%} to {line.interval[1]:.0%}"
+        between = "" if line.interval is None else f"{line.interval[0]:z.0%} to {line.interval[1]:z.0%}"
         bar = [] if narrow else [Text(_bar(line.closed), "cyan")]
-        table.add_row(line.name, f"{line.closed:.0%}", *bar, between, f"{line.spent:.1%}")
+        table.add_row(line.name, f"{line.closed:z.0%}", *bar, between, f"{line.spent:.1%}")
     return Group(table)
 
 

@@ -169,7 +169,7 @@ def _table(experiment: str, cells: list[RegimeCell]) -> Table:
 def _told(arm: RegimeCell | None) -> str:
     if arm is None:
         return NOTHING
-    share = "" if arm["gap_closed"] is None else f"{100 * arm['gap_closed']:.0f} % "
+    share = "" if arm["gap_closed"] is None else f"{100 * arm['gap_closed']:z.0f} % "
     budget = "" if arm["promoted"] is None else f"@ {percent(arm['promoted'])}"
     also = f"\n{AS_RANDOM}" if arm["verdict"] == CLOSES and arm["vs_random"] in (NO_DIFFERENCE, WORSE) else ""
     return f"{arm['verdict']}{also}\n{share}{budget}".rstrip()

@@ -263,7 +263,7 @@ def _gap(comparison: Comparison, arm: Arm, expected: int) -> str:
     closed = gap_closed(low.outcomes, arm.outcomes, recovery.outcomes)
     if closed is None:
         return NOTHING
-    return f"{100 * closed[0]:.0f} %" + (f" (n={closed[1]})" if closed[1] != expected else "")
+    return f"{100 * closed[0]:z.0f} %" + (f" (n={closed[1]})" if closed[1] != expected else "")
 
 
 def _unclear_gaps(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -69,13 +71,23 @@ CYRILLIC = "Съешь же ещё этих мягких булок\n" * 40
         (TEXT.encode("utf-16"), "is UTF-16, as its byte order mark says"),
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16, as its byte order mark says"),
         (TEXT.encode("utf-32"), "is UTF-32, as its byte order mark says"),
-        (("fox " * 40).encode("utf-16-le"), "is UTF-16 or UTF-32 without a byte order mark"),
-        (("fox " * 40).encode("utf-16-be"), "is UTF-16 or UTF-32 without a byte order mark"),
-        (("fox " * 40).encode("utf-32-le"), "is UTF-16 or UTF-32 without a byte order mark"),
-        (CYRILLIC.replace("Съ", "съ").encode("utf-16-le"), "is UTF-16 or UTF-32 without a byte order mark"),
-        (b"fox " * 2**15 + ("fox " * 2**15).encode("utf-16-le"), "is UTF-16 or UTF-32 .* .from byte 131072 on"),
+        (("fox " * 40).encode("utf-16-le"), "is UTF-16LE without a byte order mark .*iconv -f UTF-16LE "),
+        (("fox " * 40).encode("utf-16-be"), "is UTF-16BE without a byte order mark .*iconv -f UTF-16BE "),
+        (("fox " * 40).encode("utf-32-le"), "is UTF-32LE without a byte order mark .*iconv -f UTF-32LE "),
+        (("fox " * 40).encode("utf-32-be"), "is UTF-32BE without a byte order mark .*iconv -f UTF-32BE "),
+        (TEXT.encode("utf-16-be"), "is UTF-16BE without a byte order mark"),
+        (CYRILLIC.replace("Съ", "съ").encode("utf-16-le"), "is UTF-16LE without a byte order mark"),
+        (CYRILLIC.encode("utf-32-be"), "is UTF-32BE without a byte order mark"),
+        (b"fox " * 2**15 + ("fox " * 2**15).encode("utf-16-le"), "is UTF-16LE .* .from byte 131072 on"),
+        (gzip.compress(TEXT.encode()), "is compressed by gzip; let its name end in .gz "),
+        (b"PAR1\x15\x04\x15\x10", "is a Parquet file; let its name end in .parquet"),
+        (b"\x28\xb5\x2f\xfd\x04", "is compressed by zstd; decompress it"),
+        (b"PK\x03\x04\x14\0", "is a zip archive; unpack it"),
+        (bz2.compress(TEXT.encode()), "is compressed by bzip2; decompress it"),
+        (lzma.compress(TEXT.encode()), "is compressed by xz; decompress it"),
+        (b"%PDF-1.4\n\x01\xe9\0", "is a binary file: it is not UTF-8 .invalid continuation byte at byte 10"),
     ],
-    ids=range(12),
+    ids=range(22),
 )
 @pytest.mark.parametrize("name", ["a.txt", "z.txt", "z.txt.gz"])
 def test_another_encoding_is_refused_by_file_and_byte(

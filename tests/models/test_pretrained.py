@@ -215,6 +215,17 @@ def test_the_weights_are_exactly_those_of_the_model(name: str, sharded: bool, tm
         assert re.search(message, refused(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [(torch.int8, "I8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2")],
+)
+def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, checkpoint: Path) -> None:
+    file, name = checkpoint / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
+    assert f"{name} is {named} in model.safetensors, and config.json has no quant" in refused(str(checkpoint))
+
+
 def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:
     save(llama(tied_head=True), tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"

@@ -341,6 +341,15 @@ def test_the_most_promoted_units_have_lines(
     assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
 
 
+def test_wandbs_variables_are_not_told_where_it_is_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    WandbSink(said.append).start(LABELS, project=None, folder=tmp_path, config={}, header=HEADER, mode="auto")
+    assert not said
+
+
 @pytest.mark.parametrize(
     ("project", "expected", "told"),
     [

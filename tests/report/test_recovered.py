@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -47,6 +48,14 @@ def test_each_arm_is_a_share_of_the_gap_and_tested_against_random(found):
     console.print(shown(got))
     lines = console.export_text().splitlines()
     assert len(lines) == 5 and lines[3].startswith("price") and "79%  ██" in lines[3].replace("   ", "  ")
+
+
+def test_a_share_that_rounds_to_nothing_has_no_sign(found):
+    got = found(price=0.8, orders=3)
+    lines = tuple(replace(line, closed=-0.001, interval=(-0.004, 0.06)) for line in got.lines)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(shown(replace(got, lines=lines)))
+    assert "0% to 6%" in console.file.getvalue() and "-0%" not in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def _facts(entry: RegimeCell, told: RegimeCell) -> list[list[str]]:
         ["against static low", tested(told["vs_low"], told["p"])],
         ["against random", random and tested(random, told["p_random"])],
         ["perplexity relative to static low", None if difference is None else f"{difference:+.2f} %"],
-        ["gap closed", None if closed is None else f"{100 * closed:.0f} %"],
+        ["gap closed", None if closed is None else f"{100 * closed:z.0f} %"],
         ["promoted", percent(told["promoted"])],
         ["seeds", str(told["seeds"])],
         ["diverged", told["diverged"] and str(told["diverged"])],
