@@ -84,7 +84,7 @@ CASES = {
     "preset=8/16 paths.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
     "preset=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
     "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_pr",
-    "data.path=???": "Missing mandatory value: path (key data.path)",
+    "data.path=???": "data.path=???: has no value; give one (data.path=VALUE) or leave it out",
     "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
