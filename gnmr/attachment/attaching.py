@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gnmr.attachment.controller import AttachedController
 from gnmr.attachment.units import costs_of, norms_of, units_of
@@ -181,7 +181,8 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model has one
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "model: is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 "
             "(torch.distributed.fsdp.fully_shard)"
