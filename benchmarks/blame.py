@@ -34,13 +34,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from gnmr.bench.figures import describe_machine
-from gnmr.blame import Levels, Verdict
-from gnmr.config.compose import compose
-from gnmr.paths import Fault, FaultSchedule
-from gnmr.training.build import Parts, assemble, train_step, training_blocks
-from gnmr.training.provenance import told_command
-from gnmr.training.step import StepResult, TrainStep
+from gnmr.attachment.blame import Levels, Verdict
+from gnmr.lab.bench.figures import describe_machine
+from gnmr.lab.config.compose import compose
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.train.build import Parts, assemble, train_step, training_blocks
+from gnmr.lab.train.provenance import told_command
+from gnmr.lab.train.step import StepResult, TrainStep
 from golden import make_inputs
 
 LEARN, SIGMAS = 140, 3.0
@@ -51,12 +52,18 @@ TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
 SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
 MOE = ["experiment=moe_stress", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2"]
 ARMS = {
-    "saved": ["experiment=act_quant_stress", "paths.low=int4", "paths.recovery=int8", *SMALL],
-    "forward": ["experiment=act_quant_stress", "paths.low=int8", "paths.recovery=bf16", "paths.site=forward", *SMALL],
-    "recipe": ["experiment=pretrain", "paths.low=fp8_hybrid", "paths.recovery=bf16", *SMALL],
-    "moe": [*MOE, "paths.low=int8", "paths.recovery=bf16", "paths.site=forward"],
-    "moe_recipe": [*MOE, "paths.low=fp8_hybrid", "paths.recovery=bf16"],
-    "finetune": ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=4", "paths.unit=operator"],
+    "saved": ["experiment=act_quant_stress", "precision.low=int4", "precision.recovery=int8", *SMALL],
+    "forward": [
+        "experiment=act_quant_stress",
+        "precision.low=int8",
+        "precision.recovery=bf16",
+        "precision.site=forward",
+        *SMALL,
+    ],
+    "recipe": ["experiment=pretrain", "precision.low=fp8_hybrid", "precision.recovery=bf16", *SMALL],
+    "moe": [*MOE, "precision.low=int8", "precision.recovery=bf16", "precision.site=forward"],
+    "moe_recipe": [*MOE, "precision.low=fp8_hybrid", "precision.recovery=bf16"],
+    "finetune": ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=4", "precision.unit=operator"],
 }
 PLANTS = (("scale_down", 300.0), ("scale_up", 300.0), ("noise", 300.0))
 NOT_FINITE = ("nan", "inf", "bit_flip")

@@ -41,15 +41,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.bench.figures import describe_machine
-from gnmr.controller.spec import NO_CAP
-from gnmr.disk import replacing
-from gnmr.paths.casting import quantize
-from gnmr.paths.recipes import Recipe
-from gnmr.training.provenance import commit, told_command
-from gnmr.training.transforms import build_transform
-from gnmr.training.transforms.base import StepContext, Transform
-from gnmr.vocabulary import GEMMS
+from gnmr.control.spec import NO_CAP
+from gnmr.lab.bench.figures import describe_machine
+from gnmr.lab.train.provenance import commit, told_command
+from gnmr.lab.train.transforms import build_transform
+from gnmr.lab.train.transforms.base import StepContext, Transform
+from gnmr.names import GEMMS
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Recipe
+from gnmr.records.disk import replacing
 
 FACTOR, LOST, TENTHS = 3.0, 10, 10
 BATCH, WARMUP, NOISE = 64, 20, 0.005
@@ -285,25 +285,25 @@ def _skips(transform: Transform | None, parameters: list[nn.Parameter], context:
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
 WORDS = ["experiment=pretrain", *SHAPE, "training.seq_len=64", "training.batch_size=8", "training.accumulation=1"]
-WORDS += ["training.threads=1", "optim.warmup_frac=0.1", "optim.min_lr_frac=1", "paths.recovery=null"]
+WORDS += ["training.threads=1", "optim.warmup_frac=0.1", "optim.min_lr_frac=1", "precision.recovery=null"]
 WORDS += ["controller.warmup_frac=0"]
 
 
 def words_of(setting: Setting, seed: int) -> list[str]:
     """Of the language model; `width` and `depth` say nothing of it."""
     words = [*WORDS, f"training.steps={setting.steps}", f"training.seed={seed}", f"optim.lr={setting.rate}"]
-    words += ["optim.betas=[0.9,0.999]", f"paths.low={setting.low}"]
+    words += ["optim.betas=[0.9,0.999]", f"precision.low={setting.low}"]
     if setting.low in OWN:
         gemms = (f"{g}:{{{','.join(f'{k}:{v}' for k, v in casts.items())}}}" for g, casts in OWN[setting.low].items())
-        words.append(f"+paths.recipes.{setting.low}={{{','.join(gemms)}}}")
+        words.append(f"+precision.recipes.{setting.low}={{{','.join(gemms)}}}")
     return words
 
 
 def language(setting: Setting, seed: int) -> Course:
     """A LLaMA of `gnmr train` under AdamW, always on the low path."""
-    from gnmr.config.compose import compose
-    from gnmr.training.build import assemble, train_step, training_blocks
-    from gnmr.training.optim import learning_rate
+    from gnmr.lab.config.compose import compose
+    from gnmr.lab.train.build import assemble, train_step, training_blocks
+    from gnmr.lab.train.optim import learning_rate
 
     parts = assemble(compose(words_of(setting, seed)), Path("unused"), lambda _line: None)
     blocks, take = training_blocks(parts.config, parts.corpus, None), train_step(parts)

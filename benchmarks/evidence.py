@@ -119,7 +119,7 @@ def bench(out: Path, name: str, what: str, part: str, run: str, seconds: float, 
 
 def spend(out: Path, scene: str, run: str, orders: int) -> Step:
     """Forks of a scene; those that are there are not counted."""
-    from gnmr.bench.scenes import SCENES
+    from gnmr.lab.bench.scenes import SCENES
 
     there = _rows(out / f"spend-{scene}" / "bench" / "spend.jsonl")
     left = max(len(SCENES[scene].arms()) * orders * len(run.split(",")) - there, 0)
@@ -129,7 +129,7 @@ def spend(out: Path, scene: str, run: str, orders: int) -> Step:
 
 def fair(out: Path, seeds: int) -> Step:
     """Forks of 40 steps under two optimizers, and runs of 200 steps; those that are there are not counted."""
-    from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
+    from gnmr.lab.bench.fair import FAMILIES, MORE, WHOLE, arms_of
 
     runs = {(optimizer, arm) for optimizer, pairs in (FAMILIES | MORE).values() for arm in arms_of(pairs)}
     each = {"forks": 4 * FORK, "scratch,more": len(runs) * WHOLE[-1] * STEP}
@@ -158,7 +158,7 @@ def _rows(file: Path) -> int:
 
 
 def _scenes() -> list[str]:
-    from gnmr.bench.scenes import SCENES
+    from gnmr.lab.bench.scenes import SCENES
 
     return [scene for scene in SCENES if scene != "regime_quick"]
 
@@ -221,7 +221,7 @@ def _seconds(stage: Sequence[Step], jobs: int) -> float:
 
 def _pace() -> tuple[float, str]:
     """What a second of a step takes here, and by which machine."""
-    from gnmr import half
+    from gnmr.precision import half
 
     lacking = half.lacking()
     return IN_FP32 if lacking else 1.0, f"by an AMD EPYC {'without' if lacking else 'with'} 16-bit products"

@@ -62,22 +62,22 @@ STEP_KEYS = (
 
 def runs() -> dict[str, list[str]]:
     """Name of each golden run: its words behind `gnmr train`."""
-    from gnmr.controller.signals import SIGNALS
-    from gnmr.vocabulary import RECIPES
+    from gnmr.control.signals import SIGNALS
+    from gnmr.names import RECIPES
 
     act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
-    found = {"act": act, "act_forward": [*act, "paths.site=forward"], "gpt": [*act, "model=gpt"]}
+    found = {"act": act, "act_forward": [*act, "precision.site=forward"], "gpt": [*act, "model=gpt"]}
     found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
     found |= {
-        f"stress_{name}": [*act, f"stress.kind={kind}", "stress.windows=[[3,2]]"] for name, kind in STRESSES.items()
+        f"stress_{name}": [*act, f"faults.kind={kind}", "faults.windows=[[3,2]]"] for name, kind in STRESSES.items()
     }
     found |= {f"transform_{name}": [*act, f"optim.transform.name={name}"] for name in TRANSFORMS}
-    found |= {"scale": [*act, "optim.name=scale"], "stochastic": [*act, "paths.rounding=stochastic"]}
+    found |= {"scale": [*act, "optim.name=scale"], "stochastic": [*act, "precision.rounding=stochastic"]}
     found |= {"hierarchy_6_8": [*recipe, "preset=6/8"], "hierarchy_8_16": [*recipe, "preset=8/16"]}
-    found |= {"scaled_mm": [*recipe, "preset=8/16", "paths.backend=scaled_mm"]}
+    found |= {"scaled_mm": [*recipe, "preset=8/16", "precision.backend=scaled_mm"]}
     wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]
-    found |= {f"recipe_{name}": ["experiment=pretrain", f"paths.low={name}", *wide] for name in RECIPES}
+    found |= {f"recipe_{name}": ["experiment=pretrain", f"precision.low={name}", *wide] for name in RECIPES}
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
     found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
     found["fork_base"] = ["experiment=fork_base", *DENSE]
@@ -134,7 +134,7 @@ def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] |
 
 def main() -> int:
     """Records, compares, prints; the exit code."""
-    from gnmr.commands import main as gnmr
+    from gnmr.cli import main as gnmr
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="NEW.json", type=lambda word: Path(word).resolve())

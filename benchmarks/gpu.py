@@ -12,7 +12,7 @@ The sections, in the order in which they run; the last ones are left out when th
     paths         the step time and the peak memory of saved formats and recipes against BF16
     price         a 60M model is trained; the price of every operator against its measured KL divergence
     large         `gnmr.diagnose` at 1.3B: time and peak memory
-    tests         the tests that need a GPU, and those of tests/paths and tests/controller
+    tests         the tests that need a GPU, and those of tests/precision and tests/control
     compiled      BF16 and FP8 steps at 1.3B under torch.compile, and the controller on them
 
 Each section runs in a process of its own, so that a crash, a hang or a full GPU ends that section only. Every row is
@@ -48,16 +48,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr import models
-from gnmr.bench.figures import describe_machine, median, record
-from gnmr.bench.timing import alternate, clock_of
-from gnmr.config import ModelConfig, OptimConfig
-from gnmr.paths import FORMATS, RECIPES, PathSpec, Plan, convert
-from gnmr.paths.casting import quantize, rotated
-from gnmr.paths.formats import RangeFormat
-from gnmr.paths.recipes import Cast
-from gnmr.paths.scaling import compress, decompress
-from gnmr.training.optim import clip_gradients, learning_rate
+from gnmr.lab import models
+from gnmr.lab.bench.figures import describe_machine, median, record
+from gnmr.lab.bench.timing import alternate, clock_of
+from gnmr.lab.config import ModelConfig, OptimConfig
+from gnmr.lab.train.optim import clip_gradients, learning_rate
+from gnmr.precision import FORMATS, RECIPES, PathSpec, Plan, convert
+from gnmr.precision.cast import quantize, rotated
+from gnmr.precision.formats import RangeFormat
+from gnmr.precision.recipes import Cast
+from gnmr.precision.scaling import compress, decompress
 
 SEQ, STEPS = 256, 800
 SIZES = {"60m": (512, 1376, 8, 8), "350m": (1024, 2736, 24, 16), "1.3b": (2048, 5461, 24, 32)}
@@ -477,7 +477,7 @@ def documents(text: Path | None) -> list[str]:
 
 def trained(lab: Lab) -> tuple[Any, int, Tensor]:
     """Train a 60M model; return its weights, the size of its vocabulary and held-out blocks."""
-    from gnmr.data.tokenizer import train
+    from gnmr.lab.data.tokenizer import train
 
     began, texts = time.monotonic(), documents(lab.text)[: 8 if lab.tiny else None]
     tokenizer = train(iter(texts[:: max(1, len(texts) // 200)]), 300 if lab.tiny else 8192)
@@ -581,8 +581,8 @@ def large(lab: Lab) -> None:
 def tests(lab: Lab) -> None:
     """Run the tests that need a GPU, and the quick tests of paths and controller."""
     workers = [] if lab.tiny else ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "loadgroup"]
-    quick = ["tests/paths/test_formats.py"] if lab.tiny else ["tests/paths", "tests/controller"]
-    gpu = ["-m", "gpu", *quick] + ([] if lab.tiny else ["tests/training/test_step.py"])
+    quick = ["tests/precision/test_formats.py"] if lab.tiny else ["tests/precision", "tests/control"]
+    gpu = ["-m", "gpu", *quick] + ([] if lab.tiny else ["tests/train/test_step.py"])
     for name, words in (("gpu", gpu), ("quick", [*workers, *quick])):
         with lab.case("tests", of=name):
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE", *words]

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 
 from everything import differences, everything
 
-from gnmr.bench.figures import describe_machine
+from gnmr.lab.bench.figures import describe_machine
+from gnmr.lab.train.provenance import told_command
 from gnmr.records.reader import read_json
-from gnmr.training.provenance import told_command
 from golden import make_inputs
 
 SIZES = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "model.num_heads=2"]

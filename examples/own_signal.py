@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.controller.signals import Context, Evidence, SignalBase
+from gnmr.control.signals import Context, Evidence, SignalBase
 
 
 class MedianRatio(SignalBase):

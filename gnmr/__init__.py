@@ -6,9 +6,11 @@
 The names below are the public surface. They are loaded on first use, so that the command line answers without torch.
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
-from gnmr.lazy import loader
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -33,21 +35,33 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gnmr.attachment import AttachedController, attach
-    from gnmr.controller import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
+    from gnmr.control import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
     from gnmr.doctor.audit import Audit, audit
     from gnmr.doctor.diagnose import diagnose
     from gnmr.doctor.diagnosis import Diagnosis
-    from gnmr.paths import PathSpec, convert
+    from gnmr.precision import PathSpec, convert
+
+
+def loader(package: str, homes: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """A `__getattr__` for the package's `__init__.py`; `homes`: {module below it: names that it holds}."""
+    where = {name: module for module, names in homes.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{where[name]}"), name)
+
+    return load
 
 
 __getattr__ = loader(
     __name__,
     {
         "attachment": ("AttachedController", "attach"),
-        "controller": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
+        "control": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
         "doctor.audit": ("Audit", "audit"),
         "doctor.diagnose": ("diagnose",),
         "doctor.diagnosis": ("Diagnosis",),
-        "paths": ("PathSpec", "convert"),
+        "precision": ("PathSpec", "convert"),
     },
 )

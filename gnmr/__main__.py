@@ -1,5 +1,5 @@
 import sys
 
-from gnmr.commands import main
+from gnmr.cli import main
 
 sys.exit(main())

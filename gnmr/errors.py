@@ -1,13 +1,22 @@
-"""The two errors that end a command, apart from defects of ours.
+"""Errors that a user sees, the checks of options that raise them, and what a message says beside them.
 
 `UserError` is a mistake in what was asked for: one line, exit code 2, nothing half-written.
 `RunFailed` is a run that could not go on: one line, exit code 1, the run folder marked FAILED.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from __future__ import annotations
 
-from gnmr.caller import guess
+import errno
+import io
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter
+from traceback import walk_stack
+from typing import Any
 
 MAX_LINE = 1500
 """Characters of a line that ends a command: some quote what a file holds."""
@@ -58,3 +67,183 @@ def writing(what: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what}: cannot be written ({error.strerror or error})") from error
+
+
+_BETWEEN = ("gnmr", "torch", "contextlib", "weakref")
+"""Packages of ours, and those that call what they decorate."""
+
+
+def guess(word: str, known: Iterable[str]) -> str | None:
+    """Return the first known word that has this one as its first part (fp8: fp8_hybrid), else the nearest one; None
+    where no word is near."""
+    from difflib import get_close_matches
+
+    known = list(known)
+    begun = [one for one in known if word and one.startswith((f"{word}_", f"{word}-", f"{word}/"))]
+    return next(iter([*begun, *get_close_matches(word, known, 1)]), None)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word; empty where no known word is near."""
+    close = guess(str(word), known)
+    return f"; did you mean {close}?" if close else ""
+
+
+def users_level() -> int:
+    """The `stacklevel` at which a warning that is given here shows the line that called into this package.
+
+    1, which is ours, under a command: it shows warnings of ours as a line without a place (`gnmr.cli`).
+    """
+    for level, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("gnmr.cli", "gnmr.lab.sweep")):
+            return 1
+        if name.partition(".")[0] not in _BETWEEN:
+            return level
+    return 1
+
+
+_SHOWN = 500
+"""Characters of a value that a message repeats."""
+
+
+def fields(of: object, *names: str) -> dict[str, Any]:
+    """Attributes by their names, which may be dotted."""
+    return {name: attrgetter(name)(of) for name in names}
+
+
+def require(sound: object, name: str, value: object, right: str) -> None:
+    """`sound`: whether the value is right; `right` says what would be."""
+    if not sound:
+        shown = str(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
+        raise ValueError(f"{name}={shown}: {right}")
+
+
+def one_of(choices: Iterable[str], /, **options: object) -> None:
+    """One of `choices`."""
+    known = tuple(choices)
+    for name, value in options.items():
+        if value not in known:
+            require(False, name, value, f"must be one of {', '.join(known)}{did_you_mean(value, known)}")
+
+
+def positive(*, or_null: bool = False, **options: object) -> None:
+    """A finite number above 0; `or_null`: or None."""
+    right = "must be a positive number" + (" or null" if or_null else "")
+    for name, value in options.items():
+        require(_number(value) > 0 or (or_null and value is None), name, value, right)
+
+
+def whole(least: int = 1, /, *, or_null: bool = False, **options: object) -> None:
+    """A whole number of at least `least`; `or_null`: or None."""
+    right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
+    for name, value in options.items():
+        sound = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        require(sound or (or_null and value is None), name, value, right)
+
+
+def within(least: float, most: float, /, *, or_null: bool = False, **options: object) -> None:
+    """A number from `least` to `most`, both included; `or_null`: or None."""
+    right = f"must be a number from {least:g} to {most:g}" + (" or null" if or_null else "")
+    for name, value in options.items():
+        require(least <= _number(value) <= most or (or_null and value is None), name, value, right)
+
+
+def fraction(**options: object) -> None:
+    """A number from 0 to 1, 1 left out."""
+    for name, value in options.items():
+        require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
+
+
+def true_or_false(**options: object) -> None:
+    """A truth value."""
+    for name, value in options.items():
+        require(isinstance(value, bool), name, value, "must be true or false")
+
+
+def _number(value: object) -> float:
+    """The value; NaN, of which no comparison is true, where it is no finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
+
+
+def share_of(given: object) -> object:
+    """0.1 of "10%"; anything else as it is."""
+    if isinstance(given, str) and given.endswith("%"):
+        with suppress(ValueError):
+            return float(given[:-1]) / 100
+    return given
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra. gnmr is on no package index, so it needs the checkout."""
+    return f"pip install -e '.[{extra}]' in gnmr's checkout"
+
+
+# Standard output and error, which may end before the process does: a reader leaves, a terminal closes, a disk is full.
+# All of these are a BrokenPipeError, which a run treats as an unread pipe: its records are in files.
+
+
+class Unwritable(BrokenPipeError):
+    """Output takes nothing more for another reason than a reader that left: the disk is full, the file is closed."""
+
+
+def lost(error: OSError) -> BrokenPipeError:
+    """Return the error as that of a pipe without a reader; a terminal that is gone answers EIO."""
+    if isinstance(error, BrokenPipeError):
+        return error
+    return BrokenPipeError(*error.args) if error.errno == errno.EIO else Unwritable(*error.args)
+
+
+class _Stream(io.FileIO):
+    """Standard output, whose errors are those of a pipe without a reader; or standard error, which says nothing of
+    them: there is nobody to tell."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._forgives = descriptor == 2
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self._forgives:
+                return len(data)
+            raise lost(error) from error
+
+
+_replaced: list[Any] = []
+"""Kept alive: at its end a stream closes its file, which the new one writes to."""
+
+
+def open_streams() -> None:
+    """Make all prints of this process fail alike, as `gnmr.console.Terminal` does; a closed stream goes nowhere.
+
+    Leaves streams alone that are no files, as those of a notebook or a test.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
+            continue
+        buffer = getattr(old, "buffer", None)
+        if type(getattr(buffer, "raw", buffer)) is io.FileIO:
+            old.flush()
+            _replaced.append(old)
+            raw = _Stream(old.fileno())
+            how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
+            whole: Any = raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
+            setattr(sys, name, io.TextIOWrapper(whole, **how, write_through=old.write_through))
+            logging.raiseExceptions = False  # a line of a log that cannot be written is no defect
+
+
+def why_unwritable(error: Unwritable) -> str:
+    """Return the line that says so."""
+    return f"standard output: cannot be written ({error.strerror or error})"
+
+
+def unread() -> None:
+    """Send standard output to the null device: its reader has left, and closing it would raise again."""
+    with suppress(OSError, ValueError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

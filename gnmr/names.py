@@ -1,4 +1,8 @@
-"""Selecting modules by patterns of dotted names."""
+"""Names that config, precision, reports and tests share, and the selection of modules by patterns. Imports nothing heavy.
+
+A number format or a recipe is added here: `gnmr.precision.formats` makes the format of a name (`int5`, `e3m3`), and
+`gnmr.precision.recipes` the recipe of its words.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +44,72 @@ def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], li
         chosen.update(found)
         empty += [] if found else [pattern]
     return [name for name in names if name in chosen], empty
+
+
+FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "bf16")
+"""int<bits>, or e<exponent bits>m<mantissa bits>; bf16 keeps a tensor as it is."""
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("input", "weight", "grad_output", "result")
+UNITS = ("gemm", "operator", "expert", "layer", "block")
+"""What changes its path together: one GEMM of an operator, or operators (gnmr/precision/units.py)."""
+SITES = ("saved", "forward")
+"""What a format quantizes: what backward keeps, or what the forward pass reads too."""
+ROUNDINGS = ("nearest", "stochastic")
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
+"""What runs a recipe (gnmr/precision/backends.py)."""
+TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
+"""What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
+WEIGHTS = ("online", "beside", "instead")
+"""Where the INT8 codes of weights are (gnmr/precision/kernels/int8.py)."""
+
+Words = dict[str, dict[str, str]]
+"""{gemm: {operand: cast}}; what is left out is kept as it is."""
+
+
+def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
+    """Operands alike in all GEMMs, results kept."""
+    weight = weight or forward
+    return {
+        "fprop": {"input": forward, "weight": weight},
+        "dgrad": {"weight": weight, "grad_output": backward},
+        "wgrad": {"input": forward, "grad_output": backward},
+    }
+
+
+def _nvfp4(weight: str = "e2m1/nv2d", hadamard: str = "/hadamard", stochastic: str = "/stochastic") -> Words:
+    """NVIDIA's recipe, or without one of its parts."""
+    return {
+        "fprop": {"input": "e2m1/nv", "weight": weight},
+        "dgrad": {"weight": weight, "grad_output": f"e2m1/nv{stochastic}"},
+        "wgrad": {"input": f"e2m1/nv{hadamard}", "grad_output": f"e2m1/nv{hadamard}{stochastic}"},
+    }
+
+
+def _everywhere(cast: str) -> Words:
+    """Operands and results."""
+    return {gemm: {**operands, "result": cast} for gemm, operands in _alike(cast, cast).items()}
+
+
+RECIPES: dict[str, Words] = {
+    "fp8_hybrid": _alike("e4m3/tensor", "e5m2/tensor"),
+    "fp8_delayed": _alike("e4m3/delayed", "e5m2/delayed"),
+    "fp8_delayed_1024": _alike("e4m3/delayed/1024", "e5m2/delayed/1024"),
+    "deepseek_v3": _alike("e4m3/tile", "e4m3/tile", weight="e4m3/block"),
+    "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
+    "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
+    "mxfp4": _alike("e2m1/mx", "e2m1/mx"),
+    "mxfp8_floor": _alike("e4m3/mx_floor", "e4m3/mx_floor"),
+    "mxfp4_floor": _alike("e2m1/mx_floor", "e2m1/mx_floor"),
+    "nvfp4": _nvfp4(),
+    "nvfp4_no_sr": _nvfp4(stochastic=""),
+    "nvfp4_no_rht": _nvfp4(hadamard=""),
+    "nvfp4_1d": _nvfp4(weight="e2m1/nv"),
+    **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
+    "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
+    "llm_int8_dgrad": {
+        "fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"},
+        "dgrad": {"weight": "int8/row"},
+    },
+    "bf16": {},
+}
+"""The casts of each recipe (gnmr/precision/recipes.py teaches them)."""

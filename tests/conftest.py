@@ -24,7 +24,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that 
 
 from omegaconf import OmegaConf
 
-from gnmr import config, half
+from gnmr.lab import config
+from gnmr.precision import half
 
 half.provide()  # here, and not when a test builds the first model: products before and after differ in their last bits
 
@@ -60,7 +61,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(text_file: Path, cache: Path) -> Callable[..., config.Config]:
-    """The config of a tiny run with some keys changed: tiny("paths.low=int2", "training.steps=3")."""
+    """The config of a tiny run with some keys changed: tiny("precision.low=int2", "training.steps=3")."""
 
     whole = OmegaConf.create(TINY)
 
@@ -76,8 +77,8 @@ def train(tiny: Callable[..., config.Config]) -> Callable[..., Path]:
     """Trains a tiny run into a folder: train(tmp_path / "a", "training.seed=1") -> that folder."""
 
     def make(folder: Path, *words: str, say: Callable[[str], None] = lambda _: None) -> Path:
-        from gnmr.evaluation.in_training import RunScorer
-        from gnmr.training.run import run
+        from gnmr.lab.evaluation.in_training import RunScorer
+        from gnmr.lab.train.run import run
 
         return run(tiny(f"run_dir={folder}", *words), say, scorer=RunScorer())
 
@@ -114,7 +115,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Transformer Engine's stub (`stub_te`), on a machine that seems to have the GPU for it."""
-    from gnmr.paths.kernels import te
+    from gnmr.precision.kernels import te
 
     def forget() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
@@ -148,7 +149,7 @@ def gnmr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]
     """Runs a command line in this process, which it leaves as it was: gnmr("train", "--help") -> Outcome."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from gnmr.commands import main
+    from gnmr.cli import main
 
     root = logging.getLogger()
     environment, argv, handlers, level = dict(os.environ), list(sys.argv), list(root.handlers), root.level

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import gnmr
-from gnmr.controller import Context, Signal
-from gnmr.controller.signals import SIGNALS
-from gnmr.paths import PathLinear
+from gnmr.control import Context, Signal
+from gnmr.control.signals import SIGNALS
+from gnmr.precision import PathLinear
 
 
 def net() -> nn.Sequential:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.controller.signals import SIGNALS
+from gnmr.control.signals import SIGNALS
 
 
 def net(number: int = 4) -> nn.Sequential:

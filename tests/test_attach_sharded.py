@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.paths import PathLinear, PathSpec, convert
+from gnmr.precision import PathLinear, PathSpec, convert
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
@@ -154,4 +154,4 @@ def test_what_needs_whole_parameters_is_refused_of_sharded_ones() -> None:
     with pytest.raises(ValueError, match=r"^explain: runs in one process, on parameters that are whole"):
         controller.explain(lambda: model(torch.ones(1, 16)).sum())
     with pytest.raises(ValueError, match=r"^0.up_proj has sharded parameters.*give the controller ranks="):
-        gnmr.Controller(gnmr.controller.Unit(n, m) for n, m in [("0.up_proj", model[0].up_proj)])
+        gnmr.Controller(gnmr.control.Unit(n, m) for n, m in [("0.up_proj", model[0].up_proj)])

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from gnmr import config
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab import config
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
@@ -31,11 +31,11 @@ CASES = {
     "scale=finetune_cpu model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrain",
     "model=gpt model.experts.routing_seed=1": "model.experts.routing_seed=1: model.name=gpt has no experts",
     "scale=moe_cpu model=llama": "model.experts.number=8: model.name=llama has no experts",
-    "model=moe paths.targets=[router]": "paths: layers.0.mlp.router is a Router: only a plain nn.Linear",
+    "model=moe precision.targets=[router]": "paths: layers.0.mlp.router is a Router: only a plain nn.Linear",
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
     "trainig.steps=3": "Key 'trainig' not in 'Config': did you mean training?",
     "steps=20": "did you mean training.steps?",
-    "seed=1": "did you mean training.seed or stress.seed?",
+    "seed=1": "did you mean training.seed or faults.seed?",
     "lr=1e-3": "did you mean optim.lr?",
     "wandb=off": "did you mean records.wandb?",
     "training.lr=1": "(key training.lr): did you mean optim.lr?",
@@ -66,24 +66,24 @@ CASES = {
     "model=???": "model=???: has no value; give one (model=VALUE) or leave it out",
     "controller.t_lock=null": "'controller.t_lock' is not Optional",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
-    "paths.recipes.mine.fprop.input=e4m3/tile paths.low=mine paths.recovery=null": "the recipe mine needs a",
-    "paths.pins.nosuch=[fprop,dgrad,wgrad]": "paths: pins 'nosuch': no operator has such a name; there are down_proj, ",
-    "paths.low=deepseek_v3 paths.recovery=null": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepsee",
-    "paths.low=mxfp8 paths.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",
-    "paths.low=sim_int4 paths.recovery=null controller.signal=gap": "signal=gap: gap_recovery needs both paths, and",
-    "paths.low=bf16 paths.recovery=null stress.kind=noise": "stress: the low path is bf16: there is no quantizer",
-    "recipe=fp9": "recipe=fp9: is now paths.low=... paths.recovery=...",
+    "precision.recipes.mine.fprop.input=e4m3/tile precision.low=mine precision.recovery=null": "the recipe mine needs a",
+    "precision.pins.nosuch=[fprop,dgrad,wgrad]": "paths: pins 'nosuch': no operator has such a name; there are down_proj, ",
+    "precision.low=deepseek_v3 precision.recovery=null": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepsee",
+    "precision.low=mxfp8 precision.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",
+    "precision.low=sim_int4 precision.recovery=null controller.signal=gap": "signal=gap: gap_recovery needs both paths, and",
+    "precision.low=bf16 precision.recovery=null faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
+    "recipe=fp9": "recipe=fp9: is now precision.low=... precision.recovery=...",
     "preset=6/7": "Could not find 'preset/6/7': use one of 4/8, 4/16, 6/8, 8/16, 8/16_moe, int8/16",
     "preset=8": "preset=8: use one of 4/16, 4/8, 6/8, 8/16",
-    "paths.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
+    "precision.unit=expert": "paths: unit='expert': no operator is part of an expert (experts.5.up_proj); they are lay",
     "experiment=moe_stress model=llama": "model.experts.number=8: model.name=llama has no experts",
-    "preset=8/16 paths.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
-    "preset=6/8 paths.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
-    "preset=8/16_moe paths.recovery=null": "a high-fidelity warm-up needs paths.recovery",
-    "paths.low=fp8_hybrid paths.recovery=null paths.backend=scaled_mm model.intermediate_size=56": "has 56 outputs,",
-    "preset=8/16 paths.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
-    "preset=int8/16 paths.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
-    "paths.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_pr",
+    "preset=8/16 precision.backend=te": "paths: backend='te': Transformer Engine is not installed (pip inst",
+    "preset=6/8 precision.backend=scaled_mm": "paths: backend='scaled_mm': the recipe sim_e3m2 has e3m2/row in fprop",
+    "preset=8/16_moe precision.recovery=null": "a high-fidelity warm-up needs precision.recovery",
+    "precision.low=fp8_hybrid precision.recovery=null precision.backend=scaled_mm model.intermediate_size=56": "has 56 outputs,",
+    "preset=8/16 precision.backend=int_mm": "backend='int_mm': the recipe fp8_hybrid multiplies no integers, as",
+    "preset=int8/16 precision.weights=beside": "paths: weights='beside': layers.0.self_attn.q_proj is trainable",
+    "precision.targets=[q_proj,nothing]": "paths: targets ['nothing']: no linear has such a name; this model has down_pr",
     "data.path=???": "data.path=???: has no value; give one (data.path=VALUE) or leave it out",
     "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
@@ -102,12 +102,12 @@ CASES = {
     "--config-dir=nowhere": "--config-dir nowhere: there is no such folder",
     # signals
     "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
-    "controller.signal=oracle paths.recovery=null": "signal=oracle: true_gap needs both paths, and paths",
+    "controller.signal=oracle precision.recovery=null": "signal=oracle: true_gap needs both paths, and paths",
     "controller.signal=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
     "controller.options.treshold=1": "gnmr_delta has no option 'treshold': it has alpha, beta",
     "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold': it has threshold",
     "controller.signal=zscore controller.options.warmup=0": "warmup=0: must be a whole number of at least",
-    "controller.signal=gap paths.low=int4 paths.recovery=null": "signal=gap: gap_recovery needs both paths, and path",
+    "controller.signal=gap precision.low=int4 precision.recovery=null": "signal=gap: gap_recovery needs both paths, and path",
     "controller.signal=spike_share optim.name=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
     "controller.signal=static_k controller.options.calibration_steps=50": "the run has only 2 steps",
     "controller.signal=": "controller.signal=: give the name, or package.module:Class",
@@ -119,16 +119,16 @@ CASES = {
     "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
     "records.evidence=[norm]": "norm: recorded in every run",
     "records.evidence=[micro_square]": "records.evidence: needs micro-batches, training.accumulation=1",
-    "records.evidence=[gap_exact,mse] paths.low=int4 paths.recovery=null": "records.evidence: gap_exact needs both p",
+    "records.evidence=[gap_exact,mse] precision.low=int4 precision.recovery=null": "records.evidence: gap_exact needs both p",
     "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units has such a name; ther",
     "records.monitor=[down_proj]": "records.monitor: ['down_proj']: no module outside of the units has such a name",
     "records.evidence=mse": "must be a list, [a,b] (key records.evidence)",
     # faults and outlier channels
-    "stress.kind=noise stress.targets=[nothing]": "stress: targets ['nothing']: no unit has such a name",
-    "stress.kind=noise stress.windows=[[2,2]]": "stress: window [2, 2]: must lie within the run's steps 1 to 2",
-    "stress.kind=noise stress.windows=[[1,2],[2,1]]": "stress: window [2, 1]: begins before the one from step 1",
-    "stress.kind=noise stress.rate=100": "stress: rate=100.0, duration=20: their product must be above 0",
-    "stress.kind=noise paths.low=bf16 paths.recovery=null": "stress: the low path is bf16: there is no quantizer",
+    "faults.kind=noise faults.targets=[nothing]": "faults: targets ['nothing']: no unit has such a name",
+    "faults.kind=noise faults.windows=[[2,2]]": "faults: window [2, 2]: must lie within the run's steps 1 to 2",
+    "faults.kind=noise faults.windows=[[1,2],[2,1]]": "faults: window [2, 1]: begins before the one from step 1",
+    "faults.kind=noise faults.rate=100": "faults: rate=100.0, duration=20: their product must be above 0",
+    "faults.kind=noise precision.low=bf16 precision.recovery=null": "faults: the low path is bf16: there is no quantizer",
     "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16": "the narr",
     "model.outlier_channels.number=2 model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",
@@ -142,7 +142,7 @@ CASES = {
     "controller.signal=builtins:repr": "signal builtins:repr: a str is no signal",
     "controller.signal=pathlib:PurePath": "signal pathlib:PurePath: ",
     # words that choose the paths: one of them
-    "recipe.backend=te": "recipe.backend=te: is now paths.backend=te",
+    "recipe.backend=te": "recipe.backend=te: is now precision.backend=te",
     "hierarchy=6/8": "hierarchy=6/8: is now preset=6/8",
     "sweep=table1": "sweep=table1: is now sweep=paper/table1",
     "variant=always_low": "variant=always_low: is now controller.signal=always_low",
@@ -162,15 +162,15 @@ VALUES = {
     "controller.routing=rank": "controller.routing=rank: must be one of thresholded, ranked",
     "controller.trigger=0": f"controller.trigger=0.0: {POSITIVE}",
     "controller.trigger=inf": f"controller.trigger=inf: {POSITIVE}",
-    "controller.warmup_frac=1.0 paths.recovery=null": "=1.0: a high-fidelity warm-up needs paths.rec",
+    "controller.warmup_frac=1.0 precision.recovery=null": "=1.0: a high-fidelity warm-up needs paths.rec",
     "controller.options.alpha=2": "controller.options.alpha=2: is controller.alpha",
-    "paths.probe_tokens=0": "paths.probe_tokens=0: must be a whole number of at least 1",
-    "stress.kind=quake": "stress.kind=quake: must be one of none, scale_up",
-    "stress.kind=noise stress.rate=0": "stress.rate=0.0: give windows, or a rate above 0",
-    "stress.kind=noise stress.windows=[[0,1]]": "stress.windows=[[0, 1]]: each must be [first step, number of steps]",
-    "stress.kind=noise stress.windows=[[1]]": "stress.windows=[[1]]: each must be [first step, number of steps]",
-    "stress.kind=noise stress.rate=1 stress.share=0": f"stress.share=0.0: {POSITIVE}",
-    "stress.kind=noise stress.rate=1 stress.magnitude=-1": f"stress.magnitude=-1.0: {POSITIVE}",
+    "precision.probe_tokens=0": "precision.probe_tokens=0: must be a whole number of at least 1",
+    "faults.kind=quake": "faults.kind=quake: must be one of none, scale_up",
+    "faults.kind=noise faults.rate=0": "faults.rate=0.0: give windows, or a rate above 0",
+    "faults.kind=noise faults.windows=[[0,1]]": "faults.windows=[[0, 1]]: each must be [first step, number of steps]",
+    "faults.kind=noise faults.windows=[[1]]": "faults.windows=[[1]]: each must be [first step, number of steps]",
+    "faults.kind=noise faults.rate=1 faults.share=0": f"faults.share=0.0: {POSITIVE}",
+    "faults.kind=noise faults.rate=1 faults.magnitude=-1": f"faults.magnitude=-1.0: {POSITIVE}",
     "model.outlier_channels.window=[2,1]": "model.outlier_channels.window=[2, 1]: must be empty, or [first step",
     "controller.signal=:It": "controller.signal=:It: give the name, or package.module:Class",
     "controller.signal=os.:It": "controller.signal=os.:It: give the name, or package.module:Class",
@@ -184,25 +184,25 @@ VALUES = {
     "optim.options.momentum=1": "optim.options={'momentum': 1}: adamw has none",
     "model.experts.number=8": "model.experts.number=8: model.name=llama has no experts",
     "experiment_name=../elsewhere": "experiment_name=../elsewhere: is part of a folder's name: not empty",
-    "paths.name=a/b": "paths.name=a/b: is part of a folder's name",
+    "precision.name=a/b": "precision.name=a/b: is part of a folder's name",
     "arm=''": "arm=: is part of a folder's name",
     "controller.alpha=-1.5": f"controller.alpha=-1.5: {POSITIVE}",
     "controller.max_o=0": f"controller.max_o=0: {POSITIVE}",
-    "paths.low=int9": "paths.low=int9: must be one of int2",
-    "paths.low=sim_int4": "paths.recovery=int8: must be a recipe, as low=sim_int4 is",
-    "paths.recovery=fp8_hybrid": "paths.recovery=fp8_hybrid: must be a format, as low=int4 is",
-    "paths.recipes.mine.fprop.input=e4m3/tiles": "paths.recipes: recipe mine: fprop: scale 'tiles' is not known",
-    "paths.recipes.mine.fprop.input=e4m3/row paths.low=mine": "paths.recovery=int8: must be a recipe",
-    "paths.recipes.mine=3": "paths.recipes: recipe mine=3: must be {gemm: {operand: cast}}",
-    "paths.low=sim_e2m1 paths.recovery=bf16 paths.pins.down_proj=[bprop]": "paths.pins.down_proj=['bprop']: must be "
+    "precision.low=int9": "precision.low=int9: must be one of int2",
+    "precision.low=sim_int4": "precision.recovery=int8: must be a recipe, as low=sim_int4 is",
+    "precision.recovery=fp8_hybrid": "precision.recovery=fp8_hybrid: must be a format, as low=int4 is",
+    "precision.recipes.mine.fprop.input=e4m3/tiles": "precision.recipes: recipe mine: fprop: scale 'tiles' is not known",
+    "precision.recipes.mine.fprop.input=e4m3/row precision.low=mine": "precision.recovery=int8: must be a recipe",
+    "precision.recipes.mine=3": "precision.recipes: recipe mine=3: must be {gemm: {operand: cast}}",
+    "precision.low=sim_e2m1 precision.recovery=bf16 precision.pins.down_proj=[bprop]": "precision.pins.down_proj=['bprop']: must be "
     "some of fprop, dgrad, wgrad",
-    "paths.pins.down_proj=[fprop]": "paths.pins.down_proj=['fprop']: low=int4 is a format, and pins the whole operator",
-    "paths.recovers=[bprop]": "paths.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
-    "paths.low=sim_int4 paths.recovery=null paths.site=forward": "paths.site=forward: belongs to formats; with th",
-    "paths.unit=blocks": "paths.unit=blocks: must be one of gemm, operator, expert, layer, block",
-    "paths.backend=cublas": "paths.backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te",
-    "paths.weights=elsewhere": "paths.weights=elsewhere: must be one of online, beside, instead",
-    "paths.outlier_threshold=0": f"paths.outlier_threshold=0.0: {POSITIVE} or null",
+    "precision.pins.down_proj=[fprop]": "precision.pins.down_proj=['fprop']: low=int4 is a format, and pins the whole operator",
+    "precision.recovers=[bprop]": "precision.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
+    "precision.low=sim_int4 precision.recovery=null precision.site=forward": "precision.site=forward: belongs to formats; with th",
+    "precision.unit=blocks": "precision.unit=blocks: must be one of gemm, operator, expert, layer, block",
+    "precision.backend=cublas": "precision.backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te",
+    "precision.weights=elsewhere": "precision.weights=elsewhere: must be one of online, beside, instead",
+    "precision.outlier_threshold=0": f"precision.outlier_threshold=0.0: {POSITIVE} or null",
     "run_dir=''": "run_dir='': must be a path",
     "runs_dir=''": "runs_dir='': must be a path",
     "controller.signal=../x:Y": "controller.signal=../x:Y: give the name, or package.module:Class",
@@ -262,7 +262,7 @@ def around(letter: str) -> str:
     return f"a{letter}b"
 
 
-NAMES = ["arm", "experiment_name", "scale_name", "paths.name", "controller.name", "controller.signal"]
+NAMES = ["arm", "experiment_name", "scale_name", "precision.name", "controller.name", "controller.signal"]
 NAMES += ["run_dir", "runs_dir", "data.path", "data.cache_dir", "data.tokenizer", "scores.data"]
 NO_NAMES = st.one_of(
     st.tuples(
@@ -321,8 +321,8 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
         "controller.signal=nowhere:It",
         "records.evidence=[colour]",
         "records.monitor=[nothing]",
-        "stress.kind=noise stress.targets=[nothing]",
-        "stress.kind=noise stress.windows=[[2,2]]",
+        "faults.kind=noise faults.targets=[nothing]",
+        "faults.kind=noise faults.windows=[[2,2]]",
         "model.outlier_channels.number=2 model.outlier_channels.window=[2,3]",
         "model.outlier_channels.number=99 model.outlier_channels.window=[1,1] model.outlier_channels.gain=16",
     ],
@@ -336,8 +336,8 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
 @pytest.mark.parametrize(
     "words",
     [
-        "experiment=deepseek_recipe paths.low=fp8_hybrid paths.recovery=null",
-        "experiment=deepseek_recipe preset=4/8 paths.low=sim_e3m2",
+        "experiment=deepseek_recipe precision.low=fp8_hybrid precision.recovery=null",
+        "experiment=deepseek_recipe preset=4/8 precision.low=sim_e3m2",
         "-m sweep=paper/table2 arm=gnmr_6_8 preset=4/8 controller.signal=gap training.seed=0",
         "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
@@ -357,7 +357,7 @@ def test_an_arm_of_a_sweep_alone_is_told_its_keys(gnmr, tiny_words):
 
 @pytest.mark.slow
 def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr("gnmr.training.build._ORACLE_PARAMETERS", 20_000)
+    monkeypatch.setattr("gnmr.lab.train.build._ORACLE_PARAMETERS", 20_000)
     line = gnmr("train", *tiny_words, "controller.signal=oracle").mistake
     assert line.startswith("controller.signal=oracle: runs both paths in every step, for small models: ")
     number = 2 * 300 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32  # two embeddings, attention, MLP, norms
@@ -414,7 +414,7 @@ def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file,
     other = tmp_path / "other.txt"
     other.write_text(text_file.read_text()[::-1])
     train(tmp_path / "runs" / "a", "training.steps=2")
-    train(tmp_path / "runs" / "b", "training.steps=2", f"data.path={other}", "paths.recovery=null")
+    train(tmp_path / "runs" / "b", "training.steps=2", f"data.path={other}", "precision.recovery=null")
     before = listing(tmp_path)
     line = gnmr("report", str(tmp_path / "runs"), "--strict").mistake
     assert "these runs cannot be compared, they differ in data" in line
@@ -435,11 +435,17 @@ def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path)
     ("words", "line"),
     [
         (
-            "preset=6/8 paths.low=fp8_hybrid paths.recovery=sim_e3m2 paths.unit=operator",
+            "preset=6/8 precision.low=fp8_hybrid precision.recovery=sim_e3m2 precision.unit=operator",
             "the recovery path sim_e3m2 is coarser than the",
         ),
-        ("paths.backend=simulated", "backend='simulated': has no effect on formats, which are packed on any machine"),
-        ("paths.outlier_threshold=6", "outlier_threshold=6.0: has no effect without a recipe of integers (llm_int8)"),
+        (
+            "precision.backend=simulated",
+            "backend='simulated': has no effect on formats, which are packed on any machine",
+        ),
+        (
+            "precision.outlier_threshold=6",
+            "outlier_threshold=6.0: has no effect without a recipe of integers (llm_int8)",
+        ),
     ],
 )
 @pytest.mark.slow
@@ -456,11 +462,11 @@ def test_what_a_cpu_simulates_is_shown_and_no_warning(gnmr, tiny_words):
 
 @pytest.mark.slow
 def test_fp8_hardware_that_is_not_there(gnmr, tiny_words, tmp_path, monkeypatch):
-    from gnmr.paths.kernels import scaled_mm
+    from gnmr.precision.kernels import scaled_mm
 
     missing = "needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has 8.0"
     monkeypatch.setattr(scaled_mm, "_device_missing", lambda *_: missing)
-    line = gnmr("train", *tiny_words, "preset=8/16", "paths.backend=scaled_mm").mistake
+    line = gnmr("train", *tiny_words, "preset=8/16", "precision.backend=scaled_mm").mistake
     assert line == f"paths: backend='scaled_mm': {missing}; use backend='auto'"
     assert not (tmp_path / "runs").exists()
 
@@ -521,10 +527,10 @@ def test_a_foreign_checkpoint(stopped, gnmr, tiny_words, tmp_path):
 @pytest.mark.slow
 def test_a_run_does_not_go_on_under_another_backend(gnmr, tiny_words, tmp_path, monkeypatch):
     """auto may choose hardware where the machine has it, whose sums are not the simulation's."""
-    words = [*tiny_words, f"run_dir={tmp_path / 'run'}", "paths.low=fp8_hybrid", "paths.recovery=bf16"]
+    words = [*tiny_words, f"run_dir={tmp_path / 'run'}", "precision.low=fp8_hybrid", "precision.recovery=bf16"]
     assert gnmr("train", *words).code == 0
     (tmp_path / "run" / "DONE").unlink()
-    monkeypatch.setattr("gnmr.training.run.described", lambda path: f"{path.name}, scaled_mm")
+    monkeypatch.setattr("gnmr.lab.train.run.described", lambda path: f"{path.name}, scaled_mm")
     line = gnmr("train", *words).mistake
     assert "belongs to another run" in line and "by fp8_hybrid, simulated and bf16" in line
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gnmr.controller.signals import SIGNALS, Context, build_signal
+from gnmr.control.signals import SIGNALS, Context, build_signal
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def test_a_signal_of_ones_own(calibrated, spent, monkeypatch):
 
 
 def test_the_overrides_of_a_signal_of_ones_own_are_for_train(calibrated, monkeypatch):
-    from gnmr.config.compose import compose
+    from gnmr.lab.config.compose import compose
 
     monkeypatch.syspath_prepend(EXAMPLES)
     ((_, overrides),) = calibrated(f"calibrate={WANTED}", "signal=own_signal:MedianRatio").values()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnmr import checks
+from gnmr import errors as checks
 from gnmr.errors import UserError, told_as
 
 NO_NUMBERS = [None, True, "3", math.nan, math.inf, -math.inf]

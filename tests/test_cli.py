@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr import __version__, config
-from gnmr.commands import COMMANDS, train
-from gnmr.config import compose as composing
-from gnmr.config.compose import compose, conf_dir
+from gnmr import __version__
+from gnmr.cli import COMMANDS, train
 from gnmr.errors import UserError
+from gnmr.lab import config
+from gnmr.lab.config import compose as composing
+from gnmr.lab.config.compose import compose, conf_dir
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -25,7 +26,7 @@ def process(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_loads_nothing_heavy():
     program = (
-        "import sys; from gnmr.commands import main; code = main(['--help']);"
+        "import sys; from gnmr.cli import main; code = main(['--help']);"
         "heavy = {'torch', 'numpy', 'hydra', 'omegaconf', 'pyarrow', 'wandb', 'rich'} & set(sys.modules);"
         "sys.exit(f'{code} {heavy} {len(sys.modules)}')"
     )
@@ -39,7 +40,7 @@ def test_help_loads_nothing_heavy():
 def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
     """Experts of a mixture read a different number of rows in every step."""
     program = (
-        "import os, sys; from gnmr.commands import main; main(['train', '--cfg', 'job']);"
+        "import os, sys; from gnmr.cli import main; main(['train', '--cfg', 'job']);"
         "sys.exit(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
     )
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
@@ -52,7 +53,7 @@ def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkey
 def test_composing_loads_no_torch():
     """What `--help`, `--cfg job` and a mistake cost."""
     program = (
-        "import sys; from gnmr.commands import main;"
+        "import sys; from gnmr.cli import main;"
         "code = main(['train', 'controller.alpha=-1', '--cfg', 'job']) or main(['train', 'unknown=1']);"
         "sys.exit(f'{code} {\"torch\" in sys.modules}')"
     )
@@ -64,7 +65,7 @@ def test_composing_loads_no_torch():
 def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words, tmp_path):
     assert gnmr("train", *tiny_words).code == 0
     words = ["train", *tiny_words]
-    program = f"import sys; from gnmr.commands import main; main({words}); sys.exit(str('torch' in sys.modules))"
+    program = f"import sys; from gnmr.cli import main; main({words}); sys.exit(str('torch' in sys.modules))"
     ended = process("-c", program)
     assert ended.stdout.endswith(" is done: skipped\n") and ended.stderr == "False\n"
 
@@ -72,7 +73,7 @@ def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words, tmp_path):
 @pytest.mark.slow
 def test_the_main_experiment_stands_beside_the_reference_arms(gnmr, tiny_words, tmp_path, monkeypatch):
     """Which are of its own number of steps in no test."""
-    from gnmr.report import brief
+    from gnmr.lab.report import brief
 
     monkeypatch.setattr(brief, "beside", lambda run, others: brief._arms(f"{len(others)} reference runs", []))
     outcome = gnmr("train", *tiny_words, "experiment=act_quant_stress", "records.live=plain")
@@ -253,7 +254,7 @@ def test_a_live_view_for_a_terminal_plain_lines_for_a_pipe(gnmr, tiny_words, tmp
 @pytest.mark.slow
 def test_a_defect_keeps_its_traceback(gnmr, tiny_words, monkeypatch):
     """Only mistakes and failed runs are one line; an error that we did not foresee is not dressed up as one."""
-    from gnmr.training import run
+    from gnmr.lab.train import run
 
     for error in (ZeroDivisionError("ours"), ValueError("ours")):
 
@@ -266,7 +267,7 @@ def test_a_defect_keeps_its_traceback(gnmr, tiny_words, monkeypatch):
 
 
 def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
-    from gnmr.training import run
+    from gnmr.lab.train import run
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -299,7 +300,7 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
 @pytest.mark.slow
 def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, monkeypatch):
     """Those of the command line: the files set alpha and beta for every signal, and nobody asked for them."""
-    from gnmr.training import run
+    from gnmr.lab.train import run
 
     monkeypatch.setattr(run, "run", lambda *_, **__: None)
     outcome = gnmr("train", *tiny_words, *words)
@@ -307,7 +308,7 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
 
 
 def test_compose_gives_what_the_command_gives(gnmr, tiny_words):
-    words = [*tiny_words, "paths.low=e2m1", "paths.recovery=e4m3", "scale=130m", "debug=smoke"]
+    words = [*tiny_words, "precision.low=e2m1", "precision.recovery=e4m3", "scale=130m", "debug=smoke"]
     assert compose(words) == config.load(composed(gnmr("train", *words, "--cfg", "job", "--resolve").out))
 
 
@@ -317,7 +318,7 @@ def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "gnmr"
     (package / "conf").mkdir(parents=True)
     (package / "conf" / "config.yaml").touch()
-    monkeypatch.setattr(composing, "__file__", str(package / "config" / "compose.py"))
+    monkeypatch.setattr(composing, "__file__", str(package / "lab" / "config" / "compose.py"))
     assert conf_dir() == package / "conf"
 
 

@@ -8,25 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr.config import (
-    Config,
-    OptimConfig,
-    config_hash,
-    flatten,
-    identity,
-    load,
-    to_dict,
-)
-from gnmr.config.controller import ControllerConfig
-from gnmr.config.model import OutlierConfig
-from gnmr.config.stress import USUAL
-from gnmr.controller import ControlSpec
+from gnmr.control import ControlSpec
 from gnmr.errors import UserError
-from gnmr.paths.faults import KINDS
+from gnmr.lab.config import Config, OptimConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.lab.config.controller import ControllerConfig
+from gnmr.lab.config.faults import USUAL
+from gnmr.lab.config.model import OutlierConfig
+from gnmr.lab.faults.faults import KINDS
 
 CONF = Path(__file__).parent.parent / "conf"
 FILES = {"model": CONF / "model" / "llama.yaml"} | dict.fromkeys(
-    ("paths", "controller", "data", "optim", "stress", "training", "records", "scores", "fork", "compression"),
+    ("precision", "controller", "data", "optim", "faults", "training", "records", "scores", "fork", "compression"),
     CONF / "config.yaml",
 )
 """Each section of the config, and the file that explains its keys."""
@@ -100,8 +92,8 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         ({"model": {"outlier_channels": {"gian": 2}}}, "gian"),
         ({"training": {"steps": "many"}}, "many"),
         ({"controller": {"alpha": None, "alpha_init": 2.0}}, "controller.alpha_init=2.0"),
-        ({"paths": {"low": "int9"}}, "paths.low=int9"),
-        ({"paths": {"recovery": None}, "controller": {"warmup_frac": 0.1}}, "controller.warmup_frac=0.1"),
+        ({"precision": {"low": "int9"}}, "precision.low=int9"),
+        ({"precision": {"recovery": None}, "controller": {"warmup_frac": 0.1}}, "controller.warmup_frac=0.1"),
         ({"controller": {"warmup_path": "bf16"}}, "controller.warmup_path=bf16"),
         ({"optim": {"betas": [0.9]}}, "optim.betas"),
         ({"model": {"name": "gpt", "num_kv_heads": 2}}, "model.num_kv_heads=2"),
@@ -111,7 +103,7 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         (
             {
                 "training": {"activation_checkpointing": True},
-                "paths": {"site": "forward", "rounding": "stochastic"},
+                "precision": {"site": "forward", "rounding": "stochastic"},
             },
             "training.activation_checkpointing=true",
         ),

@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from gnmr.commands import demo
+from gnmr.cli import demo
 from gnmr.errors import RunFailed
-from gnmr.records.find import find_runs
-from gnmr.records.pack import unpacked
-from gnmr.report.comparisons import compare
-from gnmr.report.family_notes import p_text
-from gnmr.report.headline import headline
-from gnmr.report.layout import size
-from gnmr.report.runs import load
-from gnmr.report.tables import comparison_tables
-from gnmr.sweep.progress import Cell
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.records.pack import unpacked
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.family_notes import p_text
+from gnmr.lab.report.headline import headline
+from gnmr.lab.report.layout import size
+from gnmr.lab.report.runs import load
+from gnmr.lab.report.tables import comparison_tables
+from gnmr.lab.sweep.progress import Cell
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
     configs = [cell.config for cell in cells]
     assert [config.controller.name for config in configs] == [*demo._ARMS] * 2
     assert {config.controller.budget for config in configs[1:4]} == {0.1}
-    assert all((config.paths, config.training.steps) == (configs[0].paths, 20) for config in configs)
+    assert all((config.precision, config.training.steps) == (configs[0].paths, 20) for config in configs)
     assert [config.fork.order for config in configs] == [0] * 5 + [1] * 5
     assert len({cell.folder for cell in cells}) == 10 and cells[0].folder.parent == tmp_path / "demo"
 
@@ -135,6 +135,6 @@ def test_the_demo_from_command_to_page(gnmr, tmp_path, monkeypatch):
     assert "One order of the data: what is chance cannot be told, so nothing is shown" in first.out
     assert all((tmp_path / "demo" / "report" / f"demo.{kind}").exists() for kind in ("svg", "html"))
     ran = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))
-    monkeypatch.setattr("gnmr.sweep.workers.Workers", None)
+    monkeypatch.setattr("gnmr.lab.sweep.workers.Workers", None)
     assert gnmr("demo", "orders=1", f"runs_dir={tmp_path}").code == 0
     assert ran == sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))

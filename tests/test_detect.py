@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gnmr.commands.replay import main
-from gnmr.config import ControllerConfig
+from gnmr.cli.replay import main
 from gnmr.errors import UserError
-from gnmr.replay.request import request
+from gnmr.lab.config import ControllerConfig
+from gnmr.lab.replay.request import request
 
 UNITS, STEPS = ["a", "b", "c", "d"], 60
 
@@ -109,7 +109,7 @@ def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, c
 
 
 def test_without_any_faults_it_says_so(recorded) -> None:
-    with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with stress\.kind="):
+    with pytest.raises(UserError, match=r"^detect: none of these runs had faults; train with faults\.kind="):
         main([str(recorded(faults=False)), "detect=0.01"])
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr as package
-from gnmr.commands import COMMANDS
-from gnmr.commands.words import Parser
+from gnmr.cli import COMMANDS
+from gnmr.cli.words import Parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -193,7 +193,7 @@ def check_words(typed: Typed) -> None:
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Understood):
             patch.setattr(Parser, "parse", stop)
-            import_module(f"gnmr.commands.{command}").main(words)
+            import_module(f"gnmr.cli.{command}").main(words)
 
 
 def check_train(words: list[str]) -> None:
@@ -201,9 +201,9 @@ def check_train(words: list[str]) -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from gnmr.commands.train import refuse_flags
-    from gnmr.config.compose import compose, conf_dir, register
-    from gnmr.sweep import combinations_of
+    from gnmr.cli.train import refuse_flags
+    from gnmr.lab.config.compose import compose, conf_dir, register
+    from gnmr.lab.sweep import combinations_of
 
     refuse_flags(words)
     # What is no file of ours: a base, a plan.

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import gnmr
-from gnmr.controller import Decision
+from gnmr.control import Decision
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own_loop")]  # one run for all of these tests

@@ -11,18 +11,18 @@ import pytest
 import torch
 from hydra import initialize_config_dir
 
-from gnmr import config, models
-from gnmr.config import compose as composing
-from gnmr.config.stress import USUAL
-from gnmr.controller import Decision
-from gnmr.controller.signals import SIGNALS
+from gnmr.control import Decision
+from gnmr.control.signals import SIGNALS
 from gnmr.errors import UserError
-from gnmr.paths import PathSpec, convert
-from gnmr.sweep import combinations_of
-from gnmr.training.build import assemble, train_step
-from gnmr.training.step import TrainStep
-from gnmr.training.transforms import TRANSFORMS
-from gnmr.vocabulary import RECIPES
+from gnmr.lab import config, models
+from gnmr.lab.config import compose as composing
+from gnmr.lab.config.faults import USUAL
+from gnmr.lab.sweep import combinations_of
+from gnmr.lab.train.build import assemble, train_step
+from gnmr.lab.train.step import TrainStep
+from gnmr.lab.train.transforms import TRANSFORMS
+from gnmr.names import RECIPES
+from gnmr.precision import PathSpec, convert
 
 pytestmark = pytest.mark.slow
 
@@ -62,25 +62,25 @@ def test_no_file_of_conf_is_left_out():
 @pytest.mark.parametrize("kind", USUAL)
 def test_a_kind_of_stress(kind):
     """What is not given is the kind's usual; one that skips steps does not end the run."""
-    stress = compose(f"stress.kind={kind}").stress
-    assert (stress.kind, stress.rate == 0) == (kind, kind == "none")
-    assert {key: getattr(stress, key) for key in USUAL[kind]} == USUAL[kind]
-    given = compose(f"stress.kind={kind}", *(f"stress.{key}=1" for key in USUAL[kind]))
-    assert {getattr(given.stress, key) for key in USUAL[kind]} == {1}
+    faults = compose(f"faults.kind={kind}").faults
+    assert (faults.kind, faults.rate == 0) == (kind, kind == "none")
+    assert {key: getattr(faults, key) for key in USUAL[kind]} == USUAL[kind]
+    given = compose(f"faults.kind={kind}", *(f"faults.{key}=1" for key in USUAL[kind]))
+    assert {getattr(given.faults, key) for key in USUAL[kind]} == {1}
     if kind in ("nan", "inf"):
-        assert stress.duration < config.load({}).training.max_nonfinite_streak
+        assert faults.duration < config.load({}).training.max_nonfinite_streak
 
 
 @pytest.mark.parametrize(
     ("words", "name"),
     [
         ((), "int4_int8-gnmr"),
-        (("paths.recovery=null",), "int4"),
-        (("paths.low=fp8_hybrid", "paths.recovery=bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
+        (("precision.recovery=null",), "int4"),
+        (("precision.low=fp8_hybrid", "precision.recovery=bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
         (("controller.signal=gnmr", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
         (("controller.signal=zscore", "optim.transform.name=spam"), "int4_int8-zscore-spam"),
-        (("paths.name=mine", "controller.name=held"), "mine-held"),
-        (("paths.name=mine", "arm=other"), "other"),
+        (("precision.name=mine", "controller.name=held"), "mine-held"),
+        (("precision.name=mine", "arm=other"), "other"),
         (("controller.signal=module:Own",), "int4_int8-Own"),
     ],
 )
@@ -143,7 +143,7 @@ def test_the_cells_of_a_sweep(sweep):
 
 @of_sweeps
 def test_what_all_cells_are_made_of():
-    assert {cell.stress.kind for cell in cells_of("faults")} == {*USUAL}
+    assert {cell.faults.kind for cell in cells_of("faults")} == {*USUAL}
     assert {cell.optim.transform.name for cell in cells_of("neighbours")} == {None, *TRANSFORMS}
     signals = {cell.controller.signal for cell in cells_of("paper/table11")}
     assert signals <= {*SIGNALS}, "those of the published runs: CELLS has their number, newer ones are not among them"
@@ -161,12 +161,14 @@ def test_the_tables_of_one_setting_share_their_runs():
 @of_sweeps
 def test_an_arm_of_each_kind_takes_two_steps(text_file):
     """One of each evidence, routing, recipe and warm-up: the others differ in numbers, or in signals that
-    tests/controller steps through."""
+    tests/control steps through."""
     kinds = {}
     for cell in cells_of("paper/tables"):
-        control, paths = cell.controller, cell.paths
+        control, precision = cell.controller, cell.precision
         warmup = control.warmup_path if control.warmup_frac else None
-        kinds.setdefault((SIGNALS[control.signal].needs, control.routing, warmup, paths.low, paths.recovery), cell)
+        kinds.setdefault(
+            (SIGNALS[control.signal].needs, control.routing, warmup, precision.low, precision.recovery), cell
+        )
     assert len(kinds) < CELLS["paper/tables"]
     for cell in kinds.values():
         takes_two_steps(cell, text_file)
@@ -191,7 +193,7 @@ def takes_two_steps(cell: config.Config, text_file: Path) -> None:
         assert spent == control.max_o == 4
     elif control.signal == "always_high":  # which warms up first
         assert spent == 7
-    elif control.signal == "always_low" or loaded.paths.recovery is None:
+    elif control.signal == "always_low" or loaded.precision.recovery is None:
         assert spent == 0
 
 
@@ -201,10 +203,10 @@ def test_the_arms_of_act_quant_stress():
     assert arms.keys() == {"int4", "int4_int8-gnmr", "int8", "bf16"}
     routed = arms["int4_int8-gnmr"]
     for arm in arms.values():
-        assert arm.paths.recovery == ("int8" if arm is routed else None)
+        assert arm.precision.recovery == ("int8" if arm is routed else None)
         differing = {key for key, value in config.identity(arm).items() if value != config.identity(routed)[key]}
-        assert differing <= {"paths.name", "paths.low", "paths.recovery"}
-    assert (routed.controller.max_o, routed.controller.t_lock, routed.paths.site) == (4, 1, "saved")
+        assert differing <= {"precision.name", "precision.low", "precision.recovery"}
+    assert (routed.controller.max_o, routed.controller.t_lock, routed.precision.site) == (4, 1, "saved")
 
 
 @pytest.mark.parametrize(
@@ -284,8 +286,8 @@ def test_no_scale_is_left_out():
 
 def test_the_transient_scale_is_the_maps_cell():
     """The words with which the cell was run (docs/log.md)."""
-    cell = "paths.low=int4 paths.site=forward model.outlier_channels.number=0 stress.kind=noise stress.rate=5"
-    words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "stress.magnitude=8"]
+    cell = "precision.low=int4 precision.site=forward model.outlier_channels.number=0 faults.kind=noise faults.rate=5"
+    words = ["experiment=act_quant_stress", "scale=cpu_2bit", *cell.split(), "faults.magnitude=8"]
     ours = compose("experiment=act_quant_stress", "scale=cpu_transient")
     assert replace(ours, scale_name="cpu_2bit") == compose(*words)
 
@@ -346,7 +348,9 @@ def test_a_scale_is_built_whole_on_the_meta_device(scale):
     with torch.device("meta"):
         model = models.build(loaded.model, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
         tokens = torch.zeros(training.batch_size, training.seq_len, dtype=torch.int64)
-    plan = convert(model, PathSpec.of(loaded.paths.low, loaded.paths.recovery, targets=loaded.paths.targets))
+    plan = convert(
+        model, PathSpec.of(loaded.precision.low, loaded.precision.recovery, targets=loaded.precision.targets)
+    )
     assert len(plan.operators) == 7 * loaded.model.num_layers
     assert model(tokens).shape == (training.batch_size, training.seq_len, 32000)
     # By hand: q, k, v and gate, up share one copy; half a byte a number, and a 16-bit scale a token.
@@ -428,7 +432,9 @@ def test_a_scale_of_the_recipe_setting_is_built_whole_on_the_meta_device(scale):
     with torch.device("meta"):
         model = models.build(sizes, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
         tokens = torch.zeros(training.batch_size, training.seq_len, dtype=torch.int64)
-    plan = convert(model, PathSpec.of(loaded.paths.low, loaded.paths.recovery, targets=loaded.paths.targets))
+    plan = convert(
+        model, PathSpec.of(loaded.precision.low, loaded.precision.recovery, targets=loaded.precision.targets)
+    )
     assert model(tokens).shape == (training.batch_size, training.seq_len, loaded.data.vocab_size)
     # q, k, v share one copy, o has its own; gate and up share one, or every expert's up has its rows.
     hidden, mlp, k = sizes.hidden_size, sizes.intermediate_size, sizes.experts.top_k if sizes.experts.number else 1
@@ -456,9 +462,9 @@ SETTINGS = {
 
 
 def in_force(loaded: config.Config) -> tuple:
-    c, paths = loaded.controller, loaded.paths
+    c, precision = loaded.controller, loaded.precision
     assert c.alpha_init is None or c.init_frac == 0.025
-    return c.alpha_init, c.alpha, c.beta, c.warmup_frac, paths.low, paths.recovery
+    return c.alpha_init, c.alpha, c.beta, c.warmup_frac, precision.low, precision.recovery
 
 
 def test_no_experiment_and_no_hierarchy_is_left_out():
@@ -471,7 +477,7 @@ def test_no_experiment_and_no_hierarchy_is_left_out():
 def test_an_experiment_of_the_recipe_setting(experiment):
     unit, hierarchy, scale, units, large = SETTINGS[experiment]
     loaded = compose(f"experiment={experiment}")
-    assert (loaded.experiment_name, loaded.scale_name, loaded.paths.unit) == (experiment, scale, unit)
+    assert (loaded.experiment_name, loaded.scale_name, loaded.precision.unit) == (experiment, scale, unit)
     assert in_force(loaded) == PAPER[hierarchy] and loaded.controller.max_o == units // 4
     assert in_force(compose(f"experiment={experiment}", f"scale={large}")) == PAPER[hierarchy]
 
@@ -505,7 +511,7 @@ def test_fine_tuning_is_the_papers():
     """5.3 and E.3; LLaMA-2 13B has 40 decoder layers."""
     loaded = compose("experiment=finetune", "model.checkpoint=somewhere", "scale=finetune_13b")
     control, optim, adapter = loaded.controller, loaded.optim, loaded.model.adapter
-    assert in_force(loaded) == PAPER["int8/16"] and loaded.paths.unit == "block" and control.observe == "adapter"
+    assert in_force(loaded) == PAPER["int8/16"] and loaded.precision.unit == "block" and control.observe == "adapter"
     assert (control.max_o, control.t_lock, control.delta, control.routing) == (10, 1, 5, "thresholded")
     assert (optim.name, optim.lr, optim.weight_decay, optim.clip_norm) == ("adamw", 2e-5, 0.0, 1.0)
     assert (adapter.rank, adapter.scaling, adapter.dropout, adapter.targets) == (8, 16, 0.05, ["*_proj"])
@@ -513,7 +519,7 @@ def test_fine_tuning_is_the_papers():
 
 def test_the_arms_of_table_7_differ_in_their_paths_alone():
     cells = cells_of("paper/table7")
-    assert [(cell.paths.low, cell.paths.recovery) for cell in cells] == [
+    assert [(cell.precision.low, cell.precision.recovery) for cell in cells] == [
         ("llm_int8", "bf16"),
         ("bf16", None),
         ("llm_int8", None),
@@ -526,7 +532,7 @@ def test_the_arms_of_table_7_differ_in_their_paths_alone():
 
 def test_what_pre_training_leaves_is_what_fine_tuning_begins_with():
     loaded = compose("experiment=pretrain")
-    assert loaded.training.export_hf and (loaded.paths.low, loaded.paths.recovery) == ("bf16", None)
+    assert loaded.training.export_hf and (loaded.precision.low, loaded.precision.recovery) == ("bf16", None)
     assert loaded.model.num_layers == 4 * compose("scale=finetune_cpu", "model=llama").controller.max_o
 
 
@@ -543,9 +549,9 @@ def tiny_cell(text_file: Path, *words: str) -> config.Config:
 STEPS = [
     *((f"experiment={experiment}",) for experiment in SETTINGS),
     *(("experiment=deepseek_recipe", f"preset={hierarchy}") for hierarchy in ("4/8", "8/16", "int8/16")),
-    *(("experiment=deepseek_recipe", f"paths.low={recipe}", "paths.recovery=null") for recipe in RECIPES),
+    *(("experiment=deepseek_recipe", f"precision.low={recipe}", "precision.recovery=null") for recipe in RECIPES),
     *(
-        (f"sweep={sweep}", f"paths.low={low}", f"paths.recovery={recovery}")
+        (f"sweep={sweep}", f"precision.low={low}", f"precision.recovery={recovery}")
         for sweep, low, recovery in (
             ("paper/table13", "fp8_hybrid", "bf16"),
             ("paper/table15", "sim_e2m1", "bf16"),
@@ -553,8 +559,8 @@ STEPS = [
             ("recipe_stress", "deepseek_v3_blocks", "null"),
         )
     ),
-    ("experiment=moe_stress", "paths.unit=layer"),
-    ("experiment=deepseek_recipe", "preset=8/16", "paths.backend=scaled_mm"),
+    ("experiment=moe_stress", "precision.unit=layer"),
+    ("experiment=deepseek_recipe", "preset=8/16", "precision.backend=scaled_mm"),
 ]
 
 
@@ -576,15 +582,17 @@ def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
     assert first.saved_bytes == first.saved_bytes_predicted
     experts = [f"layers.{i}.mlp.experts.{e}" for i in range(2) for e in range(loaded.model.experts.number)]
     units = {"block": ["layers.0", "layers.1"], "expert": experts, "layer": ["layers.0.mlp", "layers.1.mlp"]}
-    assert parts.controller.names == units.get(loaded.paths.unit, [o.operator_name for o in parts.plan.operators])
+    assert parts.controller.names == units.get(loaded.precision.unit, [o.operator_name for o in parts.plan.operators])
     for group in parts.plan.units:
         assert {operator.recovering for operator in group.operators} == {group.name in parts.controller.active}
     active, control = len(parts.controller.active), loaded.controller
-    assert active <= (0 if loaded.paths.recovery is None else control.max_o) or active == len(parts.controller.units)
+    assert active <= (0 if loaded.precision.recovery is None else control.max_o) or active == len(
+        parts.controller.units
+    )
     assert (active == len(parts.controller.units)) == (control.warmup_frac > 0)
     watched = ["layers.0.mlp.router", "layers.1.mlp.router"] if experts else ["embed_tokens", "norm"]
     assert list(second.monitored) == (watched if loaded.records.monitor else [])
-    casts = loaded.paths.low != "bf16"
+    casts = loaded.precision.low != "bf16"
     assert set(second.saturation) == ({"input", "weight", "grad_output", "result"} if casts else set())
 
 
@@ -607,7 +615,9 @@ def test_the_papers_size_has_its_units(size):
     loaded = compose(*words) if experiment else cells_of("paper/table9", f"arm={size}")[0]
     with torch.device("meta"):
         model = models.build(loaded.model, loaded.data.vocab_size, loaded.training.seq_len)
-    paths = loaded.paths
-    plan = convert(model, PathSpec.of(paths.low, paths.recovery, targets=paths.targets, unit=paths.unit))
+    precision = loaded.precision
+    plan = convert(
+        model, PathSpec.of(precision.low, precision.recovery, targets=precision.targets, unit=precision.unit)
+    )
     assert len(plan.units) // 4 == loaded.controller.max_o
     assert len(plan.operators) == {"3b": 7 * 32, "moe_3.7b": 2 * 64 * 3, "pangu_1b": 7 * 26}[size]

@@ -1,4 +1,4 @@
-"""16-bit products in FP32 (gnmr/half.py): against products of the same numbers in float64, rounded once."""
+"""16-bit products in FP32 (gnmr/precision/half.py): against products of the same numbers in float64, rounded once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from gnmr import half, models
-from gnmr.config import ModelConfig
-from gnmr.models import pretrained
+from gnmr.lab import models
+from gnmr.lab.config import ModelConfig
+from gnmr.lab.models import pretrained
+from gnmr.precision import half
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -77,7 +78,7 @@ def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
     """In a process of its own: kernels are exchanged for good. Gradients go through them."""
     code = (
         "import torch\n"
-        "from gnmr import half\n"
+        "from gnmr.precision import half\n"
         "half.lacking = lambda: True\n"
         "seen, ours = [], half._is_half\n"
         "half._is_half = lambda operands: seen.append(operands) or ours(operands)\n"

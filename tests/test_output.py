@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gnmr import output
 from gnmr.errors import UserError
+from gnmr.records import output
 
 NORMS = "step,unit,norm\n1,a,1.0\n1,b,2.0\n2,a,1.0\n2,b,9.0\n"
 

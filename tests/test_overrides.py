@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnmr.commands.train import _snapshot
-from gnmr.config.compose import compose
-from gnmr.config.overrides import arm_words, as_given, as_text, parsed
-from gnmr.config.yaml_files import check_yaml
+from gnmr.cli.train import _snapshot
 from gnmr.errors import UserError
-from gnmr.sweep import combinations_of
-from gnmr.training.folder import run_folder
+from gnmr.lab.config.compose import compose
+from gnmr.lab.config.overrides import arm_words, as_given, as_text, parsed
+from gnmr.lab.config.yaml_files import check_yaml
+from gnmr.lab.sweep import combinations_of
+from gnmr.lab.train.folder import run_folder
 
 GLOBAL = "# @package _global_\n"
 
@@ -113,8 +113,8 @@ def test_any_text_can_be_quoted_or_is_not_promised(text: str) -> None:
         "--experiment=fork": "--experiment=fork: is written without dashes and with a =: experiment=fork",
         "--optim.lr=3": "--optim.lr=3: is written without dashes and with a =: optim.lr=3",
         "sweep=paper/table8": "use one of paper/table1, paper/table2, paper/table7, paper/table9, paper/table10, ",
-        "paths.low=fp8": "did you mean fp8_hybrid?",
-        "paths.low=nvfp4": "paths.recovery=int8: must be a recipe, as low=nvfp4 is; add paths.recovery=bf16",
+        "precision.low=fp8": "did you mean fp8_hybrid?",
+        "precision.low=nvfp4": "precision.recovery=int8: must be a recipe, as low=nvfp4 is; add precision.recovery=bf16",
     }.items(),
 )
 def test_the_line_names_the_key_and_the_reason(word: str, told: str, gnmr) -> None:

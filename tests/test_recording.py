@@ -15,12 +15,12 @@ from torch import nn
 
 import gnmr
 from gnmr.errors import UserError
-from gnmr.paths import PathLinear
+from gnmr.lab.report import risk
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.html.sections import overview
+from gnmr.lab.report.runs import load
+from gnmr.precision import PathLinear
 from gnmr.records.ledger import check_records
-from gnmr.report import risk
-from gnmr.report.comparisons import compare
-from gnmr.report.html.sections import overview
-from gnmr.report.runs import load
 
 
 def net() -> nn.Sequential:
@@ -60,7 +60,7 @@ def test_it_is_a_run_to_whoever_reads_records(done):
     assert (run.status, run.experiment, run.arm, run.seed, run.scale) == ("done", done.parent.name, "routed", 3, "own")
     assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6] and run.steps["tokens"].tolist()[-1] == 48
     assert (run.steps["loss"] > 0).all() and run.evals["val_loss"].tolist() == [2.0]
-    assert run.settings["controller.max_o"] == 2 and run.settings["paths.low"] == "int4"
+    assert run.settings["controller.max_o"] == 2 and run.settings["precision.low"] == "int4"
     ratios = run.ratios()
     assert ratios.units == ["0", "1", "2", "3"] and ratios.norm_SU.shape == (6, 4) and "gnmr" in ratios.columns
     assert ratios.active_SU.sum() == run.steps["num_active"].sum() > 0
@@ -232,7 +232,7 @@ def test_what_cannot_be_logged(tmp_path):
 
 
 def test_own_signals_and_recipes_have_names_in_the_config(tmp_path):
-    from gnmr.paths import Recipe
+    from gnmr.precision import Recipe
 
     recipe = Recipe.of("mine", {"fprop": {"input": "e4m3/tensor"}})
     loop(
@@ -245,12 +245,12 @@ def test_own_signals_and_recipes_have_names_in_the_config(tmp_path):
         signal=lambda context: _signal(context),
     )
     settings = load(tmp_path / "a").settings
-    assert settings["paths.low"] == "mine" and settings["controller.signal"]
+    assert settings["precision.low"] == "mine" and settings["controller.signal"]
     assert json.loads((tmp_path / "a" / "header.json").read_text())["recoverable"] is True
 
 
 def _signal(context):
-    from gnmr.controller.signals import SIGNALS
+    from gnmr.control.signals import SIGNALS
 
     return SIGNALS["grad_norm"](context)
 

@@ -13,11 +13,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from gnmr.commands import replay as replay_command
+from gnmr.cli import replay as replay_command
+from gnmr.console import Terminal
+from gnmr.lab.records.view import recovery_figures
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.records.view import recovery_figures
-from gnmr.terminal import Terminal
-from gnmr.training.step import TrainStep
 
 VARIANTS = {
     "plain": [],
@@ -25,18 +25,18 @@ VARIANTS = {
     "warm_up": ["controller.warmup_frac=0.3"],
     "warm_up_in_16_bits": ["controller.warmup_frac=0.3", "controller.warmup_path=16bit"],
     "two_stages": ["controller.alpha_init=1.4", "controller.beta_init=1.3", "controller.init_frac=0.5"],
-    "pins": ["paths.pins.o_proj=[fprop,dgrad,wgrad]", "paths.pins.gate_proj=[fprop,dgrad,wgrad]"],
+    "pins": ["precision.pins.o_proj=[fprop,dgrad,wgrad]", "precision.pins.gate_proj=[fprop,dgrad,wgrad]"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],
     "retried": [
-        *("paths.site=forward", "controller.t_lock=2", "stress.kind=nan", "stress.targets=[layers.0.mlp.up_proj]"),
-        "stress.windows=[[4,1],[9,2]]",
+        *("precision.site=forward", "controller.t_lock=2", "faults.kind=nan", "faults.targets=[layers.0.mlp.up_proj]"),
+        "faults.windows=[[4,1],[9,2]]",
     ],
 }
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, unit: str, steps: set[int]) -> None:
-    from gnmr.training import run as module
+    from gnmr.lab.train import run as module
 
     plain, count = module.assemble, iter(range(1, 1000))
 
@@ -264,7 +264,7 @@ def test_a_run_that_recorded_only_some_steps_says_so(train, gnmr, tmp_path):
 
 
 def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
-    run = train(tmp_path / "run", "paths.recovery=null")
+    run = train(tmp_path / "run", "precision.recovery=null")
     outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")
     assert outcome.code == 0 and any(line["active"] for line in decisions(tmp_path / "out.jsonl"))
     both = [column["unit-steps on the recovery path"] for column in told(outcome).values()]

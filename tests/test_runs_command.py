@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.commands import runs as runs_command
-from gnmr.commands.words import Parser, runs, settings_and_places
-from gnmr.config.compose import compose
+from gnmr.cli import runs as runs_command
+from gnmr.cli.words import Parser, runs, settings_and_places
+from gnmr.console import Terminal
 from gnmr.errors import UserError
-from gnmr.records.find import changed, named
-from gnmr.terminal import Terminal
-from gnmr.training.folder import run_folder
+from gnmr.lab.config.compose import compose
+from gnmr.lab.records.find import changed, named
+from gnmr.lab.train.folder import run_folder
 
 EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
 

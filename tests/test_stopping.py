@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from gnmr import stopping
+from gnmr.lab import stopping
 
 ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 

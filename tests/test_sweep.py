@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr import config
-from gnmr.commands import train
-from gnmr.config.compose import conf_dir
+from gnmr.cli import train
+from gnmr.lab import config
+from gnmr.lab.config.compose import conf_dir
+from gnmr.lab.sweep.progress import Cell
+from gnmr.lab.train import run as run_module
 from gnmr.records.reader import read_json
-from gnmr.sweep.progress import Cell
-from gnmr.training import run as run_module
 
 SEEDS = "training.seed=0,1"
 

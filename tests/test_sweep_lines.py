@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from gnmr.errors import UserError
-from gnmr.sweep import progress
-from gnmr.sweep.progress import Cell, Cost, Progress, last_step, makespan
+from gnmr.lab.sweep import progress
+from gnmr.lab.sweep.progress import Cell, Cost, Progress, last_step, makespan
 
 
 def write(folder: Path, steps: int = 0, **files: str) -> None:
@@ -64,7 +64,7 @@ def test_beforehand_by_the_recorded_steps_of_the_same_arm(cell, tiny, tmp_path):
     def summary(step_s: float) -> str:
         return json.dumps({"steps": 8, "wall_time_s": 8 * step_s})
 
-    slow, fast, other = "paths.low=int2", "paths.low=int4", "paths.low=int3"
+    slow, fast, other = "precision.low=int2", "precision.low=int4", "precision.low=int3"
     for name, step_s in (("slow", 2.0), ("fast", 0.5)):
         write(tmp_path / name, 8, DONE="", summary=summary(step_s))
     # A run folder's own name is not part of the arm, so the folders may have any.

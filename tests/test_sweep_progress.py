@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr import sweep
+from gnmr.lab import sweep
+from gnmr.lab.sweep.progress import last_step
+from gnmr.lab.sweep.workers import Workers
+from gnmr.lab.train import build
 from gnmr.records.reader import read_json
-from gnmr.sweep.progress import last_step
-from gnmr.sweep.workers import Workers
-from gnmr.training import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]  # one pool of workers
 

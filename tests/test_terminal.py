@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import gnmr
-from gnmr.commands import progress
-from gnmr.records.view import View
-from gnmr.streams import Unwritable
-from gnmr.terminal import Terminal, _Wiped, activation, print_plain, say, shown_command
+from gnmr.cli import progress
+from gnmr.console import Terminal, _Wiped, activation, print_plain, say, shown_command
+from gnmr.errors import Unwritable
+from gnmr.lab.records.view import View
 
 
 def closed_pipe() -> Terminal:

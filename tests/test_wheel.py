@@ -39,16 +39,16 @@ def test_contents(wheel: Path) -> None:
     kinds = ("*.py", "py.typed", "*.html")
     sources = {path.relative_to(ROOT).as_posix() for kind in kinds for path in (ROOT / "gnmr").rglob(kind)}
     settings = {f"gnmr/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
-    sources |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "gnmr/bases").rglob("*") if file.is_file()}
+    sources |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "gnmr/lab/bases").rglob("*") if file.is_file()}
     assert {
-        "gnmr/bases/shipped/config.yaml",
-        "gnmr/commands/__init__.py",
+        "gnmr/lab/bases/shipped/config.yaml",
+        "gnmr/cli/__init__.py",
         "gnmr/conf/config.yaml",
         "gnmr/conf/experiment/act_quant_stress.yaml",
     } < sources | settings
     assert {name for name in names if ".dist-info/" not in name} == sources | settings
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert "gnmr = gnmr.commands:main" in commands
+    assert "gnmr = gnmr.cli:main" in commands
 
 
 def test_packaged_conf_comes_before_a_folder_beside_the_package(wheel: Path, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_packaged_conf_comes_before_a_folder_beside_the_package(wheel: Path, tmp
     (beside / "config.yaml").write_text("{}\n")
 
     done = subprocess.run(
-        [sys.executable, "-c", "from gnmr.config.compose import conf_dir; print(conf_dir())"],
+        [sys.executable, "-c", "from gnmr.lab.config.compose import conf_dir; print(conf_dir())"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

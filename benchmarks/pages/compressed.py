@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gnmr.bench.compressed import CONTRASTS
-from gnmr.bench.rise import LATER, SCORES
+from gnmr.lab.bench.compressed import CONTRASTS
+from gnmr.lab.bench.rise import LATER, SCORES
 from pages.forks import tested
 from pages.layout import Results, by_name, origin, table_head, table_row
 
@@ -22,7 +22,7 @@ def compressed(results: Results) -> str:
         "from never recovering (one row of each matrix is sent) to dense gradients that an arm closes, validation",
         "loss, mean over bases and orders of the data; a block is one of each. *Sends* is of dense gradients, the",
         "difference of perplexity. Routed arms have a tenth of what recovery of everything would send more,",
-        "`more rows` and PowerSGD the largest rank that sends no more; gnmr/bench/compressed.py has the arms.",
+        "`more rows` and PowerSGD the largest rank that sends no more; gnmr/lab/bench/compressed.py has the arms.",
         "",
         tested("Arms", results.beside(records[0]), CONTRASTS, "dense", "sent")[1].markdown(),
         *_hook(results.read("compressed-hook.json")),
@@ -72,7 +72,7 @@ def _rise(record: dict[str, Any]) -> list[str]:
         "",
         "`gnmr bench rise`: in four steps of each base that never recovers, the rise of the held-out loss when one",
         "matrix at a time takes the low path, against a dense step; what could tell it, by rank, and its sum over that",
-        "of the rises, of what is in nats. gnmr/bench/rise.py has the definitions, docs/compressed.md the derivation.",
+        "of the rises, of what is in nats. gnmr/lab/bench/rise.py has the definitions, docs/compressed.md the derivation.",
         "",
         *table_head(["estimate", *(f"{base}: Spearman" for base in bases), *(f"{base}: over rises" for base in bases)]),
     ]

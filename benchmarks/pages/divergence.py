@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import fisher_exact
 
-from gnmr.report.statistics import LEVEL, holm
+from gnmr.lab.report.statistics import LEVEL, holm
 from pages.layout import Results, origin, table_head, table_row
 
 DIVERGENCE = ("divergence-search.json", "divergence-language.json", "divergence-survival.json")

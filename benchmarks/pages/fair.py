@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gnmr.bench.fair import FAMILIES, MORE, WHOLE, arms_of
-from gnmr.bench.scenes import EACH
+from gnmr.lab.bench.fair import FAMILIES, MORE, WHOLE, arms_of
+from gnmr.lab.bench.scenes import EACH
 from pages.layout import Results, by_name, origin, table_head, table_row
 
 

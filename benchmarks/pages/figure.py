@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gnmr.bench.scenes import EACH
+from gnmr.lab.bench.scenes import EACH
 from pages.layout import Results, by_name, listed, spends
 from pages.spend import SPEND, prices_bought, scene_of
 
@@ -30,7 +30,7 @@ def spend_figure(results: Results) -> bytes:
     import numpy as np
     from matplotlib.ticker import PercentFormatter
 
-    from gnmr.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
+    from gnmr.lab.report.style import COLOURS, FAINT, INK, STYLE, foot, new_figure
 
     records = [one for one in results.records(SPEND) if _num_budgets(one) > 1]
     with mpl.rc_context(STYLE | {"svg.hashsalt": "gnmr", "svg.fonttype": "path"}):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gnmr.bench.scenes import EACH, HELD, SCENES
-from gnmr.report.family import Family, judge
-from gnmr.report.family_notes import assumptions, positive_control, power, row_numbers
-from gnmr.report.layout import Table
+from gnmr.lab.bench.scenes import EACH, HELD, SCENES
+from gnmr.lab.report.family import Family, judge
+from gnmr.lab.report.family_notes import assumptions, positive_control, power, row_numbers
+from gnmr.lab.report.layout import Table
 
 
 def family_of(title: str, rows: Sequence[dict[str, Any]]) -> tuple[Family, Table]:

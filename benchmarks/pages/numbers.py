@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from gnmr.bench.scenes import EACH, HELD
-from gnmr.report.family import EQUAL, Row
-from gnmr.report.family_notes import p_text, row_numbers
-from gnmr.report.statistics import BETTER, WORSE
-from gnmr.vocabulary import GEMMS
+from gnmr.lab.bench.scenes import EACH, HELD
+from gnmr.lab.report.family import EQUAL, Row
+from gnmr.lab.report.family_notes import p_text, row_numbers
+from gnmr.lab.report.statistics import BETTER, WORSE
+from gnmr.names import GEMMS
 from pages.blame import BLAME, causes_of, judged_of
 from pages.forks import family_of
 from pages.layout import ROOT, Results, listed, percent
@@ -171,11 +171,11 @@ def _cost(results: Results) -> dict[str, str]:
 
 def plans_close(*recipes: str) -> dict[str, list[float]]:
     """By recipe the shares of the gap to 16 bits that the plan of `gnmr diagnose` closed, by order of the data."""
-    from gnmr.records.find import find_runs
-    from gnmr.records.pack import unpacked
-    from gnmr.report.comparisons import compare
-    from gnmr.report.forks import losses_after
-    from gnmr.report.runs import load
+    from gnmr.lab.records.find import find_runs
+    from gnmr.lab.records.pack import unpacked
+    from gnmr.lab.report.comparisons import compare
+    from gnmr.lab.report.forks import losses_after
+    from gnmr.lab.report.runs import load
 
     with unpacked([ROOT / "runs" / "reference" / "diagnosed_plans.parquet"]) as found:
         arms = [arm for comparison in compare(map(load, find_runs(found.paths))) for arm in comparison.arms]

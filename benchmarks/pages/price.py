@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gnmr.bench.price import SCORE_OF
+from gnmr.lab.bench.price import SCORE_OF
 from pages.layout import Results, by_name, origin, table_head, table_row
 
 TRUTH = ("price-truth-early.json", "price-truth-late.json")

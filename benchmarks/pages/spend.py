@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from gnmr.bench.scenes import BOUNDS, EACH, SCENES
-from gnmr.bench.spend import Fork, closed_by, smallest
-from gnmr.report.family import Family, modelled
-from gnmr.report.family_notes import p_text
-from gnmr.report.layout import Table
-from gnmr.report.statistics import BETTER
+from gnmr.lab.bench.scenes import BOUNDS, EACH, SCENES
+from gnmr.lab.bench.spend import Fork, closed_by, smallest
+from gnmr.lab.report.family import Family, modelled
+from gnmr.lab.report.family_notes import p_text
+from gnmr.lab.report.layout import Table
+from gnmr.lab.report.statistics import BETTER
 from pages.forks import family_of
 from pages.layout import Results, by_name, origin, percent, spends, table_head, table_row
 
@@ -32,7 +32,7 @@ def spend(results: Results) -> str:
         "path) that an arm closes, mean over bases and orders of the data, with 95 % intervals: by the residual of",
         "one model of all arms, or where that model is refused by Fieller of each arm's own differences (half their",
         "width is shown).",
-        "gnmr/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
+        "gnmr/lab/bench/spend.py says what the arms are. A star: p < 0.01 against `price`, in the scene `broken` against",
         "`price, each step`, at the same budget, Holm over the table. *Prices in the pins*, dashed in the figure: of",
         "all prices of a base the share in the operators that pins by price choose, mean over bases. No bound: gains",
         "need not add up, nor be in proportion to prices. *Smallest difference*: to what is tested against, shown with",

@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from gnmr.attachment.controller import AttachedController
+from gnmr.attachment.record import Recording, plain
+from gnmr.attachment.router import AttachedController
 from gnmr.attachment.units import costs_of, norms_of, units_of
-from gnmr.caller import users_level
-from gnmr.controller import ControlSpec, Unit
-from gnmr.controller.evidence import EVIDENCE
-from gnmr.controller.signals.base import fraction_of, whole
+from gnmr.control import ControlSpec, Unit
+from gnmr.control.evidence import EVIDENCE
+from gnmr.control.signals.base import fraction_of, whole
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import rank
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
-from gnmr.errors import nearest
-from gnmr.paths import PathSpec, Plan, Recipe, convert
-from gnmr.paths.conversion import operator_shapes
-from gnmr.recording import Recording, plain
+from gnmr.errors import nearest, users_level
+from gnmr.precision import PathSpec, Plan, Recipe, convert
+from gnmr.precision.conversion import operator_shapes
 
 
 def specs_of(
@@ -78,10 +77,10 @@ def attach(
         control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
         plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
             threshold of a signal of prices that has none.
-        steps, seed: see `gnmr.controller.Controller`; `seed` is that of stochastic rounding too.
-        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/recording.py): a new one, or
+        steps, seed: see `gnmr.control.Controller`; `seed` is that of stochastic rounding too.
+        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py): a new one, or
             that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
-            `gnmr.controller.Controller`.
+            `gnmr.control.Controller`.
         share: in several processes the part of the step's loss that each one's backward pass starts from, as it stands
             in the sum of gradients; None: 1 / processes, for losses that DDP and FSDP take the mean of. 1 where
             gradients are summed and the loss was divided by the tokens of all.
@@ -162,7 +161,9 @@ def _recording(folder: Path, controller: AttachedController, paths: PathSpec, se
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
     control = plain(vars(spec)) | {"signal": spec.signal_name}
-    return Recording(folder, {"paths": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o)
+    return Recording(
+        folder, {"precision": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o
+    )
 
 
 def _of_plan(plan: PinPlan, paths: PathSpec | None, named: Mapping[str, Any]) -> dict[str, Any]:

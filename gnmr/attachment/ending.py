@@ -7,8 +7,8 @@ import weakref
 
 from torch import nn
 
-from gnmr.caller import users_level
-from gnmr.controller.hints import Hints
+from gnmr.control.hints import Hints
+from gnmr.errors import users_level
 
 
 class Ending:

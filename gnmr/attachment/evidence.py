@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
-from gnmr.controller.norms import to_device
-from gnmr.controller.ranks import Ranks
-from gnmr.paths import Plan
-from gnmr.paths.price import PriceMeter
-from gnmr.paths.probe import Probe
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.control.norms import to_device
+from gnmr.control.ranks import Ranks
+from gnmr.measure.errors import Probe
+from gnmr.measure.price import PriceMeter
+from gnmr.precision import Plan
 
 
 class PathEvidence:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gnmr.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
-from gnmr.controller import Unit
-from gnmr.controller.evidence import of_shards, part_of, summed
-from gnmr.controller.norms import Distinct, UnitNorms, gradient_norms
-from gnmr.controller.ranks import Ranks
-from gnmr.paths import Plan
+from gnmr.attachment.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
+from gnmr.control import Unit
+from gnmr.control.evidence import of_shards, part_of, summed
+from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.control.ranks import Ranks
+from gnmr.precision import Plan
 
 
 @dataclass(frozen=True)

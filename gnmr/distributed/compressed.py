@@ -29,13 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.checks import one_of, whole
-from gnmr.controller.norms import to_device
-from gnmr.controller.units import Unit
+from gnmr.control.norms import to_device
+from gnmr.control.units import Unit
 from gnmr.distributed import world
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.workers import RankWorkers, Workers
-from gnmr.errors import RunFailed
+from gnmr.errors import RunFailed, one_of, whole
 from gnmr.names import listed, select
 
 BASES = ("greedy", "random")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.controller.norms import to_device
+from gnmr.control.norms import to_device
 from gnmr.distributed import shards, world
 from gnmr.errors import RunFailed
 
@@ -47,11 +47,11 @@ def reaching() -> Iterator[None]:
 
 
 class Ranks:
-    """The processes of torch.distributed's default group, as a controller sees them (`gnmr.controller.ranks`)."""
+    """The processes of torch.distributed's default group, as a controller sees them (`gnmr.control.ranks`)."""
 
     def __init__(self, share: float | None = None, tells_own: bool = False) -> None:
         """`share`: what part of the step's loss a rank's own is, of which its backward pass starts; None: 1 / size, for
-        losses that DDP and FSDP take the mean of. `tells_own`: see `gnmr.controller.ranks`."""
+        losses that DDP and FSDP take the mean of. `tells_own`: see `gnmr.control.ranks`."""
         self._share, self.tells_own = share, tells_own
 
     @property

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gnmr.checks import whole
 from gnmr.distributed import world
 from gnmr.distributed.reduce import reaching
+from gnmr.errors import whole
 
 
 class Workers(Protocol):

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.checks import require
 from gnmr.doctor.diagnose import Progress, as_it_was, not_finite, recipe_named, refuse_constant, refuse_not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Cause, Measured, watching
-from gnmr.paths import RECIPES, PathLinear, Recipe
-from gnmr.paths.memory import is_sharded
-from gnmr.paths.shared import SharedState
-from gnmr.paths.units import unit_of
-from gnmr.vocabulary import GEMMS
+from gnmr.errors import require
+from gnmr.names import GEMMS
+from gnmr.precision import RECIPES, PathLinear, Recipe
+from gnmr.precision.memory import is_sharded
+from gnmr.precision.shared import SharedState
+from gnmr.precision.units import unit_of
 
 KINDS = (
     "no match",

@@ -1,7 +1,7 @@
 """`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and what to keep in 16 bits.
 
 Every operator is put on the recovery path. Of each batch one forward and backward pass gives the price of every GEMM on
-the low path (`gnmr.paths.price`), one forward pass the loss with all operators on the low path. Then, on other batches,
+the low path (`gnmr.measure.price`), one forward pass the loss with all operators on the low path. Then, on other batches,
 the loss with the pins of the plan, and with those of the usual guesses at the same cost. Nothing is trained, and the
 model is afterwards what it was.
 """
@@ -19,16 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.checks import require, whole
 from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
-from gnmr.errors import nearest
-from gnmr.names import select
-from gnmr.paths import PathLinear, PathSpec, Plan, Recipe, convert
-from gnmr.paths.conversion import operator_shapes
-from gnmr.paths.price import PRICES, PriceMeter
-from gnmr.paths.probe import Probe
-from gnmr.vocabulary import FORMATS, GEMMS, RECIPES
+from gnmr.errors import nearest, require, whole
+from gnmr.measure.errors import Probe
+from gnmr.measure.price import PRICES, PriceMeter
+from gnmr.names import FORMATS, GEMMS, RECIPES, select
+from gnmr.precision import PathLinear, PathSpec, Plan, Recipe, convert
+from gnmr.precision.conversion import operator_shapes
 
 Progress = Callable[[int, int | None], None]
 """Called with (passes over batches that are done, of how many; None: nobody knows)."""

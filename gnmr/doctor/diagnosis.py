@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.choice import GUESSES, Choice, Item, arithmetic, by_score, choose, guess
+from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess
 from gnmr.doctor.plan import PinPlan, budget_share
 
 DRAWS = 1000

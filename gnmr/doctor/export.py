@@ -28,7 +28,7 @@ import yaml
 
 from gnmr.doctor.plan import PinPlan
 from gnmr.errors import UserError
-from gnmr.vocabulary import GEMMS
+from gnmr.names import GEMMS
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gnmr.paths import Recipe
-from gnmr.paths.casting import quantize, scale_of_each
-from gnmr.paths.faults import Fault
-from gnmr.paths.formats import Format, KeepFormat
-from gnmr.paths.linear import PathLinear
-from gnmr.paths.recipes import Cast
-from gnmr.paths.units import operator_names
-from gnmr.vocabulary import GEMMS
+from gnmr.lab.faults.faults import Fault
+from gnmr.names import GEMMS
+from gnmr.precision import Recipe
+from gnmr.precision.cast import quantize, scale_of_each
+from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.linear import PathLinear
+from gnmr.precision.recipes import Cast
+from gnmr.precision.units import operator_names
 
 READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 """The operands of each GEMM."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import translate
 
-from gnmr.checks import one_of
+from gnmr.errors import one_of
 from gnmr.names import listed, select
 
 LISTS = {

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.doctor.in_force import CONTRACTS, READS, Grain, Operator
-from gnmr.paths.casting import rotated
-from gnmr.paths.recipes import HADAMARD
+from gnmr.precision.cast import rotated
+from gnmr.precision.recipes import HADAMARD
 
 TOLERANCE = 3.0
 """dB below what is possible that are no finding: other rules for scales (powers of two) and ties."""

@@ -5,7 +5,7 @@
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": ["*_proj"],                                   what chose them
-      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as paths.low, paths.recovery and paths.recipes
+      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as precision.low, precision.recovery and precision.recipes
       "pins": {"layers.0.mlp.down_proj": ["fprop"]},           by operator
       "budget": 0.1,                                           share of the GEMM time that was allowed, or null
       "share": 0.071,                                          the share that the pins take, or null
@@ -30,11 +30,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from gnmr.checks import require, share_of, within
-from gnmr.errors import UserError, nearest
+from gnmr.errors import UserError, nearest, require, share_of, within
 from gnmr.names import by_end
-from gnmr.paths.spec import PathSpec
-from gnmr.untrusted import MAX_NAME, Damaged, bounded, content, first_line
+from gnmr.precision.spec import PathSpec
+from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
 
 VERSION = 1
 PLAN_FILE = "plan.json"

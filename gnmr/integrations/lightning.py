@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from gnmr.attachment import AttachedController, attach, specs_of
-from gnmr.controller import Decision
-from gnmr.errors import UserError
-from gnmr.extras import install
+from gnmr.control import Decision
+from gnmr.errors import UserError, install
 from gnmr.integrations.tally import Tally
 
 try:

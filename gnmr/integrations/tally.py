@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gnmr.controller import Decision
+from gnmr.control import Decision
 
 
 @dataclass

@@ -33,10 +33,9 @@ from typing import Any
 
 from torch import nn
 
-from gnmr.controller import Unit
-from gnmr.errors import UserError
-from gnmr.extras import install
-from gnmr.vocabulary import GEMMS
+from gnmr.control import Unit
+from gnmr.errors import UserError, install
+from gnmr.names import GEMMS
 
 try:
     from nvdlfw_inspect.config_manager import ConfigManager

@@ -28,13 +28,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import functional as F
 
 from gnmr.attachment import AttachedController, attach
-from gnmr.controller import Decision
-from gnmr.controller.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.control import Decision
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
 from gnmr.doctor.plan import read_plan
-from gnmr.errors import UserError, nearest
-from gnmr.extras import install
+from gnmr.errors import UserError, install, nearest
 from gnmr.integrations.tally import Tally
 from gnmr.integrations.torchtitan_rules import (
     ControlSection,
@@ -44,10 +43,10 @@ from gnmr.integrations.torchtitan_rules import (
     refuse,
     refuse_compiled,
 )
-from gnmr.paths import PathLinear, PathSpec
-from gnmr.paths.pair import named
-from gnmr.paths.recipes import Recipe
-from gnmr.paths.units import unwrapped
+from gnmr.precision import PathLinear, PathSpec
+from gnmr.precision.pair import named
+from gnmr.precision.recipes import Recipe
+from gnmr.precision.units import unwrapped
 
 try:
     check_version()

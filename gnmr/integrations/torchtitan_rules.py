@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gnmr.errors import UserError
-from gnmr.extras import install
+from gnmr.errors import UserError, install
 from gnmr.names import select
-from gnmr.paths.recipes import KEPT
+from gnmr.precision.recipes import KEPT
 
 SERIES = "0.3."
 """Of the versions that this was written for and tried with."""

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gnmr.disk import no_link
+from gnmr.records.disk import no_link
 
 _AT_ONCE = 1 << 16
 """Bytes that wait for their digest at the most."""

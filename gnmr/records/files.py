@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gnmr.disk import no_link, replacing, truncate
 from gnmr.errors import UserError
 from gnmr.records.appending import AppendFile
+from gnmr.records.disk import no_link, replacing, truncate
 from gnmr.records.reader import iter_sound, stored
 
 _JSON = json.JSONEncoder(allow_nan=False)

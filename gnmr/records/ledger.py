@@ -15,16 +15,16 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from gnmr.disk import no_link, sha256
 from gnmr.errors import UserError
 from gnmr.records.appending import holds
+from gnmr.records.disk import no_link, sha256
 from gnmr.records.files import replace_json, replace_text
 from gnmr.records.reader import stored
-from gnmr.untrusted import MAX_EXPANSION, SMALL, opened
+from gnmr.records.untrusted import MAX_EXPANSION, SMALL, opened
 
 NAME = "records.sha256"
 LEFT_OUT = "left_out.sha256"
-"""As `NAME`, of the records that were left out of a pack (gnmr.records.pack) which this folder was read from."""
+"""As `NAME`, of the records that were left out of a pack (gnmr.lab.records.pack) which this folder was read from."""
 LISTED = (
     *("config.yaml", "header.json", "faults.jsonl", "steps.jsonl", "eval.jsonl", "events.jsonl", "scores.jsonl"),
     *("ratios.rows", "ratios.parquet", "summary.json", "FAILED"),

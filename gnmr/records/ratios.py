@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gnmr.disk import replacing, truncate
 from gnmr.errors import RunFailed
 from gnmr.records.appending import AppendFile
+from gnmr.records.disk import replacing, truncate
 from gnmr.records.schema import RatioRows, ratio_schema
-from gnmr.untrusted import Damaged, opened
+from gnmr.records.untrusted import Damaged, opened
 
 _ROWS_PER_GROUP = 1 << 17  # of Parquet; about 6 MB in memory
 _UNITS = b"gnmr.units"  # in the Parquet file's metadata: the units in their order

@@ -1,6 +1,6 @@
 """Reading a run folder back; tolerant of a run that is still going or was killed while it wrote.
 
-The folder may be anybody's (`gnmr.untrusted`): what is no regular file, too large for a run's, or no row of one is
+The folder may be anybody's (`gnmr.records.untrusted`): what is no regular file, too large for a run's, or no row of one is
 `Damaged`, in one line.
 """
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from gnmr.records.ratios import read_stream
 from gnmr.records.schema import ratio_schema
-from gnmr.untrusted import (
+from gnmr.records.untrusted import (
     MAX_DEPTH,
     MAX_EXPANSION,
     MAX_FILE,

@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gnmr.console import activation, shown_command
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.records.view import RunInfo, View
+from gnmr.lab.records.wandb_sink import Labels, WandbSink, group_of, recorded_rows
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.schema import RatioRows
-from gnmr.records.view import RunInfo, View
-from gnmr.records.wandb_sink import Labels, WandbSink, group_of, recorded_rows
 from gnmr.records.writer import RunWriter
-from gnmr.terminal import activation, shown_command
 
 if TYPE_CHECKING:
-    from gnmr.config import RecordsConfig
+    from gnmr.lab.config import RecordsConfig
 
 
 _BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")

@@ -43,7 +43,7 @@ import numpy as np
 import pyarrow as pa
 
 OWN = "own"
-"""The scale of a loop of one's own (gnmr/recording.py)."""
+"""The scale of a loop of one's own (gnmr/attachment/record.py)."""
 
 STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",
@@ -95,8 +95,8 @@ EVAL_FIELDS: dict[str, str] = {
 
 SCORE_FIELDS: dict[str, str] = {
     "step": "scored after this step",
-    "path": "path in force while scoring: 16bit, w8a16 (paths.weights=instead) or low",
-    "tasks": "what `gnmr.evaluation.score` found: {task: {metrics: {name: {value, stderr}}, items, ...}}",
+    "path": "path in force while scoring: 16bit, w8a16 (precision.weights=instead) or low",
+    "tasks": "what `gnmr.lab.evaluation.score` found: {task: {metrics: {name: {value, stderr}}, items, ...}}",
 }
 
 EVENT_FIELDS: dict[str, str] = {
@@ -116,8 +116,8 @@ FAULT_FIELDS: dict[str, str] = {
     "step": "first step of the window",
     "end": "its last step",
     "unit": "the unit whose low-cost path fails; of outliers each that writes or reads one of the channels",
-    "kind": "what fails, as stress.kind; outliers: a window of model.outlier_channels",
-    "magnitude": "how much, see gnmr/paths/faults.py; of outliers the gain",
+    "kind": "what fails, as faults.kind; outliers: a window of model.outlier_channels",
+    "magnitude": "how much, see gnmr/lab/faults/faults.py; of outliers the gain",
 }
 
 

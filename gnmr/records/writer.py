@@ -14,15 +14,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from gnmr.disk import replacing, sha256, sync_folder, truncate
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.records.summary import summarize
 from gnmr.records import ledger
 from gnmr.records.appending import NOTHING, AppendFile, holds
+from gnmr.records.disk import replacing, sha256, sync_folder, truncate
 from gnmr.records.files import JsonLines, cut_jsonl, replace_json, replace_text, unpack
 from gnmr.records.ratios import RatioStream, cut_stream, parquet_to_stream, stream_to_parquet
 from gnmr.records.reader import stored
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, RatioRows
-from gnmr.records.summary import summarize
 
 _JSONL = {"steps.jsonl": STEP_FIELDS, "eval.jsonl": EVAL_FIELDS, "events.jsonl": EVENT_FIELDS}
 _SCORES = "scores.jsonl"

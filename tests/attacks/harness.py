@@ -466,7 +466,7 @@ def _scouted(words: list[str]) -> list[str]:
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         try:
-            importlib.import_module("gnmr.commands").main(words)
+            importlib.import_module("gnmr.cli").main(words)
         except BaseException:
             pass  # the attacks themselves will see it
         finally:
@@ -526,7 +526,7 @@ def _command(request: dict[str, Any]) -> None:
         sys.argv = ["gnmr", *words]
         for module, name, args in request["hooks"]:
             getattr(importlib.import_module(f"attacks.{module}"), name)(*args)
-        code = importlib.import_module("gnmr.commands").main(words)
+        code = importlib.import_module("gnmr.cli").main(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1 if end.code else 0
     except BaseException:

@@ -41,8 +41,8 @@ TRAIN = (
         "controller.alpha=1.05",
         "controller.beta=1.02",
         "controller.max_o=2",
-        "stress.kind=noise",
-        "stress.windows=[[2,2]]",
+        "faults.kind=noise",
+        "faults.windows=[[2,2]]",
     ),
     *("records.live=off", "records.wandb=off", "training.threads=1"),
 )

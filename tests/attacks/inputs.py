@@ -330,12 +330,20 @@ _WRONG = {
     "dict": ("3", "[1]", "nosuch"),
 }
 _CHOICES = {
-    *("model.name", "data.name", "paths.low", "paths.recovery", "paths.unit", "paths.site", "paths.rounding"),
-    *("paths.backend", "paths.weights", "controller.observe", "controller.routing", "controller.signal"),
-    *("optim.name", "optim.transform.name", "stress.kind", "training.dtype", "training.device", "training.resume"),
+    *(
+        "model.name",
+        "data.name",
+        "precision.low",
+        "precision.recovery",
+        "precision.unit",
+        "precision.site",
+        "precision.rounding",
+    ),
+    *("precision.backend", "precision.weights", "controller.observe", "controller.routing", "controller.signal"),
+    *("optim.name", "optim.transform.name", "faults.kind", "training.dtype", "training.device", "training.resume"),
     *("records.live", "records.wandb", "scores.path"),
 }
-_PARTS_OF_NAMES = {"experiment_name", "scale_name", "arm", "paths.name"}
+_PARTS_OF_NAMES = {"experiment_name", "scale_name", "arm", "precision.name"}
 _HARMLESS_HUGE = {
     *("training.checkpoint_every", "training.keep_checkpoints", "training.eval_every", "records.plain_every"),
     *("records.wandb_every", "training.max_nonfinite_streak", "data.tokenizer_bytes", "data.max_tokens"),
@@ -345,16 +353,16 @@ _HARMLESS_HUGE = {
         "scores.limit",
         "scores.shots",
         "scores.batch_size",
-        "paths.probe_tokens",
+        "precision.probe_tokens",
     ),
-    *("model.adapter.scaling", "stress.history", "stress.duration", "training.eval_blocks"),
+    *("model.adapter.scaling", "faults.history", "faults.duration", "training.eval_blocks"),
 }
 """Keys for which a huge number means: never, or all there is."""
 
 
 def _keys() -> Iterator[tuple[str, str]]:
     """(key, type as it is written) of every key of the composed config."""
-    from gnmr.config import Config
+    from gnmr.lab.config import Config
 
     def walk(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
         made = cls.__dataclass_fields__
@@ -387,7 +395,7 @@ def _of_key(key: str, kind: str, draw: random.Random) -> Iterator[tuple[str, str
 def _systematic(draw: random.Random) -> Iterator[Input]:
     for key, kind in _keys():
         for value, expect in _of_key(key, kind, draw):
-            more = (("stress.kind=noise",) if key.startswith("stress.") else ()) + (
+            more = (("faults.kind=noise",) if key.startswith("stress.") else ()) + (
                 ("memory_plan=true",) if expect == EITHER else ()
             )
             yield Input((*TRAIN, *more, f"{key}={value}"), expect, (key.rpartition(".")[2],))
@@ -417,7 +425,7 @@ def _own_names(words: Iterable[str]) -> list[str]:
 
 SENSELESS = """
 unknown=1 | +unknown=1 | training.stps=3 | trainig.steps=3 | training.steps.more=3 | hydra.no=1 | training=3
-model=lama | scale=7b | experiment=nosuch | sweep=nosuch | paths.low=fp9 | preset=6/7
+model=lama | scale=7b | experiment=nosuch | sweep=nosuch | precision.low=fp9 | preset=6/7
 recipe=fp8_hybrid | hierarchy=6/8 | variant=ranked_gap
 model=../gpt
 model=/etc/passwd | debug=../../conf/config | controller.signal=z_scores | optim.transform.name=clip | training.seed=0,1
@@ -428,22 +436,22 @@ key{=1
 
 model=moe model.experts.top_k=9 | model.experts.number=8 | model.num_heads=5 | model.num_heads=32
 model=gpt data.name=gsm8k | model=gpt training.export_hf=true | model.checkpoint=here
-paths.recovery=null controller.warmup_frac=0.1 | paths.unit=expert
-paths.low=sim_int4 paths.recovery=null paths.site=forward
-preset=6/8 paths.recovery=int8 | preset.colour=red | paths.targets=[nothing] | paths.targets=[''] | paths.recovers=[]
-paths.recipes.mine=3 | paths.recipes.mine.nosuch.input=e4m3 | paths.pins=3 | paths.pins.down_proj=[bprop]
-paths.pins.nosuch=[fprop,dgrad,wgrad] | paths.pins.down_proj=[] | paths.pins.down_proj=[fprop]
-paths.site=forward paths.rounding=stochastic training.activation_checkpointing=true
-controller.signal=gap paths.recovery=null
+precision.recovery=null controller.warmup_frac=0.1 | precision.unit=expert
+precision.low=sim_int4 precision.recovery=null precision.site=forward
+preset=6/8 precision.recovery=int8 | preset.colour=red | precision.targets=[nothing] | precision.targets=[''] | precision.recovers=[]
+precision.recipes.mine=3 | precision.recipes.mine.nosuch.input=e4m3 | precision.pins=3 | precision.pins.down_proj=[bprop]
+precision.pins.nosuch=[fprop,dgrad,wgrad] | precision.pins.down_proj=[] | precision.pins.down_proj=[fprop]
+precision.site=forward precision.rounding=stochastic training.activation_checkpointing=true
+controller.signal=gap precision.recovery=null
 controller.signal=../x:Y | controller.signal=x: | controller.signal=:Y | controller.signal=.:Y
 controller.signal=a..b:Y | controller.signal=json:It | controller.signal=os:system
 controller.signal=json:JSONDecoder | controller.options.nosuch=2 | controller.options.window=0
 controller.options.decay=nan | controller.options.history=nosuch | controller.init_frac=2
 controller.signal=static_k controller.options.calibration_steps=50 | records.evidence=[colour]
-records.monitor=[no] | stress.kind=noise stress.windows=[[2,9]]
-stress.kind=noise stress.windows=[[1,99999999999999999999]]
-stress.kind=noise paths.low=bf16 | stress.kind=noise stress.windows=[[1,2],[2,1]]
-stress.kind=noise stress.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
+records.monitor=[no] | faults.kind=noise faults.windows=[[2,9]]
+faults.kind=noise faults.windows=[[1,99999999999999999999]]
+faults.kind=noise precision.low=bf16 | faults.kind=noise faults.windows=[[1,2],[2,1]]
+faults.kind=noise faults.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
 model.outlier_channels.gain=1e39 | optim.transform.name=spam optim.transform.options.grace=600 | optim.betas=[nan,0.9]
 optim.betas=[0.9] | optim.name=scale optim.transform.name=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
 optim.weight_decay=1e39 | optim.warmup_frac=2 | model.init_std=1e39 | model.norm_eps=1e39 | model.rope_theta=1e400
@@ -491,8 +499,8 @@ model=pretrained model.checkpoint=model-deep scale=finetune_cpu
 LEGAL = """
 memory_plan=true | arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
 controller.max_o=2147483647 | optim.betas=[0,0] | optim.clip_norm=1e-30 | controller.alpha=null controller.beta=null
-controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | paths.low=bf16
-optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | paths.backend=simulated paths.low=bf16
+controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | precision.low=bf16
+optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | precision.backend=simulated precision.low=bf16
 --config-dir=conf-empty
 """
 
@@ -506,7 +514,7 @@ training.seq_len=1000000000000 memory_plan=true | arm='\u202eabc' | data.vocab_s
 run_dir='a\nb'
 run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra
 hydra.job.chdir=true | hydra.run.dir=elsewhere | controller.trigger=1e-300 | +training.steps=1
-stress.kind=noise stress.magnitude=1e39 | stress.kind=noise stress.duration=2147483648 | controller.eps=1e-300
+faults.kind=noise faults.magnitude=1e39 | faults.kind=noise faults.duration=2147483648 | controller.eps=1e-300
 """
 
 SWEEPS = """
@@ -515,7 +523,7 @@ training.seed=0,1 data.path=nowhere | experiment_name=a/b training.seed=0,1 | ru
 hydra/launcher=nosuch training.seed=0,1 | hydra.sweep.dir=/proc/x training.seed=0,1 | hydra.sweep.dir=plain_file
 training.seed=range(0,10,0) | training.seed=range(0,1000000000) | training.seed=choice() | training.seed=,
 training.seed=glob(*) | hydra.sweep.subdir=/proc/x | hydra/launcher=joblib hydra.launcher.n_jobs=much
-runs_dir=/proc/x training.seed=0,1 | paths.low=int4 paths.recovery=fp8_hybrid | run_dir=plain_file training.seed=0,1
+runs_dir=/proc/x training.seed=0,1 | precision.low=int4 precision.recovery=fp8_hybrid | run_dir=plain_file training.seed=0,1
 model.hidden_size=100000000
 """
 """Behind `gnmr train -m`."""

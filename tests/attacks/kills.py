@@ -105,7 +105,7 @@ def one_line(outcome: Outcome) -> bool:
 
 def keep_config(file: str) -> None:
     """Writes the config of the run that would begin."""
-    from gnmr.training import run as module
+    from gnmr.lab.train import run as module
 
     def keep(config: Any, *_: Any, **__: Any) -> None:
         Path(file).write_bytes(pickle.dumps(config))
@@ -116,9 +116,9 @@ def keep_config(file: str) -> None:
 
 def take_config(file: str) -> None:
     """Runs with that config: Hydra would take as long as all of the run's steps."""
-    from gnmr.commands import train
-    from gnmr.terminal import say
-    from gnmr.training import run as module
+    from gnmr.cli import train
+    from gnmr.console import say
+    from gnmr.lab.train import run as module
 
     def main(words: list[str]) -> int:
         config = pickle.loads(Path(file).read_bytes())

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gnmr.bench import BENCHMARKS, RENAMED, parts_of, paths, process, scenes
-from gnmr.bench.setting import Setting
-from gnmr.config.compose import compose
 from gnmr.errors import UserError
-from gnmr.vocabulary import RECIPES
+from gnmr.lab.bench import BENCHMARKS, RENAMED, parts_of, paths, process, scenes
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config.compose import compose
+from gnmr.names import RECIPES
 
 MACHINE = {"cpu", "cores", "threads", "products", "load_average", "gpu"}
 
@@ -108,13 +108,13 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(gnm
     def refused(dir):
         raise PermissionError(13, "Permission denied", dir)
 
-    monkeypatch.setattr("gnmr.output.TemporaryFile", refused)
+    monkeypatch.setattr("gnmr.records.output.TemporaryFile", refused)
     out = tmp_path / "figures.json"
     assert f"out={out}: cannot be written (Permission denied)" in gnmr("bench", "decision", f"out={out}").mistake
 
 
 def test_hf_without_transformers(gnmr, monkeypatch, tiny_words):
-    monkeypatch.setattr("gnmr.bench.step.find_spec", lambda _name: None)
+    monkeypatch.setattr("gnmr.lab.bench.step.find_spec", lambda _name: None)
     assert "pip install transformers" in gnmr("bench", "step", "only=hf").mistake
     outcome = gnmr("bench", "only=decision,hf", *tiny_words, "repeats=1")
     assert outcome.code == 0 and "left out: bench step: hf" in outcome.err and "10,000 units" in outcome.out
@@ -136,7 +136,7 @@ def test_controller_and_decision(measure):
 
 
 def test_saved_bytes_follow_the_format(measure):
-    figures = named(measure("paths", "only=saved", "paths.targets=[down_proj]"))
+    figures = named(measure("paths", "only=saved", "precision.targets=[down_proj]"))
     assert {name for name in figures if name.startswith("step with")} == {
         "step with bf16",
         *(f"step with {fmt} over bf16" for fmt in ("int4", "int8", "e2m1", "e4m3")),
@@ -173,7 +173,9 @@ def test_recipes_and_switching(measure, gnmr):
     for preset, pair in (("6/8", "sim_e3m2 and fp8_hybrid"), ("8/16", "fp8_hybrid and bf16")):
         switching = figures[f"step that switches every block, {preset}"]
         assert switching["note"].startswith(f"1 blocks, {pair} in turn") and switching["target"] == 1.02
-    assert "recipes need paths.site=saved" in gnmr("bench", "paths", "only=recipes", "paths.site=forward").mistake
+    assert (
+        "recipes need precision.site=saved" in gnmr("bench", "paths", "only=recipes", "precision.site=forward").mistake
+    )
 
 
 @pytest.mark.parametrize("preset", paths.SWITCHED)
@@ -186,7 +188,7 @@ def test_switching_is_between_the_paths_of_the_preset(preset, tiny_words, monkey
     taken, plain = [], paths.same_step
 
     def same_step(parts):
-        assert (parts.config.paths.low, parts.config.paths.recovery) == paths.SWITCHED[preset]
+        assert (parts.config.precision.low, parts.config.precision.recovery) == paths.SWITCHED[preset]
         step = plain(parts)
         return lambda: (taken.append((id(parts), [operator.recovering for operator in parts.plan.operators])), step())
 
@@ -241,7 +243,7 @@ def fake_train(monkeypatch, tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_startup_and_memory_of_fresh_processes(measure, fake_train, monkeypatch):
-    monkeypatch.setattr("gnmr.bench.memory.POLL_S", 0.0)
+    monkeypatch.setattr("gnmr.lab.bench.memory.POLL_S", 0.0)
     figures = named(measure("startup", "memory"))
     assert len(figures) == 4 and all(figure["value"] > 0 for figure in figures.values())
     line, row = (

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gnmr.bench import compressed
-from gnmr.bench.setting import Setting
-from gnmr.config import Config
-from gnmr.training.fork import Forks
+from gnmr.lab.bench import compressed
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config import Config
+from gnmr.lab.train.fork import Forks
 
 SHARES = {"never": 0.0, "dense": 1.0, "random basis": 0.2, "no feedback": 0.1, "GNMR": 0.5, "gap": 0.8}
 SHARES |= {"random units": 0.4, "more rows": 0.6, "pin": 0.7, "pin and excess": 0.9, "PowerSGD": 0.3}

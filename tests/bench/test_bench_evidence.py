@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
-from gnmr.bench import BENCHMARKS, parts_of
-from gnmr.bench.scenes import SCENES, Scene
-from gnmr.config.compose import compose
-from gnmr.sweep import combinations_of
+from gnmr.lab.bench import BENCHMARKS, parts_of
+from gnmr.lab.bench.scenes import SCENES, Scene
+from gnmr.lab.config.compose import compose
+from gnmr.lab.sweep import combinations_of
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "benchmarks" / "results").is_dir():
@@ -79,7 +79,7 @@ def test_dry_tells_the_steps_and_runs_none(
     evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("gnmr.half.lacking", lambda: False)
+    monkeypatch.setattr("gnmr.precision.half.lacking", lambda: False)
     assert evidence.main(["night", str(out), "--dry", "--jobs", "2"]) == 0
     before = capsys.readouterr().out
     assert re.search(r"32 steps, about \d+\.\d h with 2 side by side", before) and not out.exists()
@@ -97,7 +97,7 @@ def test_a_cpu_without_16_bit_products_takes_longer(
 ) -> None:
     hours = []
     for lacking in (False, True):
-        monkeypatch.setattr("gnmr.half.lacking", lambda lacking=lacking: lacking)
+        monkeypatch.setattr("gnmr.precision.half.lacking", lambda lacking=lacking: lacking)
         assert evidence.main(["night", str(tmp_path / "out"), "--dry", "--jobs", "2"]) == 0
         told = capsys.readouterr().out
         assert f"EPYC {'without' if lacking else 'with'} 16-bit products" in told

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.bench import fair
-from gnmr.bench.figures import Figure
-from gnmr.bench.rows import read_rows
-from gnmr.bench.setting import Setting
-from gnmr.config.compose import compose
 from gnmr.errors import UserError
-from gnmr.training.fork import Forks
+from gnmr.lab.bench import fair
+from gnmr.lab.bench.figures import Figure
+from gnmr.lab.bench.rows import read_rows
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config.compose import compose
+from gnmr.lab.train.fork import Forks
 
 ADDS = {fair.ALWAYS: -0.1, "random": 0.02, "random held": -0.03, "ranges, stochastic": -0.08, "stochastic": -0.06}
 

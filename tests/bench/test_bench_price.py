@@ -13,16 +13,16 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from gnmr.bench import measurable, price, scenes, spend, usual
-from gnmr.bench.figures import Figure
-from gnmr.bench.rows import read_rows
-from gnmr.bench.scenes import SCENES, Scene
-from gnmr.bench.setting import Setting
-from gnmr.config import Config
-from gnmr.config.compose import compose
 from gnmr.errors import UserError
-from gnmr.training.fork import Forks
-from gnmr.vocabulary import GEMMS
+from gnmr.lab.bench import measurable, price, scenes, spend, usual
+from gnmr.lab.bench.figures import Figure
+from gnmr.lab.bench.rows import read_rows
+from gnmr.lab.bench.scenes import SCENES, Scene
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config import Config
+from gnmr.lab.config.compose import compose
+from gnmr.lab.train.fork import Forks
+from gnmr.names import GEMMS
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +163,7 @@ def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
     for order in range(3):
         cells = [cell for cell in spend.cells("a", "broken", scene, order) if cell.budget in (0, 0.1, 1)]
         configs = [spend._config(forks, cell, scene, found) for cell in cells[:: 1 if order == 0 else 9]]
-        assert len({repr(config.stress) for config in configs}) == 1
+        assert len({repr(config.faults) for config in configs}) == 1
         (target,) = configs[0].stress.targets
         assert target in names and configs[0].stress.windows == [[21, 20]]
         broken.append(target)
@@ -171,7 +171,7 @@ def test_one_operator_of_a_block_breaks_in_all_of_its_arms() -> None:
     assert len(set(broken)) > 1
     routed = [config for config in every if config.controller.routing == "ranked"]
     assert len(routed) > len(scene.controllers)
-    assert all(config.paths.recovers == ["fprop", "wgrad"] and config.controller.budget == 0.1 for config in routed)
+    assert all(config.precision.recovers == ["fprop", "wgrad"] and config.controller.budget == 0.1 for config in routed)
 
 
 def test_arms_of_scenes_are_configs() -> None:
@@ -182,15 +182,17 @@ def test_arms_of_scenes_are_configs() -> None:
         found = measured_of(forks, scene)
         for cell in spend.cells("a", name, scene, 0)[:: 8 if name == "table11" else 3]:
             config = spend._config(forks, cell, scene, found)
-            assert config.paths.low == scene.low and config.controller.hold == (20 if cell.arm.endswith("held") else 1)
+            assert config.precision.low == scene.low and config.controller.hold == (
+                20 if cell.arm.endswith("held") else 1
+            )
             routed, units = config.controller.routing == "ranked", name == "table11" and "8 %" not in cell.arm
-            assert routed == (scene.control(cell.arm) is not None) != bool(config.paths.pins or cell.arm == "never")
+            assert routed == (scene.control(cell.arm) is not None) != bool(config.precision.pins or cell.arm == "never")
             if routed:
                 assert (config.controller.max_o, config.controller.budget is None) == (
                     (4, True) if units else (None, False)
                 )
-            assert config.paths.site == ("forward" if name == "table11" else "saved")
-            assert config.paths.recovery == ("int8" if name == "table11" else "bf16")
+            assert config.precision.site == ("forward" if name == "table11" else "saved")
+            assert config.precision.recovery == ("int8" if name == "table11" else "bf16")
 
 
 def test_arms_of_several_blocks_are_one_model_with_one_residual() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.bench import rise
-from gnmr.bench.compressed import PIN_ORDER, Fork, config_of
-from gnmr.bench.setting import Setting
-from gnmr.config import Config
-from gnmr.training.fork import Forks
+from gnmr.lab.bench import rise
+from gnmr.lab.bench.compressed import PIN_ORDER, Fork, config_of
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config import Config
+from gnmr.lab.train.fork import Forks
 
 
 def test_the_first_order_is_the_measured_rise_of_a_small_error() -> None:

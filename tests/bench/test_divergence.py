@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gnmr.config.compose import compose
-from gnmr.paths.casting import quantize
-from gnmr.paths.recipes import Cast
+from gnmr.lab.config.compose import compose
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Cast
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 if not (BENCHMARKS / "results").is_dir():
@@ -96,9 +96,9 @@ def test_every_arm_trains_and_spends_what_it_says(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("low", ["bf16", "mxint2"])
 def test_the_language_model_is_composed(low: str) -> None:
     config = compose(divergence.words_of(divergence.Setting(low, 0.1, "adam", steps=7), 3))
-    assert (config.paths.low, config.optim.lr, config.training.steps, config.training.seed) == (low, 0.1, 7, 3)
-    assert config.paths.recovery is None
-    assert low not in divergence.OWN or config.paths.recipes[low] == divergence.OWN[low]
+    assert (config.precision.low, config.optim.lr, config.training.steps, config.training.seed) == (low, 0.1, 7, 3)
+    assert config.precision.recovery is None
+    assert low not in divergence.OWN or config.precision.recipes[low] == divergence.OWN[low]
 
 
 def row(arm: str, seed: int, diverged: bool) -> dict[str, Any]:

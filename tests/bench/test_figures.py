@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gnmr.bench.figures import Figure, median, record, show, writer
+from gnmr.lab.bench.figures import Figure, median, record, show, writer
 
 
 def test_median_and_quartiles():

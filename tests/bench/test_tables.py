@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.bench.figures import record
-from gnmr.report.family import judge
-from gnmr.report.family_notes import p_text
+from gnmr.lab.bench.figures import record
+from gnmr.lab.report.family import judge
+from gnmr.lab.report.family_notes import p_text
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "benchmarks" / "results").is_dir():

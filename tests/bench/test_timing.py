@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.bench.timing import Stopwatch, alternate, clock_of, samples
 from gnmr.errors import UserError
+from gnmr.lab.bench.timing import Stopwatch, alternate, clock_of, samples
 
 
 class FakeClock:

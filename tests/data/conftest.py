@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_corpora import DOCUMENTS, write_rows
 
-from gnmr.config import DataConfig
+from gnmr.lab.config import DataConfig
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gnmr.config import DataConfig
-from gnmr.data.cache import TokenCorpus
-from gnmr.data.tokens import prepare
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.cache import TokenCorpus
+from gnmr.lab.data.tokens import prepare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"document {i}:\n  the {i * 7}th fox – über {'brown dog ' * (i % 5)}\r\n\tend" for i in range(40)]

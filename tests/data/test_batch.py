@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnmr.data.batch import IGNORED, Batch, model_inputs
+from gnmr.lab.data.batch import IGNORED, Batch, model_inputs
 
 
 def test_a_plain_block() -> None:

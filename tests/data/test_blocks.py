@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.data.blocks import TrainBlocks, validation_blocks
 from gnmr.errors import UserError
+from gnmr.lab.data.blocks import TrainBlocks, validation_blocks
 
 SEQ_LEN = 4
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from small_corpora import DOCUMENTS, build, texts
 
-from gnmr.config import DataConfig
-from gnmr.data import cache, token_file
-from gnmr.data.cache import TokenCorpus
-from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import cache, token_file
+from gnmr.lab.data.cache import TokenCorpus
+from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
 
@@ -97,7 +97,7 @@ def script(config: DataConfig, say: str) -> list[str]:
     return [
         sys.executable,
         "-c",
-        "import os, signal\nfrom gnmr.config import DataConfig\nfrom gnmr.data.tokens import prepare\n"
+        "import os, signal\nfrom gnmr.lab.config import DataConfig\nfrom gnmr.lab.data.tokens import prepare\n"
         f"def say(line):\n    {say}\n"
         f"print(prepare({config!r}, 0, say).fingerprint)",
     ]

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from small_corpora import DOCUMENTS, build, shared_data, texts, write_rows
 
-from gnmr.config import DataConfig
-from gnmr.data import corpora
-from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import corpora
+from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
 TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
@@ -429,7 +429,7 @@ def test_no_library_speaks_beside_our_line_or_leaves_files(config: Make, tmp_pat
     """In a process of its own: a library's log handler keeps the stderr that it found when it was imported."""
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     script = (
-        "from gnmr.config import DataConfig\nfrom gnmr.data.tokens import prepare\nfrom gnmr.errors import UserError\n"
+        "from gnmr.lab.config import DataConfig\nfrom gnmr.lab.data.tokens import prepare\nfrom gnmr.errors import UserError\n"
         f"try:\n    prepare({config(path=str(tmp_path))!r}, 0, len)\n"
         "except UserError as error:\n    print(error)"
     )

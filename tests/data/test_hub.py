@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 from small_corpora import DOCUMENTS, build, write_rows
 
-from gnmr.config import DataConfig
-from gnmr.data.cache import open_folder
-from gnmr.data.examples import open_examples
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.cache import open_folder
+from gnmr.lab.data.examples import open_examples
 
 pytestmark = pytest.mark.slow
 

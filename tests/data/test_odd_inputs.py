@@ -18,9 +18,9 @@ import pytest
 from small_corpora import DOCUMENTS, build, texts
 from tokenizers import Tokenizer, models
 
-from gnmr.config import DataConfig
-from gnmr.data import corpora, rows
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import corpora, rows
 
 Make = Callable[..., DataConfig]
 ROW = b'{"text": "the quick brown fox"}\n'
@@ -81,7 +81,9 @@ def test_deep_rows_end_no_process(config: Make, tmp_path: Path) -> None:
     """A reader of the kind that recurses in C ends it with SIGSEGV."""
     (tmp_path / "a.jsonl").write_bytes(ROW + b'{"text":' + b"[" * 200_000)
     chosen = config(path=str(tmp_path))
-    script = f"from gnmr.data.tokens import prepare\nfrom gnmr.config import DataConfig\nprepare({chosen!r}, 0, len)"
+    script = (
+        f"from gnmr.lab.data.tokens import prepare\nfrom gnmr.lab.config import DataConfig\nprepare({chosen!r}, 0, len)"
+    )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and ended.stderr.splitlines()[-1].endswith("row 2 is nested too deeply")
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from small_corpora import shared_data, word_checkpoint, write_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gnmr.config import DataConfig
-from gnmr.data import packing, tokens
-from gnmr.data.batch import IGNORED, Batch
-from gnmr.data.packing import Documents, PackedBlocks, TokenCorpus, packed_validation, prepare_packed
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import packing, tokens
+from gnmr.lab.data.batch import IGNORED, Batch
+from gnmr.lab.data.packing import Documents, PackedBlocks, TokenCorpus, packed_validation, prepare_packed
 
 Make = Callable[..., DataConfig]
 PAIRS = [("a b", "c"), ("d", "e f g h i j e"), ("a", "b"), ("a b c d e f g", "h"), ("c", "d")]
@@ -117,7 +117,7 @@ def test_without_a_begin_token(five: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize("begin", [True, False])
 def test_the_begin_token_is_that_of_transformers(begin: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    from gnmr.data import tokenizer as bpe
+    from gnmr.lab.data import tokenizer as bpe
 
     folder = word_checkpoint(tmp_path / "checkpoint", begin)
     content, end = bpe.read(folder, "")

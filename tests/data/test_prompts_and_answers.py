@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from small_corpora import DOCUMENTS, shared_data, write_examples, write_rows
 
-from gnmr.config import DataConfig
-from gnmr.data.corpora import articles, open_corpus
-from gnmr.data.examples import Example, open_examples
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.corpora import articles, open_corpus
+from gnmr.lab.data.examples import Example, open_examples
 
 Make = Callable[..., DataConfig]
 

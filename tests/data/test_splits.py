@@ -10,9 +10,9 @@ import torch
 from small_corpora import word_checkpoint, write_examples, write_rows
 from torch import Tensor
 
-from gnmr.config import Config, DataConfig, ModelConfig, TrainingConfig
-from gnmr.data.batch import Batch
-from gnmr.training.build import open_data, training_blocks, validation
+from gnmr.lab.config import Config, DataConfig, ModelConfig, TrainingConfig
+from gnmr.lab.data.batch import Batch
+from gnmr.lab.train.build import open_data, training_blocks, validation
 
 Make = Callable[..., DataConfig]
 
@@ -70,7 +70,9 @@ def test_no_packed_validation_block_holds_training_tokens(
         write_examples(tmp_path / "data" / "a.jsonl", pairs)
     data = config(name="instructions", path=str(tmp_path / "data"))
     checkpoint = word_checkpoint(tmp_path / "checkpoint")
-    monkeypatch.setattr("gnmr.models.pretrained.local", lambda name: checkpoint)  # its tokenizer is all that is read
+    monkeypatch.setattr(
+        "gnmr.lab.models.pretrained.local", lambda name: checkpoint
+    )  # its tokenizer is all that is read
     model = ModelConfig(name="pretrained", checkpoint=str(checkpoint))
     trained, held_out, shared = overlap(data, model, 82)
     assert trained >= 40 and held_out >= 3 and shared == 0

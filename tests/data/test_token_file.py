@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from small_corpora import build, word_checkpoint, write_examples
 
-from gnmr.config import DataConfig
-from gnmr.data import cache, token_file
-from gnmr.data.blocks import TrainBlocks
-from gnmr.data.cache import Corrupt, TokenCorpus, open_folder
-from gnmr.data.packing import prepare_packed
-from gnmr.data.token_file import TokenFile
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import cache, token_file
+from gnmr.lab.data.blocks import TrainBlocks
+from gnmr.lab.data.cache import Corrupt, TokenCorpus, open_folder
+from gnmr.lab.data.packing import prepare_packed
+from gnmr.lab.data.token_file import TokenFile
 
 Make = Callable[..., DataConfig]
 

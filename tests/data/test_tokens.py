@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from small_corpora import DOCUMENTS, build, texts, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gnmr.config import DataConfig
-from gnmr.data import progress, tokens
-from gnmr.data import tokenizer as bpe
 from gnmr.errors import UserError
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data import progress, tokens
+from gnmr.lab.data import tokenizer as bpe
 
 Make = Callable[..., DataConfig]
 TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
@@ -104,7 +104,7 @@ def test_a_changed_file_is_read_again(config: Make, corpus_file: Path) -> None:
 
 
 def test_a_path_without_effect_is_said(config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gnmr.data import corpora
+    from gnmr.lab.data import corpora
 
     local = corpora.open_corpus(config(path=str(corpus_file)))
     monkeypatch.setattr(corpora, "open_corpus", lambda config, tell: local)
@@ -265,7 +265,7 @@ def test_a_warm_start_says_nothing_and_imports_little(config: Make, corpus_file:
     cold, said = build(config(path=str(corpus_file)))
     assert said
     script = (
-        "import sys; from gnmr.config import DataConfig; from gnmr.data.tokens import prepare; said = []\n"
+        "import sys; from gnmr.lab.config import DataConfig; from gnmr.lab.data.tokens import prepare; said = []\n"
         f"corpus = prepare(DataConfig('text', {str(corpus_file)!r}, vocab_size=300, "
         f"cache_dir={str(cache_dir)!r}), 0, said.append)\n"
         "heavy = [name for name in ('datasets', 'tokenizers', 'torch', 'transformers') if name in sys.modules]\n"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gnmr.controller import Controller, ControlSpec
+from gnmr.control import Controller, ControlSpec
 from gnmr.distributed import world
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
 from gnmr.distributed.reduce import Ranks

@@ -6,11 +6,11 @@ import os
 import time
 from typing import Any
 
-from gnmr.commands import train
-from gnmr.config.compose import compose
+from gnmr.cli import train
 from gnmr.distributed import launch as launching
 from gnmr.distributed.launch import launch
 from gnmr.errors import RunFailed
+from gnmr.lab.config.compose import compose
 
 launching._TO_BE_ENDED = 0.5  # the processes import this file too
 

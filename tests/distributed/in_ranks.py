@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gnmr
-from gnmr import half
 from gnmr.distributed import world
 from gnmr.distributed.shards import local
+from gnmr.precision import half
 
 
 def serve(rank: int, size: int, store: str, pipe: Any) -> None:
@@ -152,10 +152,10 @@ def train(
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
-    from gnmr.evaluation.in_training import RunScorer
-    from gnmr.paths import Plan
-    from gnmr.training import build, loop
-    from gnmr.training.run import run
+    from gnmr.lab.evaluation.in_training import RunScorer
+    from gnmr.lab.train import build, loop
+    from gnmr.lab.train.run import run
+    from gnmr.precision import Plan
 
     def opened(config: Any, *rest: Any) -> Any:
         if other_data is not None and world.rank() == 1:
@@ -196,7 +196,7 @@ def train(
 
 def compiling(backend: str | None) -> Any:
     """`Plan.compile` with a backend that takes no minutes."""
-    from gnmr.paths import Plan
+    from gnmr.precision import Plan
 
     options = {} if backend is None else {"backend": backend}
     return partialmethod(Plan.compile, **options)
@@ -242,7 +242,7 @@ def refused(how: str = "ddp", **options: Any) -> None:
 
 def nudged(config: Any, parallel: str = "ddp") -> Any:
     """`train`, in which a weight of rank 1 moves by one bit after the third step."""
-    from gnmr.training import loop
+    from gnmr.lab.train import loop
 
     class Steps(loop.Steps):
         def __call__(self, step: int) -> Any:
@@ -262,9 +262,9 @@ def nudged(config: Any, parallel: str = "ddp") -> Any:
 
 def measured(config: Any, hook: bool = False) -> Any:
     """What a process of `gnmr bench parallel`, or of `gnmr bench hook`, measures, once."""
-    from gnmr.bench import hook as hooks
-    from gnmr.bench import parallel
     from gnmr.distributed.world import World
+    from gnmr.lab.bench import hook as hooks
+    from gnmr.lab.bench import parallel
 
     measure = hooks.measured if hook else parallel.of_process
     found = measure(config, World(world.rank(), world.size()), 1)

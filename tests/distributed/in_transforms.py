@@ -8,11 +8,11 @@ import torch
 from in_ranks import net, whole, wrapped
 from torch import Tensor
 
-from gnmr.controller.evidence import UpdateNorms, spike_share, weight_std
-from gnmr.controller.units import Unit
+from gnmr.control.evidence import UpdateNorms, spike_share, weight_std
+from gnmr.control.units import Unit
 from gnmr.distributed.reduce import Ranks
-from gnmr.training.transforms import TRANSFORMS
-from gnmr.training.transforms.base import StepContext, tensor_norms
+from gnmr.lab.train.transforms import TRANSFORMS
+from gnmr.lab.train.transforms.base import StepContext, tensor_norms
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "norm_clip": {"max_norm": 0.01},

@@ -11,7 +11,7 @@ import in_ranks
 import pytest
 import torch
 
-import gnmr.controller
+import gnmr.control
 
 pytestmark = [
     pytest.mark.xdist_group("pair"),
@@ -116,7 +116,7 @@ def test_signals_that_are_no_sums_are_refused_by_name(pair: Pair, options: dict[
 
 
 def test_the_controller_knows_no_process_group() -> None:
-    for file in Path(gnmr.controller.__file__).parent.rglob("*.py"):
+    for file in Path(gnmr.control.__file__).parent.rglob("*.py"):
         names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"distributed", "all_reduce"}, file
         assert "import torch.distributed" not in file.read_text() and "from torch.distributed" not in file.read_text()

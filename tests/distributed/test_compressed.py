@@ -14,9 +14,9 @@ from in_compressed import compress
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gnmr import config, models
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, Traffic
 from gnmr.distributed.workers import RankWorkers, VirtualWorkers
+from gnmr.lab import config, models
 
 Pair = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[2]

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from gnmr.config import Config, config_hash
-from gnmr.config.compose import compose
 from gnmr.errors import UserError
+from gnmr.lab.config import Config, config_hash
+from gnmr.lab.config.compose import compose
 from gnmr.records.reader import read_json, read_jsonl
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 WORDS = (
-    "paths.low=bf16",
-    "paths.recovery=null",
+    "precision.low=bf16",
+    "precision.recovery=null",
     "compression.name=greedylore",
     "compression.rank=4",
     "compression.refresh_every=4",
@@ -68,7 +68,7 @@ class TestRanks:
         self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
     ) -> None:
         """Against virtual workers in float64, where the order of sums shows in the last digits alone."""
-        from gnmr.training.run import run
+        from gnmr.lab.train.run import run
 
         def config(name: str, dtype: str = "float32") -> Config:
             found = tiny(f"run_dir={tmp_path / name}", *TWO, "controller.signal=gap", "controller.routing=ranked")
@@ -114,7 +114,7 @@ class TestRanks:
         self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
     ) -> None:
         """In float64, of a model that is one bucket of DDP's: torch draws by bucket."""
-        from gnmr.training.run import run
+        from gnmr.lab.train.run import run
 
         def config(name: str) -> Config:
             words = [*TWO, "compression.name=powersgd", "compression.dense_steps=2", "training.steps=6"]
@@ -144,10 +144,10 @@ class TestRanks:
 def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(
     train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gnmr.training import compression, run
+    from gnmr.lab.train import compression, run
 
     monkeypatch.setattr(run, "config_hash", lambda _: "same")  # as under parallel=ddp, where workers are processes
-    monkeypatch.setattr("gnmr.training.folder.config_hash", lambda _: "same", raising=False)
+    monkeypatch.setattr("gnmr.lab.train.folder.config_hash", lambda _: "same", raising=False)
     folder = train(tmp_path / "run", *TWO, "training.steps=6")
     for name in ("DONE", "checkpoints/step-00000006"):
         path = folder / name
@@ -164,7 +164,7 @@ MISTAKES = {
     "compression.targets=[embed_tokens]": "compression.targets: embed_tokens is an embedding or the head",
     "compression.dense_steps=12": "compression.dense_steps=12: the run has 12 steps: nothing is compressed",
     "compression.workers=4": "training.accumulation=3: 4 workers need a micro-batch of a step each",
-    "paths.recovery=int8": "paths.recovery=int8: compression.name=greedylore: the controller routes gradients",
+    "precision.recovery=int8": "precision.recovery=int8: compression.name=greedylore: the controller routes gradients",
     "controller.signal=price": "controller.signal=price: price is measured of operators",
     "controller.observe=input_grad": "controller.observe=input_grad: gradients that are sent are parameters'",
     "compression.basis=best": "compression.basis=best: must be one of greedy, random",
@@ -173,7 +173,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("word", MISTAKES)
 def test_what_cannot_be_compressed_is_one_line(tiny: Callable[..., Config], tmp_path: Path, word: str) -> None:
-    from gnmr.training.run import run
+    from gnmr.lab.train.run import run
 
     with pytest.raises(UserError) as told:
         run(tiny(f"run_dir={tmp_path / 'run'}", *TWO, word), lambda _: None)

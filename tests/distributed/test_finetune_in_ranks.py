@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from gnmr.config import Config
+from gnmr.lab.config import Config
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
 ]
 WORDS = ["training.accumulation=2", "training.batch_size=2", "training.steps=6", "optim.lr=0.01"]
-LORA = ["model.adapter.rank=2", "model.adapter.dropout=0.2", "paths.unit=block", "controller.observe=adapter"]
+LORA = ["model.adapter.rank=2", "model.adapter.dropout=0.2", "precision.unit=block", "controller.observe=adapter"]
 NUMBERED = ["parallel=ddp", "training.processes=1"]
 """One process whose micro-batches draw as those of several do."""
 
@@ -54,8 +54,8 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("parallel", "paths"),
     [
-        ("ddp", ["paths.low=sim_int8", "paths.recovery=bf16"]),
-        ("fsdp", ["paths.low=llm_int8", "paths.recovery=bf16", "paths.weights=instead"]),
+        ("ddp", ["precision.low=sim_int8", "precision.recovery=bf16"]),
+        ("fsdp", ["precision.low=llm_int8", "precision.recovery=bf16", "precision.weights=instead"]),
     ],
     ids=["ddp", "fsdp, codes"],
 )

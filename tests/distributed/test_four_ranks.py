@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from gnmr.config import Config
 from gnmr.distributed import digests
 from gnmr.distributed.world import ALONE
+from gnmr.lab.config import Config
+from gnmr.lab.train.run import run
 from gnmr.records.reader import read_json
-from gnmr.training.run import run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 pytestmark = [
@@ -89,7 +89,7 @@ def test_four_ranks_send_what_four_virtual_workers_send(
 ) -> None:
     """Compressed gradients: in float64 the order of sums shows in the last digits alone. Two have one micro-batch more
     than the others."""
-    words = ["paths.low=bf16", "paths.recovery=null", "compression.name=greedylore", "compression.workers=4"]
+    words = ["precision.low=bf16", "precision.recovery=null", "compression.name=greedylore", "compression.workers=4"]
     words += ["compression.rank=3", "compression.refresh_every=4", "compression.dense_steps=1"]
     words += ["controller.signal=gap", "controller.routing=ranked", "training.accumulation=6", "training.batch_size=1"]
     configs = [tiny(f"run_dir={tmp_path / name}", *words) for name in ("one", "four")]

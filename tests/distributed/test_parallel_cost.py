@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.bench import hook, parallel
-from gnmr.config import Config
-from gnmr.config.compose import compose
 from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
 from gnmr.errors import RunFailed
-from gnmr.training.build import empty_model, with_paths
+from gnmr.lab.bench import hook, parallel
+from gnmr.lab.config import Config
+from gnmr.lab.config.compose import compose
+from gnmr.lab.train.build import empty_model, with_paths
 
 pytestmark = [
     pytest.mark.xdist_group("pair"),

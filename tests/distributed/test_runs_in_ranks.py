@@ -14,14 +14,14 @@ import pytest
 import torch
 from in_ranks import compiling
 
-from gnmr.config import Config
 from gnmr.distributed import digests, world
 from gnmr.distributed.world import ALONE
 from gnmr.errors import UserError
-from gnmr.paths import Plan
+from gnmr.lab.config import Config
+from gnmr.precision import Plan
 from gnmr.records.reader import read_json, read_jsonl
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 pytestmark = [
@@ -124,7 +124,7 @@ def test_delayed_scales_go_on_with_another_number_of_processes(
     pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Gradients of two ranks are twice as large as those of one process, what is remembered of them is not."""
-    words = [*WORDS, "paths.low=fp8_delayed", "paths.recovery=bf16", "paths.backend=simulated"]
+    words = [*WORDS, "precision.low=fp8_delayed", "precision.recovery=bf16", "precision.backend=simulated"]
     alone = left(train(tmp_path / "one", *words))
     assert pair("train", config=tiny(f"run_dir={tmp_path / 'two'}", *words), parallel="ddp", stop=5)[0] == 143
     train(tmp_path / "two", *words)
@@ -152,9 +152,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 FAULTS = {
-    "noise": ["stress.kind=noise", "stress.rate=200", "stress.duration=2", "stress.share=0.5"],
-    "bit_flip": ["stress.kind=bit_flip", "stress.windows=[[2,3]]", "paths.low=sim_e2m1", "paths.recovery=bf16"],
-    "stale_scale": ["stress.kind=stale_scale", "stress.windows=[[4,4]]", "stress.targets=[up_proj]"],
+    "noise": ["faults.kind=noise", "faults.rate=200", "faults.duration=2", "faults.share=0.5"],
+    "bit_flip": ["faults.kind=bit_flip", "faults.windows=[[2,3]]", "precision.low=sim_e2m1", "precision.recovery=bf16"],
+    "stale_scale": ["faults.kind=stale_scale", "faults.windows=[[4,4]]", "faults.targets=[up_proj]"],
 }
 
 
@@ -186,9 +186,16 @@ def test_forks_in_several_processes_of_a_base_that_several_began(
     pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
 ) -> None:
     old = tmp_path / "base"
-    static = ["paths.low=bf16", "paths.recovery=null", "optim.schedule_steps=20", "training.steps=4", *WORDS]
+    static = ["precision.low=bf16", "precision.recovery=null", "optim.schedule_steps=20", "training.steps=4", *WORDS]
     assert isinstance(pair("train", config=tiny(f"run_dir={old}", *static), parallel="fsdp")[0], list)
-    arm = [f"base={old}", "training.steps=4", "fork.heal=2", "paths.low=sim_e2m1", "paths.recovery=bf16", *WORDS]
+    arm = [
+        f"base={old}",
+        "training.steps=4",
+        "fork.heal=2",
+        "precision.low=sim_e2m1",
+        "precision.recovery=bf16",
+        *WORDS,
+    ]
     arm += ["controller.alpha=1.02", "optim.schedule_steps=20"]
     alone = left(train(tmp_path / "alone", *arm))
     assert [row["phase"] for row in alone["eval"]] == ["base", "low", "healed"]
@@ -205,9 +212,9 @@ def test_forks_in_several_processes_of_a_base_that_several_began(
 
 
 RANDOM = {
-    "rounding, forward": ["paths.site=forward", "paths.rounding=stochastic"],
-    "nvfp4": ["paths.low=nvfp4", "paths.recovery=bf16", "paths.backend=simulated"],
-    "dropout": ["paths.low=sim_int8", "paths.recovery=bf16", "controller.observe=adapter"],
+    "rounding, forward": ["precision.site=forward", "precision.rounding=stochastic"],
+    "nvfp4": ["precision.low=nvfp4", "precision.recovery=bf16", "precision.backend=simulated"],
+    "dropout": ["precision.low=sim_int8", "precision.recovery=bf16", "controller.observe=adapter"],
 }
 NUMBERED = ["parallel=ddp", "training.processes=1"]
 
@@ -292,7 +299,7 @@ def test_experts_without_tokens_on_a_rank_or_on_all(
 
 COMPILED = {
     "between": ["training.compile=true"],
-    "graphs": ["training.compile=true", "paths.low=sim_e2m1", "paths.recovery=bf16", "paths.unit=block"],
+    "graphs": ["training.compile=true", "precision.low=sim_e2m1", "precision.recovery=bf16", "precision.unit=block"],
     "checkpointed": ["training.activation_checkpointing=true", "model.num_layers=2"],
 }
 
@@ -351,7 +358,7 @@ MISTAKES = [
     ([*WORDS], "hsdp", "parallel=hsdp: needs an even number of processes, 4 or more, here are 2; use fsdp"),
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
-    ([*WORDS, "paths.backend=te"], "ddp", "paths.backend=te: is for one process so far, here are 2"),
+    ([*WORDS, "precision.backend=te"], "ddp", "precision.backend=te: is for one process so far, here are 2"),
     (
         [*WORDS, "controller.signal=gsnr"],
         "fsdp",

@@ -15,7 +15,7 @@ import torch
 
 from gnmr.records.reader import read_json, read_jsonl
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 pytestmark = [

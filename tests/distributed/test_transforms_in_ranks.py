@@ -12,10 +12,10 @@ import pytest
 import torch
 from in_transforms import OPTIONS, transformed
 
-from gnmr.config import Config
-from gnmr.training.transforms import TRANSFORMS
+from gnmr.lab.config import Config
+from gnmr.lab.train.transforms import TRANSFORMS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import everything
 
 pytestmark = [

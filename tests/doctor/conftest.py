@@ -10,10 +10,10 @@ import torch
 def checkpoint(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaMA in Hugging Face's layout with the run's tokenizer; its weights as drawn, larger."""
     pytest.importorskip("transformers")
-    from gnmr.config import read
-    from gnmr.evaluation.subjects import run_corpus
-    from gnmr.models import Llama
-    from gnmr.models.pretrained import save
+    from gnmr.lab.config import read
+    from gnmr.lab.evaluation.subjects import run_corpus
+    from gnmr.lab.models import Llama
+    from gnmr.lab.models.pretrained import save
 
     corpus = run_corpus(run)
     model = Llama(read(run / "config.yaml").model, corpus.vocab_size, 32)

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import gnmr
 from gnmr.doctor.audit import KINDS, unused_recipes
 from gnmr.doctor.operands import decibels
-from gnmr.paths import Fault, PathLinear, PathSpec, Plan, Recipe, convert
-from gnmr.paths.faults import Injector
-from gnmr.paths.kernels.simulated import GemmContext
+from gnmr.lab.faults.faults import Fault, Injector
+from gnmr.precision import PathLinear, PathSpec, Plan, Recipe, convert
+from gnmr.precision.kernels.simulated import GemmContext
 
 UP = "layers.1.up_proj"
 

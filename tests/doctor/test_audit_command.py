@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.commands import main
+from gnmr.cli import main
 
 pytestmark = pytest.mark.xdist_group("diagnose")
 
@@ -19,7 +19,12 @@ SMALL = ("batch_size=2", "device=cpu")
 
 @pytest.fixture(scope="module")
 def run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    keys = ("training.steps=3", "paths.low=fp8_hybrid", "paths.recovery=bf16", "paths.pins={layers.0.*: [fprop]}")
+    keys = (
+        "training.steps=3",
+        "precision.low=fp8_hybrid",
+        "precision.recovery=bf16",
+        "precision.pins={layers.0.*: [fprop]}",
+    )
     return train(tmp_path_factory.mktemp("runs") / "run", *keys)
 
 
@@ -67,7 +72,7 @@ def test_its_file_is_there_when_nobody_reads(run: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_run_of_formats(gnmr, train: Callable[..., Path], tmp_path: Path) -> None:
-    folder = train(tmp_path / "formats", "training.steps=2", "paths.low=int4", "paths.recovery=int8")
+    folder = train(tmp_path / "formats", "training.steps=2", "precision.low=int4", "precision.recovery=int8")
     ended = gnmr("audit", str(folder), *SMALL, "--table")
     assert ended.code in (0, 1) and "bf16 x int4/row" in ended.out.replace("fp32", "bf16"), ended.err + ended.out
 

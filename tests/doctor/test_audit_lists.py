@@ -11,7 +11,7 @@ import gnmr
 from gnmr.doctor.export import torchtitan_float8
 from gnmr.doctor.lists import LISTS, entries_of, matches, nearest_to, repaired
 from gnmr.doctor.plan import PinPlan
-from gnmr.paths import PathSpec, convert
+from gnmr.precision import PathSpec, convert
 
 NAMES = [f"layers.{i}.mlp.{name}" for i in range(12) for name in ("gate_proj", "up_proj", "down_proj")] + ["lm_head"]
 

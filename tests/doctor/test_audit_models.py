@@ -11,9 +11,9 @@ import torch
 from audited import audited, batch_of, lines
 from torch import nn
 
-from gnmr import models
-from gnmr.config.model import ExpertsConfig, ModelConfig
-from gnmr.paths import PathSpec, convert
+from gnmr.lab import models
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.precision import PathSpec, convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchao")]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4}
@@ -93,8 +93,8 @@ def test_a_conversion_of_torchao(name: str, how: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "sim_e4m3", "nvfp4", "sim_int8"])
 def test_a_trained_model(recipe: str) -> None:
     """The base that comes with the package, on tokens of chance."""
-    from gnmr.config import read
-    from gnmr.training.checkpoint import load_model
+    from gnmr.lab.config import read
+    from gnmr.lab.train.checkpoint import load_model
 
     folder = Path(models.__file__).parents[1] / "bases" / "shipped"
     config = read(folder / "config.yaml")

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from gnmr.doctor.choice import GUESSES, Choice, arithmetic, by_score, choose, guess
-from gnmr.vocabulary import GEMMS
+from gnmr.doctor.knapsack import GUESSES, Choice, arithmetic, by_score, choose, guess
+from gnmr.names import GEMMS
 
 SHAPES = {f"layers.{i}.{name}": (4, 8 if name == "up" else 4) for i in range(4) for name in ("up", "o")}
 COSTS = arithmetic(SHAPES)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.choice import arithmetic, choose
 from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
+from gnmr.doctor.knapsack import arithmetic, choose
+from gnmr.doctor.page import choices_table, operators_table, page, totals
 from gnmr.doctor.plan import read_plan
-from gnmr.doctor.show import choices_table, operators_table, page, totals
 from gnmr.errors import UserError
-from gnmr.paths import PathSpec, Recipe, convert
+from gnmr.precision import PathSpec, Recipe, convert
 
 Batch = tuple[Tensor, Tensor]
 NAMES = ["0", "3", "5"]
@@ -502,7 +502,7 @@ def test_models_and_batches_without_sense_are_refused_in_one_line(
     with pytest.raises(ValueError) as refused:
         gnmr.diagnose(model, loss or loss_by(model), batches_of(number), recipe="int4")
     assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
-    assert all(type(module) is not gnmr.paths.PathLinear for module in model.modules())
+    assert all(type(module) is not gnmr.precision.PathLinear for module in model.modules())
 
 
 def test_a_plan_of_another_model_is_refused(found: Diagnosis) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.commands import main
-from gnmr.config.compose import compose
+from gnmr.cli import main
+from gnmr.doctor.page import shade
 from gnmr.doctor.plan import read_plan
-from gnmr.doctor.show import shade
 from gnmr.errors import UserError
+from gnmr.lab.config.compose import compose
 
 pytestmark = pytest.mark.xdist_group("diagnose")
 
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_costs_no_numbers(gnmr, run: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise UserError("out=plan/plan.json: cannot be written (No space left on device)")
 
-    monkeypatch.setattr("gnmr.commands.diagnose._write", full)
+    monkeypatch.setattr("gnmr.cli.diagnose._write", full)
     ended = gnmr("diagnose", str(run), *WORDS, "out=plan")
     assert "prices add up to" in ended.out and "No space left" in ended.mistake
 

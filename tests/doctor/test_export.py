@@ -20,7 +20,7 @@ from torch import nn
 from gnmr.doctor.export import TARGETS, Export, export, first_last
 from gnmr.doctor.plan import PinPlan
 from gnmr.errors import UserError
-from gnmr.vocabulary import GEMMS
+from gnmr.names import GEMMS
 
 SIZES = {f"self_attn.{x}_proj": (16, 16) for x in "qkvo"}
 SIZES |= {"mlp.gate_proj": (16, 48), "mlp.up_proj": (16, 48), "mlp.down_proj": (48, 16)}

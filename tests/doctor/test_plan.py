@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gnmr
-from gnmr import config
-from gnmr.config.compose import compose
 from gnmr.doctor.plan import PinPlan, budget_of, read_plan
 from gnmr.errors import MAX_LINE, UserError
-from gnmr.paths import PathLinear
+from gnmr.lab import config
+from gnmr.lab.config.compose import compose
+from gnmr.precision import PathLinear
 
 Z = {"operators": {"layers.0.up_proj": [8, 16], "layers.1.up_proj": [8, 16], "layers.1.down_proj": [16, 8]}}
 PLAN: dict[str, Any] = {
@@ -250,8 +250,8 @@ def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr
     found = compose([*tiny_words, f"plan={file}"])
     assert (found.paths.low, found.paths.recovery, found.paths.pins) == ("sim_e2m1", "bf16", of_tiny.pins)
     assert found.paths.name == "sim_e2m1_bf16_pins"
-    by_hand = "paths.pins={layers.0.mlp.down_proj: [fprop], layers.0.self_attn.o_proj: [fprop, dgrad, wgrad]}"
-    same = compose([*tiny_words, "paths.low=sim_e2m1", "paths.recovery=bf16", by_hand])
+    by_hand = "precision.pins={layers.0.mlp.down_proj: [fprop], layers.0.self_attn.o_proj: [fprop, dgrad, wgrad]}"
+    same = compose([*tiny_words, "precision.low=sim_e2m1", "precision.recovery=bf16", by_hand])
     assert config.config_hash(same) == config.config_hash(found), "the file's own name is no part of a run"
     outcome = gnmr("train", *tiny_words, f"plan={file}")
     assert outcome.code == 0 and "pinned: 4 of 21 GEMMs, 17.6% of their arithmetic" in outcome.out
@@ -265,7 +265,7 @@ def test_train_refuses_another_model_and_paths_beside_it(
 ) -> None:
     file = tmp_path / "plan.json"
     file.write_text(of_tiny.text())
-    for word in ("paths.low=sim_e2m1", "paths.pins.down_proj=[fprop]", "preset=6/8"):
+    for word in ("precision.low=sim_e2m1", "precision.pins.down_proj=[fprop]", "preset=6/8"):
         line = f"{word}: plan={file} says which paths; leave one of them out"
         assert gnmr("train", *tiny_words, f"plan={file}", word).mistake == line
     words = [*tiny_words, f"plan={file}", "model.num_layers=2"]

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
-from gnmr.commands import eval as command
-from gnmr.evaluation import progress
+from gnmr.cli import eval as command
+from gnmr.lab.evaluation import progress
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 
@@ -79,7 +79,11 @@ def test_a_checkpoint_on_all_tasks(gnmr, checkpoint, task_data, tmp_path) -> Non
 
 def test_a_run_on_its_low_path(gnmr, train, task_data, tmp_path) -> None:
     run = train(
-        tmp_path / "run", "training.seq_len=160", "training.steps=2", "paths.low=sim_int8", "paths.recovery=null"
+        tmp_path / "run",
+        "training.seq_len=160",
+        "training.steps=2",
+        "precision.low=sim_int8",
+        "precision.recovery=null",
     )
     asked = ("eval", str(run), "tasks=[hellaswag]", f"data={task_data}", "path=low", "device=cpu")
     outcome = gnmr(*asked)
@@ -122,7 +126,7 @@ def test_mistakes_in_one_line(words, line, gnmr, checkpoint, task_data, tmp_path
 
 
 def test_without_its_packages(gnmr, monkeypatch) -> None:
-    monkeypatch.setattr("gnmr.commands.words.find_spec", lambda name: None if name == "lm_eval" else object())
+    monkeypatch.setattr("gnmr.cli.words.find_spec", lambda name: None if name == "lm_eval" else object())
     assert (
         gnmr("eval", "nowhere").mistake
         == "eval: lm_eval not installed: pip install -e '.[finetune]' in gnmr's checkout"

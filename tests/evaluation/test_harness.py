@@ -20,10 +20,10 @@ pytest.importorskip("peft")
 from lm_eval.api.instance import Instance
 
 from gnmr.errors import UserError
-from gnmr.evaluation import tasks
-from gnmr.evaluation.harness import Harness
-from gnmr.evaluation.scoring import SHOTS_SEED, score, token_perplexity
-from gnmr.evaluation.subjects import Subject, load_subject
+from gnmr.lab.evaluation import tasks
+from gnmr.lab.evaluation.harness import Harness
+from gnmr.lab.evaluation.scoring import SHOTS_SEED, score, token_perplexity
+from gnmr.lab.evaluation.subjects import Subject, load_subject
 
 pytestmark = pytest.mark.xdist_group("evaluation")  # lm-eval is imported once
 

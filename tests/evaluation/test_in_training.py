@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_scored_at_its_cadence_and_at_its_end_and_is_otherwise_the_same(train, task_data, tmp_path) -> None:
-    words = ["training.seq_len=64", "paths.site=forward"]
+    words = ["training.seq_len=64", "precision.site=forward"]
     plain = train(tmp_path / "plain", *words)
     scores = ["scores.tasks=[hellaswag,wikitext2]", f"scores.data={task_data}", "scores.limit=2", "scores.path=low"]
     scored = train(tmp_path / "scored", *words, *scores, "scores.every=3")
@@ -59,8 +59,8 @@ def test_rows_that_cannot_be_scored_are_refused_before_the_first_step(train, tas
 
 def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_path, monkeypatch) -> None:
     """No step is trained again, and the scores of that step are there in the end."""
-    from gnmr.evaluation import scoring
-    from gnmr.training.step import TrainStep
+    from gnmr.lab.evaluation import scoring
+    from gnmr.lab.train.step import TrainStep
 
     words = ["training.seq_len=64", "scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=1"]
     words += ["scores.every=4", "training.checkpoint_every=100"]
@@ -101,7 +101,7 @@ def test_a_run_that_is_done_says_how_to_score_it(train, task_data, tmp_path) -> 
 
 
 def test_an_interrupted_run_scores_again_what_it_had_not_saved(train, task_data, tmp_path, monkeypatch) -> None:
-    from gnmr.training.step import TrainStep
+    from gnmr.lab.train.step import TrainStep
 
     plain = TrainStep.__call__
 

@@ -13,8 +13,8 @@ pytest.importorskip("peft")
 
 from lm_eval.api.metrics import mean_stderr, pooled_sample_stderr
 
-from gnmr.evaluation.scoring import pooled_stderr, score
-from gnmr.evaluation.subjects import load_subject
+from gnmr.lab.evaluation.scoring import pooled_stderr, score
+from gnmr.lab.evaluation.subjects import load_subject
 
 pytestmark = pytest.mark.xdist_group("evaluation")  # lm-eval is imported once
 

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
-from gnmr.data.blocks import validation_blocks
-from gnmr.data.cache import TokenCorpus
-from gnmr.data.tokens import prepare
 from gnmr.errors import UserError
-from gnmr.evaluation.harness import Harness
-from gnmr.evaluation.scoring import score
-from gnmr.evaluation.subjects import load_subject, of_run
-from gnmr.paths import PathSpec, convert
+from gnmr.lab.data.blocks import validation_blocks
+from gnmr.lab.data.cache import TokenCorpus
+from gnmr.lab.data.tokens import prepare
+from gnmr.lab.evaluation.harness import Harness
+from gnmr.lab.evaluation.scoring import score
+from gnmr.lab.evaluation.subjects import load_subject, of_run
+from gnmr.precision import PathSpec, convert
 from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.xdist_group("evaluation")
@@ -31,7 +31,7 @@ KINDS = {
     "llama": [],
     "gpt": ["model.name=gpt"],
     "moe": ["model.name=moe", "model.experts.number=4"],
-    "recipe": ["paths.low=sim_int4", "paths.recovery=null"],
+    "recipe": ["precision.low=sim_int4", "precision.recovery=null"],
 }
 
 
@@ -87,9 +87,11 @@ def test_the_low_path_is_the_runs_own(runs, corpus) -> None:
 
 
 def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpus, tmp_path) -> None:
-    from gnmr.training.run import assemble
+    from gnmr.lab.train.run import assemble
 
-    parts = assemble(tiny(*SIZES, "paths.low=sim_int4", "paths.recovery=sim_int8"), tmp_path / "unused", lambda _: None)
+    parts = assemble(
+        tiny(*SIZES, "precision.low=sim_int4", "precision.recovery=sim_int8"), tmp_path / "unused", lambda _: None
+    )
     parts.model.train()
     parts.plan.operators[2].switch(True)
     blocks = validation_blocks(corpus.val, 160, 1)
@@ -234,7 +236,7 @@ def test_runs_that_cannot_be_scored(runs, tmp_path, monkeypatch) -> None:
 
     assert "does not fit this model (" in line(wider)
     assert line(str, path="low") == (
-        "path=low: paths.low=int4 with paths.site=saved touches nothing but what backward keeps: its forward pass is "
+        "path=low: precision.low=int4 with precision.site=saved touches nothing but what backward keeps: its forward pass is "
         "the 16-bit one; use path=16bit"
     )
     nowhere = tmp_path / "nowhere"
@@ -290,9 +292,9 @@ def fine_tune(train, checkpoint, tmp_path) -> Callable[..., Path]:
         *(
             "data.name=instructions",
             f"data.path={rows}",
-            "paths.low=llm_int8",
-            "paths.recovery=bf16",
-            "paths.unit=block",
+            "precision.low=llm_int8",
+            "precision.recovery=bf16",
+            "precision.unit=block",
         ),
         *("controller.observe=adapter", "optim.lr=0.05", "controller.max_o=1"),
         *more,
@@ -306,7 +308,7 @@ def fine_tuned(fine_tune) -> Path:
 
 def test_weights_that_are_codes_alone_are_no_16_bit_path(fine_tune, gnmr, task_data) -> None:
     asked = ["scores.tasks=[hellaswag]", f"scores.data={task_data}", "scores.limit=1"]
-    run = fine_tune("paths.weights=instead", "training.steps=1", *asked)
+    run = fine_tune("precision.weights=instead", "training.steps=1", *asked)
     assert [row["path"] for row in read_jsonl(run / "scores.jsonl")] == ["w8a16"]
     words = ["tasks=[hellaswag]", f"data={task_data}", "limit=1", "device=cpu"]
     assert "path in force: w8a16\n" in gnmr("eval", str(run), *words).out

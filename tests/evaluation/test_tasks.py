@@ -13,7 +13,7 @@ from small_tasks import rows_of, write_rows
 pytest.importorskip("lm_eval")
 
 from gnmr.errors import UserError
-from gnmr.evaluation import tasks
+from gnmr.lab.evaluation import tasks
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import gnmr
-from gnmr.config import ModelConfig
-from gnmr.controller import Decision
-from gnmr.models import build
+from gnmr.control import Decision
+from gnmr.lab.config import ModelConfig
+from gnmr.lab.models import build
 
 
 @dataclass

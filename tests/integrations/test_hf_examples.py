@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.controller import Decision
+from gnmr.control import Decision
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -79,7 +79,7 @@ def test_the_same_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     module.main(["--steps", str(STEPS)])
 
     assert len(seen["decisions"]) == STEPS and len(seen["batches"]) == STEPS * ACCUMULATION
-    assert not any(isinstance(m, gnmr.paths.PathLinear) for m in seen["model"].modules())
+    assert not any(isinstance(m, gnmr.precision.PathLinear) for m in seen["model"].modules())
     losses = [float(loss) for loss in re.findall(r"loss\W+(\d+\.\d+)", capsys.readouterr().out)]
     assert losses[STEPS - 1] < losses[0] - 0.05
     monkeypatch.undo()

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from gnmr.errors import UserError
-from gnmr.paths import PathLinear
-from gnmr.report.runs import load
+from gnmr.lab.report.runs import load
+from gnmr.precision import PathLinear
 
 pytestmark = pytest.mark.slow
 

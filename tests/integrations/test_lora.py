@@ -78,7 +78,7 @@ def test_without_adapters_there_is_a_way_out() -> None:
         gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block", observe="adapter")
     with pytest.raises(ValueError, match="observe='outputs': must be one of parameters, adapter, input_grad"):
         gnmr.attach(model, observe="outputs")
-    assert not any(isinstance(module, gnmr.paths.PathLinear) for module in model.modules())
+    assert not any(isinstance(module, gnmr.precision.PathLinear) for module in model.modules())
     with pytest.warns(UserWarning, match=r"3 of 3 units .*observe='adapter' where .*else observe='input_grad'"):
         gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block")
 

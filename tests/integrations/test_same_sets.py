@@ -20,10 +20,10 @@ import pytest
 import torch
 from loops import LOOPS, Start
 
-from gnmr import config, models
-from gnmr.controller import Decision
-from gnmr.data.blocks import TrainBlocks
-from gnmr.data.tokens import prepare
+from gnmr.control import Decision
+from gnmr.lab import config, models
+from gnmr.lab.data.blocks import TrainBlocks
+from gnmr.lab.data.tokens import prepare
 from gnmr.records.reader import read_ratios
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("same_sets")]

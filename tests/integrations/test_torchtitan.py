@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr.controller import Decision
+from gnmr.control import Decision
 from gnmr.integrations.torchtitan_rules import ControlSection
 from gnmr.records.reader import read_json, read_jsonl
 

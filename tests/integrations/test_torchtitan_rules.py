@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import gnmr
 from gnmr.errors import UserError
 from gnmr.integrations import torchtitan_rules as rules
-from gnmr.paths import PathLinear
+from gnmr.precision import PathLinear
 
 NAMES = [
     *(

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.controller import Decision
-from gnmr.controller.signals import SIGNALS
+from gnmr.control import Decision
+from gnmr.control.signals import SIGNALS
 from gnmr.errors import UserError
-from gnmr.paths import PathLinear
-from gnmr.report.runs import load
+from gnmr.lab.report.runs import load
+from gnmr.precision import PathLinear
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

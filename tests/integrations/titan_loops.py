@@ -28,7 +28,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import gnmr
-from gnmr.controller import Decision
+from gnmr.control import Decision
 from gnmr.errors import UserError
 from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, RoutedLinear, _attached, _routing_of
 from gnmr.integrations.torchtitan_rules import ControlSection

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gnmr import models
-from gnmr.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab import models
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 
 VOCAB, SEQ_LEN = 61, 24
 Build = Callable[..., models.Decoder]

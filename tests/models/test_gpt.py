@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnmr.models import Decoder
+from gnmr.lab.models import Decoder
 
 transformers = pytest.importorskip("transformers")
 

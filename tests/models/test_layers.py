@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnmr import models
-from gnmr.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab import models
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 
 every = pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
 

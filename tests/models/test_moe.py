@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gnmr.config.model import ExpertsConfig, ModelConfig
-from gnmr.controller.norms import UnitNorms
-from gnmr.models.moe import MoEMLP, hashed_scores
-from gnmr.paths import PathSpec, convert
+from gnmr.control.norms import UnitNorms
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab.models.moe import MoEMLP, hashed_scores
+from gnmr.precision import PathSpec, convert
 
 
 def mixture(number: int = 6, top_k: int = 2, seed: int = 0, **options: object) -> MoEMLP:
@@ -27,7 +27,7 @@ def mixture(number: int = 6, top_k: int = 2, seed: int = 0, **options: object) -
 
 
 def one_by_one(mlp: MoEMLP, x_BTD: torch.Tensor, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, balancing loss): the equations of `gnmr/models/moe.py`, one token and one expert at a time."""
+    """(y, balancing loss): the equations of `gnmr/lab/models/moe.py`, one token and one expert at a time."""
     flat = x_BTD.flatten(0, 1)
     number, assigned, gates, outputs = len(mlp.experts), [0] * len(mlp.experts), [], []
     for token, x in zip(tokens_BT.flatten(), flat, strict=True):

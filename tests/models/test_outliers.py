@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gnmr.errors import UserError
-from gnmr.models import add_outlier_channels
-from gnmr.models.outliers import OutlierWindow
+from gnmr.lab.models import add_outlier_channels
+from gnmr.lab.models.outliers import OutlierWindow
 
 MODELS = [("llama", None), ("llama", 2), ("llama", 1), ("gpt", None), ("moe", None)]
 every_model = pytest.mark.parametrize(("name", "num_kv_heads"), MODELS)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gnmr.config.model import AdapterConfig, ModelConfig
 from gnmr.errors import UserError
-from gnmr.models import Llama, pretrained
-from gnmr.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
-from gnmr.paths import PathLinear, PathSpec, convert
+from gnmr.lab.config.model import AdapterConfig, ModelConfig
+from gnmr.lab.models import Llama, pretrained
+from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
+from gnmr.precision import PathLinear, PathSpec, convert
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(32).view(2, 16) % 61
@@ -236,7 +236,7 @@ def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_sentencepiece_names_the_package(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gnmr.data import tokenizer as bpe
+    from gnmr.lab.data import tokenizer as bpe
 
     (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None if name == "sentencepiece" else True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gnmr import config, models
+from gnmr.lab import config, models
 
 SCALES = Path(__file__).parents[2] / "conf" / "scale"
 VOCAB = 32000

@@ -14,18 +14,18 @@ from rich.console import Console
 from scipy import stats
 from torch import nn
 
-from gnmr import models
-from gnmr.bench.figures import Figure
-from gnmr.bench.setting import Setting
-from gnmr.config.compose import compose
-from gnmr.config.model import ExpertsConfig, ModelConfig
 from gnmr.errors import UserError
-from gnmr.paper import false_triggers, recovery_gaps, theory
-from gnmr.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
-from gnmr.paper.recovery_gaps import ESTIMATE, NORM
-from gnmr.paper.theory_tables import TableFigure
-from gnmr.paths import PathSpec, Plan, convert
-from gnmr.training.step import loss_of
+from gnmr.lab import models
+from gnmr.lab.bench.figures import Figure
+from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config.compose import compose
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab.paper import false_triggers, recovery_gaps, theory
+from gnmr.lab.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
+from gnmr.lab.paper.recovery_gaps import ESTIMATE, NORM
+from gnmr.lab.paper.theory_tables import TableFigure
+from gnmr.lab.train.step import loss_of
+from gnmr.precision import PathSpec, Plan, convert
 
 MAX_O = 3
 EXPONENTIAL = gamma("exponential", 1.0)
@@ -154,7 +154,7 @@ def test_the_balancing_loss_is_part_of_the_step(tiny_words):
 
 def test_recipes_know_no_site(tiny_words):
     """Measured once, and not held to an identity that casts in the forward pass break."""
-    figures = recovery_figures([*tiny_words, "preset=8/16", "paths.unit=operator"])
+    figures = recovery_figures([*tiny_words, "preset=8/16", "precision.unit=operator"])
     deviation = figures["recipes: deviation from theorem 1, largest"]
     assert deviation.value > 1e-3 and deviation.target is None
     assert not [name for name in figures if name.startswith(("saved", "forward"))]
@@ -316,7 +316,7 @@ def test_the_command(gnmr, tiny_words, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["paths.recovery=null"], "paths.recovery=null"),
+        (["precision.recovery=null"], "precision.recovery=null"),
         (["run=nowhere"], "nowhere: there is no such file or run folder"),
         (["run="], "'run=' has no value"),
     ],

@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from gnmr.disk import replacing
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.records.summary import summarize
 from gnmr.records import ledger
 from gnmr.records import writer as writer_module
+from gnmr.records.disk import replacing
 from gnmr.records.files import JsonLines, replace_text
 from gnmr.records.ledger import check_records, replace_listed
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gnmr.commands import main
+from gnmr.cli import main
 from gnmr.errors import UserError
-from gnmr.records import pack
+from gnmr.lab.records import pack
+from gnmr.lab.records.pack import ABOUT, Unpacked, is_pack, unpacked, write_pack
 from gnmr.records.files import replace_text
 from gnmr.records.ledger import check_records, left_out, write
-from gnmr.records.pack import ABOUT, Unpacked, is_pack, unpacked, write_pack
 
 FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
 part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))
@@ -252,7 +252,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_report_of_a_pack_is_that_of_the_folders(
     tmp_path: Path, text_file: Path, tiny: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from gnmr.training.run import run as train
+    from gnmr.lab.train.run import run as train
 
     runs, out = tmp_path / "some", tmp_path / "some.parquet"
     for seed in (0, 1):

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from gnmr.config import RecordsConfig
 from gnmr.errors import RunFailed
-from gnmr.records import wandb_sink, writer
+from gnmr.lab.config import RecordsConfig
+from gnmr.lab.records import wandb_sink
+from gnmr.lab.records.view import RunInfo
+from gnmr.records import writer
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 from gnmr.records.recorder import Recorder
-from gnmr.records.view import RunInfo
 
 Make = Callable[..., Any]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from gnmr.disk import sha256
+from gnmr.lab.records.pack import ABOUT, unpacked
+from gnmr.lab.report.runs import load
+from gnmr.records.disk import sha256
 from gnmr.records.ledger import check_records
-from gnmr.records.pack import ABOUT, unpacked
 from gnmr.records.reader import read_ratios
-from gnmr.report.runs import load
 
 PLACE = Path(__file__).parents[2] / "runs" / "reference"
 PACKS = sorted(PLACE.glob("*.parquet"))

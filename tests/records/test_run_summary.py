@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gnmr.lab.records.summary import summarize
 from gnmr.records.schema import SUMMARY_FIELDS
-from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from gnmr.lab.records.summary import summarize
+from gnmr.lab.records.view import RunInfo, View, _bytes, _duration, _si, _sparkline
 from gnmr.records.schema import RatioRows
-from gnmr.records.summary import summarize
-from gnmr.records.view import RunInfo, View, _bytes, _duration, _si, _sparkline
 
 Make = Callable[..., Any]
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)

@@ -15,9 +15,9 @@ import pytest
 import wandb
 from wandb_files import read_history, read_records
 
-from gnmr.records import wandb_sink
-from gnmr.records.risk_image import RiskMap
-from gnmr.records.wandb_sink import (
+from gnmr.lab.records import wandb_sink
+from gnmr.lab.records.risk_image import RiskMap
+from gnmr.lab.records.wandb_sink import (
     EVAL_METRICS,
     PANELS,
     STEP_METRICS,

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.records.summary import summarize
 from gnmr.records import ratios
 from gnmr.records import writer as writer_module
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import iter_jsonl, read_json, read_jsonl, read_ratios, stored
 from gnmr.records.schema import STEP_FIELDS
-from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]

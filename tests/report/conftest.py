@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from gnmr import config
-from gnmr.records.find import find_runs
+from gnmr.lab import config
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.report.comparisons import Comparison, compare
+from gnmr.lab.report.runs import load
+from gnmr.lab.report.style import STYLE
 from gnmr.records.ratios import RatioStream
 from gnmr.records.schema import RatioRows, ratio_schema
-from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.runs import load
-from gnmr.report.style import STYLE
 
 
 @dataclass
@@ -77,9 +77,9 @@ def unit_names(number: int) -> list[str]:
 def build_config(run: FakeRun) -> config.Config:
     low, recovery = PATHS[run.arm]
     flat = {
-        "paths.name": run.arm,
-        "paths.low": low,
-        "paths.recovery": recovery,
+        "precision.name": run.arm,
+        "precision.low": low,
+        "precision.recovery": recovery,
         "training.steps": run.planned or run.steps,
         "training.seed": run.seed,
         "experiment_name": run.experiment,
@@ -106,17 +106,17 @@ def write(root: Path, run: FakeRun) -> Path:
     header = {
         "gnmr": "0.1.0",
         "commit": "0123456789abcdef0123",
-        "command": f"gnmr train paths.low={run.arm} training.seed={run.seed}",
+        "command": f"gnmr train precision.low={run.arm} training.seed={run.seed}",
         "machine": {"cpu": "Test CPU", "cores": 2, "device": "cpu"},
         "data": {"name": made.data.name, "fingerprint": "feedbeefcafe"},
         "units": units,
-        "recoverable": made.paths.recovery is not None,
+        "recoverable": made.precision.recovery is not None,
         "arm": made.arm_name,
         "seed": run.seed,
     }
     (folder / "header.json").write_text(json.dumps(header | run.header))
     gnmr = run.gnmr if run.gnmr is not None else np.ones((run.steps, run.units))
-    active = _active(gnmr, made) if made.paths.recovery else np.zeros(gnmr.shape, bool)
+    active = _active(gnmr, made) if made.precision.recovery else np.zeros(gnmr.shape, bool)
     loss = run.loss if run.loss is not None else np.linspace(8, math.log(run.val_ppl), run.steps)
     base = SAVED_BYTES[run.arm]
     rows = [

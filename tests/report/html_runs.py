@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.lab.report.runs import Ratios, Run
 from gnmr.records.schema import STEP_FIELDS
-from gnmr.report.runs import Ratios, Run
 
 UNITS = ["layers.0.q_proj", "layers.0.k_proj", "layers.1.<b>mlp</b>"]
 PATHS = {"int4": ("int4", None), "int4_int8": ("int4", "int8"), "int8": ("int8", None), "bf16": ("bf16", None)}
@@ -56,8 +56,8 @@ def fake_run(
         folder=folder,
         place=folder,
         settings={
-            "paths.low": low,
-            "paths.recovery": recovery,
+            "precision.low": low,
+            "precision.recovery": recovery,
             "controller.max_o": 2,
             "training.steps": steps,
             "training.seq_len": 64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gnmr.report.layout import Table
+from gnmr.lab.report.layout import Table
 
 
 def row(table: Table, name: str) -> dict[str, str]:

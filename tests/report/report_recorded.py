@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.runs import Run
+from gnmr.lab.report.comparisons import Comparison, compare
+from gnmr.lab.report.runs import Run
 
 PATHS = {
     "int4_int8": ("int4", "int8"),
@@ -20,8 +20,8 @@ SETTINGS = {
     "model.hidden_size": 256,
     "model.intermediate_size": 704,
     "optim.lr": 1e-3,
-    "stress.kind": "none",
-    "stress.rate": 0.0,
+    "faults.kind": "none",
+    "faults.rate": 0.0,
     "training.seq_len": 256,
     "training.batch_size": 8,
     "training.accumulation": 1,
@@ -33,7 +33,7 @@ SETTINGS = {
     "controller.beta": 1.3,
     "controller.max_o": 4,
     "controller.t_lock": 1,
-    "paths.site": "saved",
+    "precision.site": "saved",
 }
 
 
@@ -55,7 +55,7 @@ class Recorded:
         """One run a seed with these final log perplexities, None where it diverged; settings: keys with __ for dots."""
         low, recovery = PATHS.get(paths, (paths, None))
         given = {key.replace("__", "."): value for key, value in settings.items()}
-        merged = SETTINGS | {"paths.name": paths, "paths.low": low, "paths.recovery": recovery} | given
+        merged = SETTINGS | {"precision.name": paths, "precision.low": low, "precision.recovery": recovery} | given
         parts = [paths]
         if recovery:
             parts.append(str(merged["controller.signal"]).replace("gnmr_delta", "gnmr"))

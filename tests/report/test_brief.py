@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from report_reading import row
 
-from gnmr.report.brief import beside, brief
-from gnmr.report.runs import load
+from gnmr.lab.report.brief import beside, brief
+from gnmr.lab.report.runs import load
 
 
 def test_a_line_an_arm_with_what_it_spent(write_run):

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from gnmr.commands import main
+from gnmr.cli import main
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.untrusted import Damaged
+from gnmr.records.untrusted import Damaged
 
 Write = Callable[..., Path]
 SECRET = "of nobody's business"
@@ -148,7 +148,7 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
     odd: Path, tmp_path: Path, gnmr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folders_own.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom gnmr.controller.signals import GnmrSignal as Own\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom gnmr.control.signals import GnmrSignal as Own\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     tree = yaml.safe_load((odd / "config.yaml").read_text())
@@ -235,7 +235,7 @@ def test_each_odd_run_is_left_out_with_one_line(odd_runs: Callable[[], Path], ca
 
 def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last net: the run with which a table stumbles is found among the others."""
-    tables = importlib.import_module("gnmr.report.tables")
+    tables = importlib.import_module("gnmr.lab.report.tables")
     control = tables.control
 
     def stumbles(comparison, *rest):
@@ -249,7 +249,7 @@ def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatc
 
 def test_a_defect_of_ours_is_no_runs_fault(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback is for us: no single run fails, all together do."""
-    from gnmr import report
+    from gnmr.lab import report
 
     def broken(comparisons, *_):
         if len([run for comparison in comparisons for run in comparison.runs]) > 1:
@@ -395,9 +395,9 @@ def test_words_of_a_folder_are_shown_as_words(case: str, write_run: Write, tmp_p
 
 def test_a_columns_name_is_no_link() -> None:
     """plotly reads a little HTML: every name that goes to it does so through `plain`."""
-    import gnmr.report.html
+    import gnmr.lab.report.html
 
-    page = (Path(gnmr.report.html.__file__).parent / "page.html").read_text()
+    page = (Path(gnmr.lab.report.html.__file__).parent / "page.html").read_text()
     unit = page[page.index("function drawUnit") : page.index("// ---- regime map ----")]
     assert "name: plain(name)" in unit and "axis(plain(title)" in unit
     assert "yaxis: `y${id}`, name," not in unit

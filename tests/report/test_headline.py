@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from html_runs import UNITS, fake_run, ratios
 
-from gnmr.report.binning import binned
-from gnmr.report.comparisons import compare
-from gnmr.report.headline import Headline, headline
-from gnmr.report.risk import costs, thresholds
-from gnmr.report.style import looks, telling_apart
+from gnmr.lab.report.binning import binned
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.headline import Headline, headline
+from gnmr.lab.report.risk import costs, thresholds
+from gnmr.lab.report.style import looks, telling_apart
 
 Told = Callable[..., Headline]
 

@@ -16,13 +16,13 @@ import pytest
 from html_runs import UNITS, fake_run, ratios
 
 from gnmr.errors import UserError
-from gnmr.report import html
-from gnmr.report.comparisons import compare
-from gnmr.report.html import write_html
-from gnmr.report.html.pack import number, packed, script_json, shortened
-from gnmr.report.html.unit_map import unit_map
-from gnmr.report.layout import Table
-from gnmr.report.runs import Ratios, Run
+from gnmr.lab.report import html
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.html import write_html
+from gnmr.lab.report.html.pack import number, packed, script_json, shortened
+from gnmr.lab.report.html.unit_map import unit_map
+from gnmr.lab.report.layout import Table
+from gnmr.lab.report.runs import Ratios, Run
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
 

@@ -20,10 +20,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from gnmr.report import html
-from gnmr.report.comparisons import compare
-from gnmr.report.html import write_html
-from gnmr.report.layout import Table
+from gnmr.lab.report import html
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.html import write_html
+from gnmr.lab.report.layout import Table
 
 pytestmark = pytest.mark.slow
 

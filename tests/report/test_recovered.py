@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gnmr.report.recovered import Recovered, by_name, draw, recovered, shown
+from gnmr.lab.report.recovered import Recovered, by_name, draw, recovered, shown
 
 NEVER = {0: 3.0, 1: 3.2, 2: 2.9}
 ALWAYS = {0: 2.9, 1: 3.1, 2: 2.8}

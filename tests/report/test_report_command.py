@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gnmr.commands.report import main
+from gnmr.cli.report import main
+from gnmr.console import Terminal
 from gnmr.errors import UserError
-from gnmr.paper.tables import paper_tables
-from gnmr.report import report
-from gnmr.terminal import Terminal
+from gnmr.lab.paper.tables import paper_tables
+from gnmr.lab.report import report
 
 Write = Callable[..., Path]
 
@@ -39,7 +39,7 @@ def test_prints_and_writes_the_same_tables(write_run: Write, tmp_path: Path) -> 
         assert needed in markdown
         assert needed in text or needed.replace(" ", "") in "".join(text.split())
     assert "| int4 | 1 of 1 | 42.00 ± - |" in markdown
-    assert "gnmr train paths.low=int4 training.seed=0" in markdown
+    assert "gnmr train precision.low=int4 training.seed=0" in markdown
     assert str(tmp_path) not in markdown, "folders are told from the report's own place"
 
 
@@ -186,5 +186,5 @@ def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_imports_no_torch() -> None:
-    code = "import sys, gnmr.report, gnmr.report.plots; sys.exit('torch' in sys.modules)"
+    code = "import sys, gnmr.lab.report, gnmr.lab.report.plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

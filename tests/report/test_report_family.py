@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from gnmr.report.family import Family, alike, fit, judge, pooled
-from gnmr.report.family_notes import power
-from gnmr.report.statistics import holm
+from gnmr.lab.report.family import Family, alike, fit, judge, pooled
+from gnmr.lab.report.family_notes import power
+from gnmr.lab.report.statistics import holm
 
 INF = math.inf
 SEEDS = np.array([0.3, -0.2, 0.5, 0.0, -0.4])

@@ -10,8 +10,8 @@ import pytest
 from html_runs import fake_run, ratios
 
 from gnmr.errors import UserError
-from gnmr.report.comparisons import compare
-from gnmr.report.faults import (
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.faults import (
     Detection,
     FaultWindow,
     Findings,
@@ -25,7 +25,7 @@ from gnmr.report.faults import (
     spikes,
     windows_table,
 )
-from gnmr.report.runs import Ratios, Run
+from gnmr.lab.report.runs import Ratios, Run
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 
@@ -192,8 +192,8 @@ def test_arms_under_faults_are_named_by_their_kind(tmp_path: Path) -> None:
     kinds = {"none": (1.0, 1.0, 0.0, 1), "noise": (2.0, 1.0, 0.5, 20), "nan": (1.0, 0.001, 0.5, 3)}
     runs = []
     for kind, values in kinds.items():
-        keys = ("stress.magnitude", "stress.share", "stress.rate", "stress.duration")
-        settings = {"stress.kind": kind} | dict(zip(keys, values, strict=True))
+        keys = ("faults.magnitude", "faults.share", "faults.rate", "faults.duration")
+        settings = {"faults.kind": kind} | dict(zip(keys, values, strict=True))
         runs.append(fake_run(tmp_path / kind, arm="int4", made=flagged(), settings=settings))
         runs[-1].hash = kind
     runs.append(fake_run(tmp_path / "int8", arm="int8", made=flagged()))

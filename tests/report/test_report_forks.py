@@ -10,11 +10,11 @@ import pytest
 from report_reading import row
 from scipy import stats
 
-from gnmr.report.family import fit
-from gnmr.report.family_notes import p_text
-from gnmr.report.forks import fork_tables
-from gnmr.report.statistics import smallest_effect
-from gnmr.report.tables import comparison_tables
+from gnmr.lab.report.family import fit
+from gnmr.lab.report.family_notes import p_text
+from gnmr.lab.report.forks import fork_tables
+from gnmr.lab.report.statistics import smallest_effect
+from gnmr.lab.report.tables import comparison_tables
 
 NEVER = {0: 3.0, 1: 3.2, 2: 2.9}
 ARM = {0: 2.94, 1: 3.16, 2: 2.84}

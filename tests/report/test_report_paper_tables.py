@@ -12,7 +12,7 @@ import pytest
 from report_reading import notes
 from report_recorded import Recorded
 
-from gnmr.paper.tables import table_1, table_3, table_5, table_6, table_10, table_11
+from gnmr.lab.paper.tables import table_1, table_3, table_5, table_6, table_10, table_11
 
 Write = Callable[..., Path]
 TABLE_5: dict[str, Any] = {"controller__beta": None, "optim__lr": 2.5e-3}
@@ -56,10 +56,10 @@ def test_the_papers_perplexity_needs_the_papers_arm(write_run: Write, comparison
         "cap": {"controller.max_o": 28},
         "lock": {"controller.t_lock": 3},
         "outlier channels": {"model.outlier_channels.number": 2},
-        "forward": {"paths.site": "forward"},
-        "stochastic": {"paths.rounding": "stochastic"},
-        "some operators": {"paths.targets": ["down_proj"]},
-        "blocks": {"paths.unit": "block"},
+        "forward": {"precision.site": "forward"},
+        "stochastic": {"precision.rounding": "stochastic"},
+        "some operators": {"precision.targets": ["down_proj"]},
+        "blocks": {"precision.unit": "block"},
         "optimizer": {"optim.name": "scale"},
         "clipping": {"optim.clip_norm": 1.0},
         "rate": {"optim.lr": 0.1},

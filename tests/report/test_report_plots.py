@@ -10,15 +10,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gnmr.records.find import find_runs
-from gnmr.report.binning import bin_width, binned, log_binned, shared_mean
-from gnmr.report.comparisons import Comparison, compare
-from gnmr.report.curves import loss_top, losses, losses_by_tokens, mean_gnmr, mean_of_units
-from gnmr.report.faults import FaultWindow
-from gnmr.report.plots import draw
-from gnmr.report.runs import load
-from gnmr.report.style import looks
-from gnmr.report.unit_plots import risk_map
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.report.binning import bin_width, binned, log_binned, shared_mean
+from gnmr.lab.report.comparisons import Comparison, compare
+from gnmr.lab.report.curves import loss_top, losses, losses_by_tokens, mean_gnmr, mean_of_units
+from gnmr.lab.report.faults import FaultWindow
+from gnmr.lab.report.plots import draw
+from gnmr.lab.report.runs import load
+from gnmr.lab.report.style import looks
+from gnmr.lab.report.unit_plots import risk_map
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,12 @@ import pytest
 from report_reading import notes, row
 from report_recorded import Recorded
 
-from gnmr.paper import published
-from gnmr.paper.tables import loss_at, paper_tables, table_2, table_4, table_7, table_9, table_13, table_15
-from gnmr.report.casts import casts, watched
-from gnmr.report.comparisons import Comparison
-from gnmr.report.routing import routing
-from gnmr.report.runs import Columns, Run
+from gnmr.lab.paper import published
+from gnmr.lab.paper.tables import loss_at, paper_tables, table_2, table_4, table_7, table_9, table_13, table_15
+from gnmr.lab.report.casts import casts, watched
+from gnmr.lab.report.comparisons import Comparison
+from gnmr.lab.report.routing import routing
+from gnmr.lab.report.runs import Columns, Run
 
 Write = Callable[..., Path]
 SIX_EIGHT = {"controller__alpha_init": 1.5, "controller__alpha": 1.1, "controller__beta": 1.5}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from report_recorded import Recorded
 
-from gnmr.report.html.sections import VERDICT_COLOURS
-from gnmr.report.regimes import (
+from gnmr.lab.report.html.sections import VERDICT_COLOURS
+from gnmr.lab.report.regimes import (
     AS_RANDOM,
     CLOSES,
     NO_GAP,
@@ -23,7 +23,7 @@ from gnmr.report.regimes import (
     regime_tables,
     summary,
 )
-from gnmr.report.tables import tables
+from gnmr.lab.report.tables import tables
 
 NOISE = (-0.002, 0.0, 0.002)
 """Between the seeds of all arms but int8, so that two arms differ by a constant or by this."""
@@ -182,7 +182,7 @@ def test_static_recovery_may_be_without_the_faults(runs: Map) -> None:
         runs.arm("int4", 3.1 if kind == "noise" else 3.0, stress__kind=kind, stress__rate=rate)
         runs.arm("int4_int8", 3.0, stress__kind=kind, stress__rate=rate)
     found = [(cell["cell"], cell["low"]) for cell in regime_cells(runs.comparisons())]
-    assert found == [({"stress.kind": "noise"}, "hurt"), ({"stress.kind": "none"}, "fine")]
+    assert found == [({"faults.kind": "noise"}, "hurt"), ({"faults.kind": "none"}, "fine")]
 
 
 def bounds(runs: Map, low: float = 3.1, high: float = 3.0, **settings: Any) -> None:

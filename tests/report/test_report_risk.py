@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from html_runs import UNITS, fake_run, ratios
 
-from gnmr.report.comparisons import compare
-from gnmr.report.risk import limit
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.risk import limit
 
 RANKED = {"controller.routing": "ranked", "controller.trigger": 5.0}
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gnmr.errors import UserError
-from gnmr.records.find import find_runs
-from gnmr.report.runs import load
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.report.runs import load
 
 Write = Callable[..., Path]
 
@@ -50,7 +50,7 @@ def test_a_config_of_another_version_is_taken_from_the_folders_name(write_run: W
     run = load(folder)
     assert (run.arm, run.seed) == ("int4_int8-gnmr", 7)
     assert folder.name == f"{run.arm}-{run.hash}-s7"
-    assert run.settings["paths.low"] == "int4"
+    assert run.settings["precision.low"] == "int4"
 
 
 def test_an_unreadable_config_is_one_line(write_run: Write) -> None:

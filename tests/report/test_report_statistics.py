@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gnmr.report.statistics import (
-    Paired,
-    as_percent,
-    gap_closed,
-    holm,
-    paired,
-    smallest_effect,
-    verdict,
-    verdicts,
-)
+from gnmr.lab.report.statistics import Paired, as_percent, gap_closed, holm, paired, smallest_effect, verdict, verdicts
 
 INF = math.inf
 

@@ -14,18 +14,26 @@ from report_reading import notes, row
 from report_recorded import Recorded
 from scipy import stats
 
-from gnmr import paths
-from gnmr.records.find import find_runs
-from gnmr.report.arms import bits, paired_difference
-from gnmr.report.comparisons import compare
-from gnmr.report.headline import headline
-from gnmr.report.layout import count, duration, measure, percent, size
-from gnmr.report.one_model import one_model
-from gnmr.report.regimes import regime_cells
-from gnmr.report.runs import load
-from gnmr.report.statistics import Stat, stat
-from gnmr.report.tables import against_baseline, against_random, comparison_tables, control, lost, quality, run_table
-from gnmr.report.tradeoff import signal_curves, tradeoff
+from gnmr import precision as paths
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.report.arms import bits, paired_difference
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.headline import headline
+from gnmr.lab.report.layout import count, duration, measure, percent, size
+from gnmr.lab.report.one_model import one_model
+from gnmr.lab.report.regimes import regime_cells
+from gnmr.lab.report.runs import load
+from gnmr.lab.report.statistics import Stat, stat
+from gnmr.lab.report.tables import (
+    against_baseline,
+    against_random,
+    comparison_tables,
+    control,
+    lost,
+    quality,
+    run_table,
+)
+from gnmr.lab.report.tradeoff import signal_curves, tradeoff
 
 Write = Callable[..., Path]
 
@@ -358,9 +366,9 @@ def test_each_low_path_has_its_own_run_that_always_recovers(runs: Recorded) -> N
         runs.add(f"{low}_int8", 2.9, *([2.9] * (low == "int3")), promoted=0.995, **high)  # int3's has more seeds
     (comparison,) = runs.comparisons()
     bounds = {
-        arm.settings["paths.low"]: comparison.recovery(arm) for arm in comparison.arms if arm.signal == "gnmr_delta"
+        arm.settings["precision.low"]: comparison.recovery(arm) for arm in comparison.arms if arm.signal == "gnmr_delta"
     }
-    assert {low: bound.settings["paths.low"] for low, bound in bounds.items()} == {"int3": "int3", "int4": "int4"}
+    assert {low: bound.settings["precision.low"] for low, bound in bounds.items()} == {"int3": "int3", "int4": "int4"}
 
 
 def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.commands.report import main
+from gnmr.cli.report import main
 from gnmr.errors import UserError
-from gnmr.records.pack import write_pack
-from gnmr.report import claims as claims_file
-from gnmr.report.results import results
+from gnmr.lab.records.pack import write_pack
+from gnmr.lab.report import claims as claims_file
+from gnmr.lab.report.results import results
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., Path]

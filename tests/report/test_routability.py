@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from report_reading import row
 
-from gnmr.report.routability import routability, routability_table
+from gnmr.lab.report.routability import routability, routability_table
 
 NAN, INF = np.nan, np.inf
 

@@ -14,14 +14,14 @@ import wandb
 from html_runs import fake_run
 from wandb_files import read_history, read_records
 
-from gnmr.commands.pack import main as pack
-from gnmr.commands.report import main as report
-from gnmr.commands.sync import main
+from gnmr.cli.pack import main as pack
+from gnmr.cli.report import main as report
+from gnmr.cli.sync import main
 from gnmr.errors import UserError
-from gnmr.records.wandb_sink import PANELS, WandbSink
-from gnmr.report.comparisons import compare
-from gnmr.report.runs import Run
-from gnmr.report.wandb_runs import send
+from gnmr.lab.records.wandb_sink import PANELS, WandbSink
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.runs import Run
+from gnmr.lab.report.wandb_runs import send
 
 Write = Callable[..., Path]
 

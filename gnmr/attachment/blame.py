@@ -1,0 +1,487 @@
+"""What to blame for a step that spikes or is not finite: the same step again.
+
+    the step, again               differs from the first time        not_reproducible   a race, a device that errs
+    with all on the recovery path still there                        data               the batch, or the model itself
+                                  gone                               precision          the low path: of which units?
+
+Data, weights and random numbers are those of the step, so nothing but the paths differs. Which units it is: the fewest
+whose recovery leaves no spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
+not finite names them itself: operators whose input is finite and whose output is not (`find_nonfinite`), for the price
+of forward passes.
+
+A step spikes where its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
+(SkipStep's rule, gnmr/lab/train/transforms/skip_step.py); a spike is gone where less than half of what lies above the
+mean is left.
+
+Megatron-LM's rerun state machine and torchtitan's replayer repeat a step to find hardware that errs; msProbe raises the
+precision of single operators to see the loss. Here one repetition tells data, precision and chance apart.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.precision import Plan
+from gnmr.precision.converted import StepMark
+from gnmr.precision.kernels import in_backward
+from gnmr.precision.linear import PathLinear
+
+CAUSES = ("data", "precision", "not_reproducible")
+MOST = 4.0
+"""Step times that a verdict may take; where the units would take more, the smallest set that was tried is told."""
+SIGMAS = 6.0
+"""Standard deviations above the mean from which a step spikes."""
+_FORWARD = 1 / 3
+"""What a forward pass is of a step."""
+SAME = 1e-3
+"""Relative difference of two passes that are called equal: on GPUs sums have no fixed order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step's spike comes from."""
+
+    step: int
+    cause: str
+    """One of `CAUSES`."""
+    units: tuple[str, ...] = ()
+    """Whose recovery removes it, under precision; empty where recovery does not, or none could be told."""
+    complete: bool = True
+    """Whether each of the units is needed; False where looking further would have taken more than `MOST`."""
+    passes: float = 0.0
+    """Step times that it took."""
+    told: str = ""
+    """What was seen, in words."""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.units[:4]) + (f" and {len(self.units) - 4} more" if len(self.units) > 4 else "")
+        of = f" ({names}{'' if self.complete else '; perhaps fewer'})" if self.units else ""
+        return f"step {self.step}  to blame: {self.cause.replace('_', ' ')}{of}; {self.told}"
+
+
+class Seen(NamedTuple):
+    """Numbers of a step, on the host."""
+
+    loss: float
+    norm: float
+    """Global gradient norm before clipping."""
+    units: np.ndarray | None = None
+    """(U,) float64: the units' gradient norms."""
+
+
+class Level(NamedTuple):
+    """What is usual of one number, and from where on it is a spike."""
+
+    mean: float
+    limit: float
+
+    @property
+    def spread(self) -> float:
+        """Its standard deviation; Inf where nothing is known."""
+        return (self.limit - self.mean) / SIGMAS
+
+    def spike(self, value: float) -> bool:
+        return not (math.isfinite(value) and value <= self.limit)
+
+    def gone(self, before: float, now: float) -> bool:
+        """Whether the spike `before` is no longer there."""
+        if not math.isfinite(now):
+            return False
+        return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
+
+    def removed(self, before: float, now: float, better: float) -> bool:
+        """Whether of the spike `before`, of which recovery of everything leaves `better`, so little is left `now` that
+        it is no spike any more: less than half, and not enough for one by itself."""
+        by_itself = max(self.limit - better, (self.limit - self.mean) / 2)  # a hard batch is near the limit already
+        half = (before - better) / 2 if math.isfinite(before) else math.inf
+        return now - better < (min(half, by_itself) if by_itself > 0 else half)
+
+
+NO_LEVEL = Level(0.0, math.inf)
+
+
+@dataclass
+class Levels:
+    """Loss and gradient norm of the last steps, from which a spike is told; on the host."""
+
+    window: int = 128
+    least: int = 64
+    """Steps before anything finite is a spike, the present one included."""
+    sigmas: float = SIGMAS
+    seen: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def now(self) -> tuple[Level, Level]:
+        """Of the loss and of the gradient norm, for the next step."""
+        if len(self.seen) + 1 < self.least:
+            return NO_LEVEL, NO_LEVEL
+        values = np.array(self.seen)
+        means, spreads = values.mean(axis=0), values.std(axis=0, ddof=1)
+        loss, norm = (Level(float(m), float(m + self.sigmas * s)) for m, s in zip(means, spreads, strict=True))
+        return loss, norm
+
+    def add(self, loss: float, norm: float) -> None:
+        """A step; one that is not finite never enters."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.seen.append((loss, norm))
+            while len(self.seen) > self.window:
+                self.seen.popleft()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The generators of random numbers where a step begins."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+    plan: StepMark
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device) -> Start:
+        """As they are now. Does not wait for the device."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, plan.mark())
+
+    def again(self, plan: Plan, device: torch.device) -> None:
+        """They draw what they drew."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+        plan.back_to(self.plan)
+
+
+class Again:
+    """The passes of one step again, under other paths. Use it within `replaying`.
+
+    `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
+    returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
+    other graphs, and a graph takes a minute.
+    """
+
+    def __init__(
+        self, plan: Plan, start: Start, device: torch.device, forward: Callable[[], Tensor], both: Callable[[], Seen]
+    ) -> None:
+        self.plan, self.passes = plan, 0.0
+        self.units = [i for i, unit in enumerate(plan.units) if unit.routable]
+        self._start, self._device, self._forward, self._both = start, device, forward, both
+        self._put = {operator: operator.recovered for operator in plan.operators}
+        self._warmup = plan.shared.warmup
+
+    @property
+    def low(self) -> list[int]:
+        """The units that were not on the recovery path, by place."""
+        units = self.plan.units
+        return [
+            i for i in self.units if any((units[i].gemm or "fprop") not in self._put[o] for o in units[i].operators)
+        ]
+
+    def put_of(self, operator: PathLinear) -> frozenset[str]:
+        """The GEMMs of it that were on the recovery path."""
+        return self._put[operator]
+
+    @contextmanager
+    def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
+        for operator, put in self._put.items():
+            operator.put(put)
+        for i in recover:
+            self.plan.units[i].switch(True)
+        self.plan.shared.warmup = self._warmup
+        self._start.again(self.plan, self._device)
+        with self.plan.high_precision() if sixteen else nullcontext(), nullcontext() if compiled else _eager():
+            yield
+
+    @torch.no_grad()
+    def loss(self, recover: Iterable[int] = (), sixteen: bool = False) -> float:
+        """The loss with these units on the recovery path too, or in `sixteen` bits. Waits for the device."""
+        self.passes += _FORWARD
+        with self._paths(recover, sixteen):
+            return float(self._forward())
+
+    def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
+        """The same of forward and backward passes; `compiled`: by what torch.compile made. Waits for the device."""
+        self.passes += 1
+        with self._paths(recover, sixteen, compiled):
+            return self._both()
+
+    @contextmanager
+    def watching(self, watch: Callable[[PathLinear, Tensor, Tensor], None]) -> Iterator[None]:
+        """Inside `watch` gets operator, input and output of each forward pass."""
+        self.plan.shared.watch = watch
+        try:
+            yield
+        finally:
+            self.plan.shared.watch = None
+
+    def units_of(self, operator: PathLinear) -> list[int]:
+        """Those whose switch moves what the operator's forward pass reads."""
+        return [
+            i
+            for i in self.units
+            if operator in self.plan.units[i].operators and self.plan.units[i].gemm in (None, "fprop")
+        ]
+
+
+def _compiles() -> bool:
+    """Whether anything may have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, what was compiled runs as it was written."""
+    if not _compiles():  # importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def replaying(
+    plan: Plan, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
+) -> Iterator[None]:
+    """Inside, passes leave no trace: in paths, faults, generators, buffers, and by `quiet` in what measures. Gradients
+    are the caller's to see to."""
+    ran = [(operator, operator.read, operator._node) for operator in plan.operators]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with quiet, plan.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for operator, read, node in ran:
+                operator.read, operator._node = read, node
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def find_nonfinite(again: Again, step: int) -> Verdict:
+    """What to blame for a step whose loss is not finite, by forward passes alone.
+
+    data: it is not finite in 16 bits either. precision: the units whose operators turn finite inputs into outputs that
+    are not, until with all of them on the recovery path the loss is finite. Waits for the device.
+    """
+    if not math.isfinite(again.loss(sixteen=True)):
+        told = "the loss is not finite in 16 bits either: the batch or the model"
+        return Verdict(step, "data", passes=again.passes, told=told)
+    chosen: list[int] = []
+    while True:
+        loss, culprits = _first_nonfinite(again, chosen)
+        told = f"the loss is {loss:.4g} with them on the recovery path"
+        if math.isfinite(loss):
+            if not chosen:
+                told = f"the loss is {loss:.4g} when the step is repeated{' without torch.compile' * _compiles()}"
+                return Verdict(step, "not_reproducible", passes=again.passes, told=told)
+            return Verdict(step, "precision", _names(again, chosen), passes=again.passes, told=told)
+        new = [i for i in dict.fromkeys(i for o in culprits for i in again.units_of(o)) if i not in chosen]
+        if not new or again.passes + _FORWARD > MOST:
+            break
+        chosen += new
+    if again.low and math.isfinite(again.loss(again.low)):  # no operator's own output: an overflow behind it
+        found, complete = needed(again, again.low, lambda units: math.isfinite(again.loss(units)), _FORWARD)
+        told = "the loss is finite with them on the recovery path"
+        return Verdict(step, "precision", _names(again, found), complete, again.passes, told)
+    first = f", first in {culprits[0].operator_name}" if culprits else ""
+    told = f"the loss is finite in 16 bits, and recovery does not make it so{first}"
+    return Verdict(step, "precision", passes=again.passes, told=told)
+
+
+def _first_nonfinite(again: Again, recover: Sequence[int]) -> tuple[float, list[PathLinear]]:
+    """(loss, operators that turned a finite input into an output that is not)."""
+    found: list[tuple[PathLinear, Tensor]] = []
+
+    def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        found.append((operator, input.isfinite().all() & ~output.isfinite().all()))
+
+    with again.watching(watch):
+        loss = again.loss(recover)
+    hit = torch.stack([flag for _, flag in found]).tolist() if found else []
+    return loss, list(dict.fromkeys(o for (o, _), on in zip(found, hit, strict=True) if on))
+
+
+def needed(
+    again: Again, order: Sequence[int], gone: Callable[[list[int]], bool], cost: float
+) -> tuple[list[int], bool]:
+    """(units whose recovery suffices, whether each of them is needed), by `gone`, which takes `cost` step times a call.
+
+    With all of `order` it is gone. The fewest from the front are looked for; the last of them is needed; then the same
+    with it recovered already. False where `MOST` was spent.
+    """
+    kept: list[int] = []
+    rest = list(order)
+    known = {frozenset(order): True, frozenset[int](): False}
+
+    def ask(units: list[int]) -> bool | None:
+        key = frozenset(units)
+        if key not in known:
+            if again.passes + cost > MOST + 1e-9:
+                return None
+            known[key] = gone(units)
+        return known[key]
+
+    while True:
+        few, enough, at = 0, len(rest), 1  # kept + rest[:enough] suffices, kept + rest[:few] does not
+        while enough - few > 1:
+            answer = ask(kept + rest[:at])
+            if answer is None:
+                return sorted(kept + rest[:enough]), False
+            few, enough = (few, at) if answer else (at, enough)
+            at = max(few + 1, min(2 * few, (few + enough) // 2))
+        kept, rest = [*kept, rest[enough - 1]], rest[: enough - 1]
+        answer = ask(kept)
+        if answer or not rest:
+            return sorted(kept), True
+        if answer is None:
+            return sorted(kept + rest), False
+
+
+def _names(again: Again, units: Iterable[int]) -> tuple[str, ...]:
+    return tuple(again.plan.units[i].name for i in sorted(units))
+
+
+def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, same: float = SAME) -> Verdict:
+    """What to blame for a step that was `seen`, by forward and backward passes. Waits for the device.
+
+    `levels`: of loss and gradient norm; one of them spikes. `same`: relative difference up to which two passes are
+    called equal.
+    """
+    repeated = again.seen(compiled=True)
+    if not _same(seen, repeated, same):
+        told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; repeated {repeated.loss:.4g}, {repeated.norm:.4g}"
+        return Verdict(step, "not_reproducible", passes=again.passes, told=told)
+    low = again.low
+    errors: dict[PathLinear, float] = {}
+    if low and again.plan.casts_forward:
+        with _errors(again, errors):
+            better = again.seen(low)
+    else:
+        better = again.seen(low, sixteen=not low)
+    told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; in higher precision {better.loss:.4g}, {better.norm:.4g}"
+    if _gone(levels, seen, better):
+        if not low:
+            return Verdict(step, "precision", passes=again.passes, told=told)
+        units, complete = _narrowed(again, levels, repeated, better, errors)
+        return Verdict(step, "precision", _names(again, units), complete, again.passes, told)
+    if low and again.plan.recovery is not None and again.plan.recovery.name != "bf16":
+        sixteen = again.seen(sixteen=True)
+        if _gone(levels, seen, sixteen):
+            told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; in 16 bits {sixteen.loss:.4g}, {sixteen.norm:.4g}, "
+            told += "and the recovery path does not remove it"
+            return Verdict(step, "precision", passes=again.passes, told=told)
+    return Verdict(step, "data", passes=again.passes, told=told)
+
+
+def _same(one: Seen, other: Seen, most: float) -> bool:
+    """Up to a relative difference of `most`; what is not finite is in both."""
+    pairs = (one.loss, other.loss), (one.norm, other.norm)
+    return all(
+        abs(a - b) <= most * abs(a) if math.isfinite(a) and math.isfinite(b) else math.isfinite(a) == math.isfinite(b)
+        for a, b in pairs
+    )
+
+
+def _gone(levels: tuple[Level, Level], before: Seen, now: Seen) -> bool:
+    """Whether what spiked of loss and norm is no longer there; False where nothing did."""
+    spiked = [(level, a, b) for level, a, b in zip(levels, before[:2], now[:2], strict=True) if level.spike(a)]
+    return bool(spiked) and all(level.gone(a, b) for level, a, b in spiked)
+
+
+def _removed(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen) -> bool:
+    """Whether what spiked of loss and norm is no spike any more; False where nothing did."""
+    of_each = zip(levels, before[:2], now[:2], better[:2], strict=True)
+    spiked = [level.removed(a, b, least) for level, a, b, least in of_each if level.spike(a)]
+    return bool(spiked) and all(spiked)
+
+
+def _narrowed(
+    again: Again, levels: tuple[Level, Level], low: Seen, better: Seen, errors: Mapping[PathLinear, float]
+) -> tuple[list[int], bool]:
+    """The units whose recovery suffices, and whether each is needed; all of them where `MOST` is too little."""
+    units, usual = again.low, levels[0]
+
+    def error(i: int) -> float:
+        unit = again.plan.units[i]
+        return max(errors.get(o, 0.0) for o in unit.operators) if unit.gemm in (None, "fprop") else 0.0
+
+    order = sorted(units, key=lambda i: -error(i))
+    far = 10 * float(np.median([error(i) for i in units]))
+    above = low.loss - better.loss
+    if usual.spike(low.loss) or above > usual.spread:  # forward passes tell it
+        found, complete = needed(
+            again, order, lambda some: usual.removed(low.loss, again.loss(some), better.loss), _FORWARD
+        )
+        # One may hide another: those are told too whose low path errs as much, and far more than is usual.
+        least = min(error(i) for i in found) / 2
+        found = sorted({*found, *(i for i in units if error(i) > far and error(i) >= least)})
+        if levels[1].spike(low.norm) and again.passes + 1 <= MOST + 1e-9:
+            now = again.seen(found)  # the loss does not tell of gradients
+            if not levels[1].removed(low.norm, now.norm, better.norm):
+                more = [i for i in order if error(i) > far and i not in found]
+                more = more or _by_norm(again, levels[1], now, better)
+                if len(more) < len(units) / 2:  # else it is nobody's in particular
+                    return sorted({*found, *more}), False
+        return found, complete
+    assert low.units is not None and better.units is not None
+    if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
+        # One spoils what lies before it in the network; the backward pass meets the last first.
+        order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
+        return needed(again, order, lambda some: _removed(levels, low, again.seen(some), better), 1.0)
+    suspects = sorted(i for i in units if error(i) > far) or _by_norm(again, levels[1], low, better)
+    if len(suspects) == len(units):
+        return units, False
+    if again.passes + 1 <= MOST + 1e-9 and _removed(levels, low, again.seen(suspects), better):
+        return suspects, True
+    return units, False
+
+
+def _by_norm(again: Again, level: Level, low: Seen, better: Seen) -> list[int]:
+    """The units whose gradient norms make the spike: the fewest with whose better norms it would be none."""
+    assert low.units is not None and better.units is not None
+    more = {i: float(low.units[i] ** 2 - better.units[i] ** 2) for i in again.low}
+    order, square, chosen = sorted(more, key=lambda i: -more[i]), low.norm**2, list[int]()
+    for i in order:
+        if level.removed(low.norm, math.sqrt(max(square, 0.0)), better.norm) and (
+            not chosen or more[i] != more[chosen[-1]]
+        ):
+            break
+        if not chosen or again.plan.units[i].operators != again.plan.units[chosen[-1]].operators:
+            square -= more[i]  # GEMMs of one operator have one norm
+        chosen.append(i)
+    return sorted(chosen)
+
+
+@contextmanager
+def _errors(again: Again, errors: dict[PathLinear, float]) -> Iterator[None]:
+    """Inside, each forward pass of an operator in recovery is done on the low path too, without gradients: afterwards
+    `errors` are ||y_low - y||^2 / ||y||^2. Waits for the device at its end."""
+    found: list[tuple[PathLinear, Tensor]] = []
+    again.passes += _FORWARD
+
+    @torch.no_grad()
+    def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        if in_backward() or output.numel() == 0:
+            return
+        put = operator.recovered
+        operator.put(again.put_of(operator))
+        try:
+            low = operator._on_path(input, operator._begin())
+        finally:
+            operator.put(put)
+        norm = torch.linalg.vector_norm(output, dtype=torch.float32)
+        found.append((operator, torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm))
+
+    with again.watching(watch):
+        yield
+    shares = torch.stack([share for _, share in found]).double().square().tolist() if found else []
+    for (operator, _), share in zip(found, shares, strict=True):
+        value = share if math.isfinite(share) else math.inf
+        errors[operator] = max(errors.get(operator, 0.0), value)

@@ -1,0 +1,162 @@
+"""The command line: words in, exit code out. Nothing heavy is imported before a command needs it.
+
+Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), and 141 that the reader left.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import warnings
+from importlib import import_module
+from io import TextIOWrapper
+from typing import TextIO
+
+from gnmr import __version__
+from gnmr.errors import (
+    MAX_LINE,
+    RunFailed,
+    Unwritable,
+    UserError,
+    nearest,
+    open_streams,
+    printable,
+    unread,
+    why_unwritable,
+)
+
+_HELP = """\
+gnmr: runtime stability control for low-precision language model training
+
+usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
+
+  train    train a model under the controller; with -m a sweep over arms and seeds
+           gnmr train experiment=act_quant_stress
+  demo     a minute: what low precision costs, and what recovery gets back
+           gnmr demo
+  runs     which runs there are, how they ended, their perplexity and what they spent
+           gnmr runs
+  report   tables and plots of finished (or running) runs
+           gnmr report runs/act_quant_stress
+  sync     recorded runs, such as a whole sweep's, to Weights & Biases
+           gnmr sync runs/act_quant_stress project=mine
+  pack     the records of many runs in one file, which report and replay read
+           gnmr pack runs/act_quant_stress out=act_quant_stress.parquet
+  replay   run the controller over recorded norms, without training
+           gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
+  eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
+           gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
+  diagnose what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits
+           gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
+  audit    is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read
+           gnmr audit RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]
+  bench    measure what the controller and the paths cost on this machine
+           gnmr bench step only=controller
+
+  --help, --version
+
+`latest` in place of a run's folder is the one of runs/ that was written last.
+
+exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or an audit has findings;
+            2 a mistake in what was asked for;
+            128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a
+            checkpoint and the same command continues it
+"""
+
+COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit", "bench")
+"""Each is a module of this package: `main(words)` returns the exit code."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script and of `python -m gnmr`; returns the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # ? for a letter that ASCII or Latin-1 has not
+    open_streams()
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        unread()
+        return _mistake(why_unwritable(error)) if isinstance(error, Unwritable) else 141
+    return code
+
+
+def _main(words: list[str]) -> int:
+    if words and words[0] in ("-sc", "--shell-completion"):
+        return _complete(words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"gnmr {__version__}")
+        return 0
+    if odd := [word for word in words if "\0" in word]:
+        return _mistake(f"{odd[0]}: has a NUL in it, which no name or value has")
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        return _mistake(f"unknown command {command!r}{nearest(command, COMMANDS)} (gnmr --help)")
+    return _guarded(command, rest)
+
+
+def _guarded(command: str, words: list[str]) -> int:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that it makes a list of fonts, at its first use
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code: int = import_module(f"gnmr.cli.{command}").main(words)
+            return code
+    except UserError as error:
+        return _mistake(str(error))
+    except RunFailed as error:
+        print(f"gnmr: run FAILED: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gnmr: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
+        from gnmr.lab.config.compose import mistake
+
+        line = mistake(error, words)
+        if line is None:
+            raise
+        return _mistake(line)
+
+
+def _complete(words: list[str]) -> int:
+    """The shell asks `gnmr -sc query=...` with the whole line in COMP_LINE; Hydra completes what follows `train`."""
+    line = os.environ.get("COMP_LINE", "").split(" ")
+    if any(word.startswith("query") for word in words):
+        if len(line) < 3:
+            print(" ".join(COMMANDS))
+            return 0
+        if line[1] != "train":
+            return 0  # no choices: the shell completes file names
+        os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
+    return _guarded("train", words)
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line for a warning of ours; others as Python shows them."""
+    if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
+        text = f"gnmr: warning: {printable(message)}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno)
+    print(text, end="", file=sys.stderr)
+
+
+def _mistake(line: str) -> int:
+    print(f"gnmr: {printable(line)[:MAX_LINE]}", file=sys.stderr)
+    return 2

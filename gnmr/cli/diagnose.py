@@ -1,0 +1,254 @@
+"""`gnmr diagnose RUN|CHECKPOINT [key=value ...]`: what a recipe costs a model, GEMM by GEMM, and what to keep."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from argparse import Namespace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from gnmr.cli.progress import showing
+from gnmr.cli.words import Parser, needs, optional, path, recipe_of, text, whole
+from gnmr.console import for_tables, print_plain, say
+from gnmr.doctor.plan import PLAN_FILE
+from gnmr.errors import UserError, printable, told_as, writing
+from gnmr.records import output
+from gnmr.records.untrusted import exists
+
+if TYPE_CHECKING:
+    from gnmr.doctor.diagnosis import Diagnosis
+    from gnmr.doctor.plan import PinPlan
+    from gnmr.lab.evaluation.blocks import Blocks
+    from gnmr.lab.evaluation.subjects import Subject
+    from gnmr.precision import Recipe
+
+_TEXT = """\
+RUN is a run folder (its newest checkpoint, by default on its own validation data); CHECKPOINT is a folder with a
+Hugging Face checkpoint of a LLaMA-like model (config.json, *.safetensors, tokenizer), or such a checkpoint's name on
+the hub, with data=FILE.txt. Nothing is trained, and nothing written but what out= and html= name.
+
+  gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 budget=10% out=plan/
+  gnmr train experiment=act_quant_stress plan=plan/plan.json
+  gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
+  gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
+"""
+NUMBERS = "diagnosis.json"
+
+
+def _parser() -> Parser:
+    parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT)
+    parser.option(
+        "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
+    )
+    parser.option("recovery", text, "the path of higher precision: a recipe", "bf16")
+    parser.option("budget", share, "share of the GEMM time that the plan may keep on it: 10%% or 0.1", 0.1)
+    parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
+    parser.option("data", path, "a file of text, of which the model's own tokens are read")
+    parser.option("batches", whole(2), "batches that are priced", 16)
+    parser.option("held_out", whole(0), "batches on which losses alone are measured", 4)
+    parser.option("batch_size", whole(1), "blocks of a batch; default: as many as make 1,024 tokens")
+    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
+    parser.option("tokens", whole(1), "one token in so many is priced", 1)
+    parser.option("device", text, "auto, cpu or cuda", "auto")
+    parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS} and the plan in the words of other libraries")
+    parser.option("html", path, "a file for the same as one page")
+    return parser
+
+
+def share(_name: str, value: str) -> float:
+    """10%, or 0.1."""
+    from gnmr.doctor.plan import budget_of
+
+    return budget_of(value)
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 2
+    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
+    if asked.plan is not None and asked.recipe is not None:
+        raise UserError("recipe: the plan says which; leave one of them out")
+    _check_places(asked)
+    run = exists(Path(place).expanduser() / "config.yaml")
+    if not run:
+        needs("diagnose", "transformers")
+    plan, low = _asked_paths(asked, Path(place).expanduser() if run else None)
+
+    from gnmr.lab.evaluation.blocks import blocks_of
+    from gnmr.lab.evaluation.subjects import load_subject
+
+    subject = load_subject(place, device=asked.device)
+    data = None if asked.data is None else asked.data.expanduser()
+    blocks = blocks_of(
+        subject, data, batches=asked.batches, held_out=asked.held_out, length=asked.block, size=asked.batch_size
+    )
+    size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
+    say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
+    began = time.perf_counter()
+    found = _diagnosed(subject, blocks, asked, plan, low)
+    origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
+    lines: list[str] = []
+    try:
+        lines = _write(found, origin, asked, plan)  # before it is shown: whoever reads that may have left
+    finally:
+        _show(found, plan)
+    for line in lines:
+        print_plain(console := for_tables(), printable(line), console.is_terminal)
+    return 0
+
+
+def _check_places(asked: Namespace) -> None:
+    """UserError for places that could not be written, before anything is computed."""
+    if asked.html is not None:
+        output.check(asked.html, f"html={asked.html}")
+    if (out := asked.out) is None:
+        return
+    with writing(f"out={out}"):
+        if not out.parent.is_dir() or (exists(out) and not out.is_dir()):
+            raise UserError(f"out={out}: must be a folder in a folder that exists")
+        if exists(out):
+            with TemporaryFile(dir=out):
+                pass
+        else:
+            out.mkdir()
+            out.rmdir()
+
+
+def _asked_paths(asked: Namespace, run: Path | None) -> tuple[PinPlan | None, str | Recipe]:
+    """(the plan, the low path). UserError for neither."""
+    from gnmr.doctor.plan import read_plan
+    from gnmr.lab.config import read
+    from gnmr.precision import Recipe
+    from gnmr.records.untrusted import reading
+
+    own: dict[str, Any] = {}
+    if run is not None:
+        with reading(run):
+            config = read(run / "config.yaml")
+        own = dict(config.precision.recipes)
+        if config.model.adapter.rank:
+            raise UserError(f"{run}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+    if asked.plan is not None:
+        return read_plan(asked.plan), ""
+    with told_as():
+        recipe_of("recovery", asked.recovery)
+        name = recipe_of("recipe", asked.recipe or "nvfp4", own)
+        return None, Recipe.of(name, own[name]) if name in own else name
+
+
+def _diagnosed(
+    subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe
+) -> Diagnosis:
+    import torch
+
+    from gnmr.doctor.diagnose import diagnose
+    from gnmr.lab.train.step import loss_of
+
+    if subject.plan is not None:  # a fine-tuned run's own paths
+        subject.plan.restore()
+    try:
+        with told_as(), showing("diagnosing", "batches") as progress:
+            return diagnose(
+                subject.model,
+                lambda batch: loss_of(subject.model, batch),
+                blocks.batches,
+                recipe=low,
+                recovery=asked.recovery,
+                budget=asked.budget,
+                held_out=blocks.held_out,
+                plan=plan,
+                tokens=asked.tokens,
+                terms=lambda batch: batch.num_targets,
+                progress=progress,
+            )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block=") from error
+
+
+def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:
+    """Where the numbers come from."""
+    import torch
+
+    import gnmr
+    from gnmr.lab.train.provenance import commit, machine, place, told_command
+
+    return {
+        "subject": {"name": place(subject.name), **subject.facts},
+        "data": "its own" if asked.data is None else Path(asked.data).name,
+        "block": blocks.length,
+        "batch_size": blocks.size,
+        "seconds": seconds,
+        "command": told_command(command),
+        "commit": commit(),
+        "machine": machine(subject.device),
+        "gnmr": gnmr.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def _show(found: Diagnosis, plan: PinPlan | None) -> None:
+    from gnmr.doctor.diagnosis import LITTLE
+    from gnmr.doctor.page import SHOWN, choices_table, operators_table, totals
+
+    console = for_tables()
+    by_words = console.is_terminal
+    if found.little:
+        print_plain(console, f"nothing has to be kept: {found.recipe} costs less than {LITTLE} nats here\n", by_words)
+    lead = "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
+    lead += "squared error of the gradient. The shade: how much of the largest in its column."
+    print_plain(console, lead, by_words)
+    console.print(operators_table(found, found.pins or found.choice().pins, console.width))
+    if (more := len(found.operators) - SHOWN) > 0:
+        print_plain(console, f"... and {more} operators more, which cost less: all in out= and html=", by_words)
+    if not found.pins:
+        console.print(choices_table(found, console.width))
+    for line in totals(found):
+        print_plain(console, line, by_words)
+    if plan is not None and plan.expected is not None:
+        left = found.measured.cost
+        expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
+        print_plain(console, f"{expected}; measured here: {left:.4g}", by_words)
+    print_plain(console, "")
+    print_plain(console, found.verdict(), by_words)
+
+
+def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:
+    """The files of out= and html=, each replaced as a whole, when all of them are known. Returns what to say of them,
+    and prints nothing."""
+    from gnmr.doctor.export import TARGETS, export
+    from gnmr.doctor.page import page
+
+    files: dict[str, str] = {}
+    lines: list[str] = []
+    if asked.out is not None and plan is None:
+        subject = origin["subject"]["name"]
+        made = found.plan(
+            provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
+        )
+        files[PLAN_FILE] = made.text()
+        for target in TARGETS:
+            try:
+                one = export(made, target)
+            except UserError as error:
+                lines.append(f"not written for {target}: {str(error).removeprefix('export: ')}")
+                continue
+            files[one.file] = one.text
+            lines += [f"{one.file}: {note}" for note in one.notes]
+    if asked.html is not None:
+        title = f"{found.recipe} on {origin['subject']['name']}"
+        output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
+        lines.append(f"page: {asked.html}")
+    if asked.out is not None:
+        with writing(f"out={asked.out}"):
+            asked.out.mkdir(exist_ok=True)
+        for name, content in files.items():
+            output.write_text(asked.out / name, content, f"out={asked.out / name}", follow=False)
+        numbers = asked.out / NUMBERS
+        output.write_json(numbers, origin | found.tree(), f"out={numbers}", follow=False)
+        lines.append(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
+    return lines

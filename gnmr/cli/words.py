@@ -1,0 +1,184 @@
+"""Words of a command line: argparse, whose options may be written `name=VALUE` too and whose mistakes are one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gnmr import errors as checks
+from gnmr.errors import UserError, install, nearest, told_as
+from gnmr.lab.records.find import named
+
+Read = Callable[[str, str], Any]
+"""Name and text of an option -> its value; ValueError where the text makes none."""
+
+
+def needs(command: str, *packages: str) -> None:
+    """UserError where a package of the extra `finetune` is missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise UserError(f"{command}: {', '.join(missing)} not installed: {install('finetune')}")
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of one command. What is no option is left in `words`: places and keys of the config."""
+
+    def __init__(self, command: str, usage: str, text: str, keys: bool = False) -> None:
+        """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options. keys: whether
+        `words` may be key=value too, which the command itself reads."""
+        super().__init__(
+            prog=f"gnmr {command}",
+            usage=f"gnmr {command} {usage}",
+            epilog=text,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16, width=120),
+            allow_abbrev=False,
+        )
+        self._command = command
+        self._keys = keys
+        self._reads: dict[str, Read] = {}
+        self._flags: list[str] = []
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+
+    def option(self, name: str, read: Read, about: str, default: Any = None) -> None:
+        """`--name VALUE` or `name=VALUE`."""
+        self._reads[name] = read
+        about = f"{about} (default: {default})" if default else about
+        self.add_argument(f"--{name}", default=default, help=about)
+
+    def flag(self, name: str, about: str) -> None:
+        """`--name`."""
+        self._flags.append(name)
+        self.add_argument(f"--{name}", action="store_true", help=about)
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """UserError for an unknown option and for a value that makes no sense."""
+        given, unknown = self.parse_known_intermixed_args([f"--{word}" if self._named(word) else word for word in argv])
+        if unknown:
+            self._unknown(unknown[0])
+        if not self._keys and (words := settings_and_places(given.words)[0]):
+            self._unknown(words[0])
+        for name, read in self._reads.items():
+            if isinstance(text := getattr(given, name), str):
+                if not text:
+                    self.error(f"'{name}=' has no value")
+                with told_as():
+                    setattr(given, name, read(name, text))
+        return given
+
+    def of_one_place(self, argv: list[str], what: str) -> tuple[argparse.Namespace, str]:
+        """As `parse`, and the one place that stands beside the options; `what` it should be, for the message."""
+        asked = self.parse(argv)
+        if len(asked.words) != 1:
+            self.error(f"name one {what}")
+        return asked, named(asked.words[0])
+
+    def print_help(self, file: Any = None) -> None:
+        """argparse's, which would say nothing of output that cannot be written."""
+        print(self.format_help(), end="", file=file)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the options and flags."""
+        return [*self._reads, *self._flags]
+
+    def error(self, message: str) -> NoReturn:
+        """UserError with the message."""
+        raise UserError(f"{self._command}: {message} (gnmr {self._command} --help)")
+
+    def _unknown(self, word: str) -> NoReturn:
+        if (name := word.strip("-").partition("=")[0]) in self._flags:
+            self.error(f"{word}: is written --{name}")
+        self.error(f"unknown option {word!r}{nearest(name, self.names)}")
+
+    def _named(self, word: str) -> bool:
+        name, sign, _ = word.partition("=")
+        return bool(sign) and name in self._reads
+
+
+def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
+    """key=value words, and the others; a file whose name has a = in it is a place, and so are `latest` and what has a
+    folder before its =."""
+    settings = [word for word in words if re.match(r"[^/=]*=", word) and not os.path.lexists(word)]
+    return settings, [named(word) for word in words if word not in settings]
+
+
+def text(_name: str, value: str) -> str:
+    """As it is written."""
+    return value
+
+
+def optional(_name: str, value: str) -> str | None:
+    """As it is written; null: None."""
+    return None if value == "null" else value
+
+
+def path(_name: str, value: str) -> Path:
+    """A file or folder."""
+    return Path(value)
+
+
+def runs(_name: str, value: str) -> str:
+    """Run folders, with commas between; `latest` is one."""
+    return ",".join(map(named, value.split(",")))
+
+
+def whole(least: int) -> Read:
+    """A whole number of at least `least`; null: None."""
+
+    def read(name: str, value: str) -> int | None:
+        if value == "null":
+            return None
+        number: Any = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
+        checks.whole(least, **{name: number})
+        return int(number)
+
+    return read
+
+
+def one_of(*choices: str) -> Read:
+    """One of the choices."""
+
+    def read(name: str, value: str) -> str:
+        checks.one_of(choices, **{name: value})
+        return value
+
+    return read
+
+
+def names_of(_name: str, value: str) -> list[str]:
+    """[a,b] or a,b."""
+    inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    return [one.strip(" '\"") for one in inner.split(",")] if inner.strip() else []
+
+
+def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
+    """The recipe that a word names, which is said where the word is a format's. ValueError: see `recipe_named`."""
+    from gnmr.console import say
+    from gnmr.doctor.diagnose import recipe_named
+
+    name = recipe_named(word, others, key)
+    if name != word:
+        say(f"gnmr: {key}={word} is a format: read as the recipe {name}, which casts everything to it")
+    return name
+
+
+def fraction(name: str, value: str) -> float:
+    """Of the unit-steps."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
+    return number
+
+
+def fractions(name: str, value: str) -> tuple[float, ...]:
+    """One or several, with commas between."""
+    return tuple(fraction(name, one) for one in value.split(","))

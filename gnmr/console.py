@@ -1,0 +1,135 @@
+"""Printing to the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from shutil import which
+from textwrap import wrap
+from typing import Any, ClassVar, TypeVar
+
+from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.control import Control
+from rich.live import Live
+from rich.progress import track
+from rich.segment import ControlType
+from rich.text import Text
+
+from gnmr.errors import Unwritable, lost, unread, why_unwritable
+
+NARROW = 64
+"""Columns of a terminal below which tables have fewer columns, or more lines."""
+
+_T = TypeVar("_T")
+
+
+class Terminal(Console):
+    """rich's console; a reader that leaves (gnmr report | head), a terminal that is closed or a full disk is a
+    BrokenPipeError, as for `print`, and no exit."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the process, which a run would take for a signal."""
+        raise sys.exception() or BrokenPipeError
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            raise lost(error) from error
+
+
+class Picture(Live):
+    """rich's live display. While it runs, it replaces standard output and error.
+
+    The replacements are kept alive: another thread may still print to them when the display ends, and CPython's `print`
+    holds no reference to its stream.
+    """
+
+    _kept: ClassVar[list[Any]] = []
+
+    def start(self, refresh: bool = False) -> None:
+        with suppress(BrokenPipeError):  # the terminal is gone: nothing to show is no failure, here and below
+            super().start(refresh)
+        self._kept.extend((sys.stdout, sys.stderr))
+
+    def refresh(self) -> None:
+        with suppress(BrokenPipeError):
+            super().refresh()
+
+    def stop(self) -> None:
+        with suppress(BrokenPipeError):
+            super().stop()
+
+
+@cache
+def shared() -> Terminal:
+    """The one console of this process for lines and live displays, which would otherwise overwrite each other."""
+    return Terminal()
+
+
+def say(text: str, by_words: bool = False) -> None:
+    """Prints lines above the live display. That nobody can read them is no failure: the records are in files.
+
+    by_words: a terminal that is too narrow breaks the line between words, for what nobody copies.
+    """
+    try:
+        print_plain(shared(), text, by_words and shared().is_terminal)
+    except BrokenPipeError as error:
+        unread()
+        if isinstance(error, Unwritable):
+            with suppress(OSError):
+                print(f"gnmr: {why_unwritable(error)}; the work goes on without it", file=sys.stderr)
+
+
+class _Wiped(RenderHook):
+    """Wipes the line that the cursor is in before each print; nothing where output is no terminal."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)), *renderables]
+
+
+@cache
+def wiping() -> None:
+    """For a process whose parent shows a bar of one line on the same terminal: what it prints from now on takes the
+    bar's line, and the bar comes back below it."""
+    shared().push_render_hook(_Wiped())
+
+
+def print_plain(console: Console, text: str, by_words: bool = False) -> None:
+    """The text as it is: no markup, no emoji. Without `by_words` no line break of ours, with it none inside
+    a word, however long: a path stays whole."""
+    if by_words:
+        lines = (wrap(line, console.width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+        text = "\n".join("\n".join(line) for line in lines)
+    console.print(Text(text), soft_wrap=True)
+
+
+def shown_command(*words: object) -> str:
+    """Return a command of ours as it is typed: gnmr and these words."""
+    return shlex.join(["gnmr", *map(str, words)])
+
+
+def activation() -> list[str]:
+    """Return the line that has to come before a command of ours is typed; none where a shell finds it already."""
+    script = Path(sys.prefix, "bin", "activate")
+    if which("gnmr") or sys.prefix == sys.base_prefix or not script.exists():
+        return []
+    with suppress(ValueError, OSError):  # not below the working folder, or that is gone
+        script = script.relative_to(Path.cwd())
+    return [f"first: source {shlex.quote(str(script))}"]
+
+
+def for_tables() -> Terminal:
+    """Standard output; 100 columns wide where it is no terminal."""
+    return Terminal(width=None if sys.stdout.isatty() else 100)
+
+
+def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
+    """The items, with a progress bar on standard error while that is a terminal; `total` of them, where they have no
+    length."""
+    console = Console(stderr=True)
+    return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,104 @@
+"""What a controller refuses when it is made: each ValueError says in one line what would be right."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from gnmr.control.evidence import missing
+from gnmr.control.norms import UnitNorms
+from gnmr.control.observed import OutputGradients
+from gnmr.control.policy import Budget
+from gnmr.control.ranks import Ranks
+from gnmr.control.signals.base import Signal
+from gnmr.control.spec import NO_CAP
+from gnmr.control.units import Unit
+from gnmr.errors import users_level
+
+_OF_OWN_GRADIENTS = ("micro_square",)
+"""Evidence of what several processes hand out the mean of."""
+
+
+def check_ranks(
+    ranks: Ranks | None, units: Sequence[Unit], needs: Collection[str], norms: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    """ValueError where ranks would choose different units: each decides for itself, from sums that must be equal."""
+    sharded = [unit.name for unit in units if any(hasattr(p, "device_mesh") for p in unit.parameters)]
+    if sharded and ranks is None:
+        raise ValueError(
+            f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
+            "controller ranks=gnmr.distributed.reduce.Ranks(), as gnmr.attach does"
+        )
+    if ranks is None or ranks.size == 1:
+        return
+    if not ranks.tells_own and (wrong := [name for name in needs if name in _OF_OWN_GRADIENTS]):
+        raise ValueError(
+            f"{', '.join(wrong)}: needs each micro-batch's own gradient, and {ranks.size} processes have the mean of "
+            "theirs alone; use a signal of gradient norms, "
+            "of the paths' errors or of their prices (docs/distributed.md)"
+        )
+    if not isinstance(norms, (UnitNorms, OutputGradients)):
+        raise ValueError(
+            f"norms: of one's own are those of one process, here are {ranks.size}; reduce them, and hand "
+            "them to observe()"
+        )
+
+
+def unit_names(units: Sequence[Unit]) -> list[str]:
+    """The units' ids. ValueError where there are none, or two are the same."""
+    if not units:
+        raise ValueError("no units: there is nothing to control")
+    names = [unit.name for unit in units]
+    if len(set(names)) < len(names):
+        raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
+    return names
+
+
+def check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], foreign_norms: bool) -> None:
+    """ValueError for a signal whose parts do not fit together, and for evidence that cannot be had."""
+    if len(signal.thresholds(1)) != len(signal.columns):
+        raise ValueError(
+            f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
+            f"{', '.join(signal.columns) or 'none'}: one each"
+        )
+    missing(needs, ())  # refuses unknown names
+    if foreign_norms and "micro_square" in needs:
+        raise ValueError(
+            "micro_square is of the gradients of the units' parameters, and the norms are of others "
+            "(observe='input_grad'): use another signal"
+        )
+    if taken := {"norm", "observed", "risk", "active", "lock", "step", "unit"} & {*signal.columns, *record}:
+        raise ValueError(f"{', '.join(sorted(taken))}: recorded in every run; name columns and evidence otherwise")
+
+
+def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
+    """Warns of a cap that caps nothing."""
+    num_recoverable = sum(unit.recoverable for unit in units)
+    if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
+        warnings.warn(
+            f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
+            "paper a quarter of them)",
+            stacklevel=users_level(),
+        )
+
+
+def budget_left(
+    units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float, device: torch.device
+) -> Budget:
+    """The budget of `Controller`. ValueError for costs without sense, and where nothing is left of it."""
+    costs = [float(unit.cost) for unit in units]
+    if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
+        raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
+    every = sum(costs) if whole_cost is None else whole_cost
+    if not every > 0:
+        raise ValueError(f"budget={share:g}: no unit costs anything")
+    routed = [cost / every for unit, cost in zip(units, costs, strict=True) if unit.recoverable]
+    left = share - pinned
+    if routed and left * (1 + 1e-9) < min(routed):
+        pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
+        raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
+    return Budget.of(left, [cost / every for cost in costs], device)

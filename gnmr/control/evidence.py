@@ -1,0 +1,230 @@
+"""What a step can show of its units besides their gradient norms; a signal names what it needs, and only that is made.
+
+Evidence of one step is a mapping from name to a tensor over the U units, (U,) float64 on their device; `observed` is
+bool. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gnmr.control.norms import Distinct, to_device, waits_for_nothing
+from gnmr.control.ranks import Ranks
+from gnmr.control.units import Unit
+
+EVIDENCE: dict[str, str] = {
+    "norm": "2-norm of the unit's gradient after accumulation, before clipping; always there",
+    "observed": "the unit had a gradient in this step, and not one of exact zeros (bool); always there",
+    "micro_square": "mean over the step's micro-batches of the squared norm of that micro-batch's own gradient",
+    "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
+    "error of the weight gradient; of a recipe that casts grad_output the same of that operand besides",
+    "gap_recovery": "the same with the recovery path's Q",
+    "gap_exact": "squared distance of the weight gradients that both paths make of this grad_output: true_gap where "
+    "the paths differ in the weight gradient alone",
+    "underflow": "share of the x != 0 that the low-cost path turns into 0; of a recipe the forward pass's cast",
+    "mse": "mean of (x - Q(x))^2 on the low-cost path; of a recipe the forward pass's cast",
+    "price": "what recovery saves: price_fprop - price_fprop_recovery, nats, where a path casts what fprop reads; "
+    "elsewhere the squared error that it takes off the weight gradient, as a share of all units' squared gradient",
+    "price_fprop": "by how much the loss is higher because fprop is on the low-cost path, nats, by the empirical "
+    "Fisher matrix; the sum of the unit's operators",
+    "price_dgrad": "||d||^2 / ||g||^2 of the gradient that dgrad hands on from the low-cost path; the operators' mean",
+    "price_wgrad": "the same of the weight gradient, of the measured tokens",
+    "price_fprop_recovery": "price_fprop of the recovery path",
+    "price_dgrad_recovery": "price_dgrad of the recovery path",
+    "price_wgrad_recovery": "price_wgrad of the recovery path",
+    "input_std": "standard deviation of the elements of the unit's input",
+    "weight_std": "standard deviation of the elements of the unit's weights",
+    "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's bias-corrected second moment before the "
+    "step; 0 in the first",
+    "update_norm": "2-norm of the update that the optimizer applied in this step",
+    "true_gap": "squared distance of the gradients of both paths, run on the same batch",
+}
+PATH_EVIDENCE = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
+"""What the paths themselves measure; of the low-cost path, whichever path the unit ran on."""
+PRICE_EVIDENCE = (
+    "price",
+    *(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in ("fprop", "dgrad", "wgrad")),
+)
+"""What price meters measure of the paths; of both, whichever path the unit ran on."""
+SPIKE = 5000.0
+"""g^2 over Adam's second moment from which a coordinate spikes (SPAM, arXiv 2501.06842)."""
+
+
+def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The needs that are not given. ValueError for a name that is no evidence at all."""
+    for name in needs:
+        if name not in EVIDENCE:
+            raise ValueError(f"evidence {name!r} is not known: use one of {', '.join(EVIDENCE)}")
+    return [name for name in needs if name not in given]
+
+
+def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the evidence in which a unit whose gradient is exactly 0 is a unit without a gradient.
+
+    Whether a module that did not run leaves zeros or None depends on `zero_grad(set_to_none=...)`, on empty batches,
+    masked labels and on how processes reduce, and says nothing of the unit. What was measured of it in passing is 0 as
+    well; `weight_std` is measured without a gradient. Does not wait for the device.
+    """
+    norm, observed = evidence["norm"], evidence["observed"]
+    there = norm != 0  # NaN is there
+    if waits_for_nothing(there) and bool(there.all()):
+        return evidence
+    zeros = observed & ~there
+    return {
+        name: values if name in ("norm", "weight_std") else values.masked_fill(zeros, 0)
+        for name, values in evidence.items()
+    }
+
+
+class MicroNorms:
+    """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of them."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._distinct = Distinct(unit.parameters for unit in units)
+        self._groups = self._distinct.groups
+        self._before: list[list[Tensor | None]] = [[None] * len(group) for group in self._groups]
+        self._sum: Tensor | None = None
+        self._weighted = False
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
+        """Call it after each micro-batch's backward pass. `fraction`: the part of the step's mean loss that it ran on;
+        None: as much as the others. `gradients`: this process's own by the parameter's id, where what the parameters
+        have by now is the mean of several processes."""
+        squares = []
+        for group, before in zip(self._groups, self._before, strict=True):
+            square = torch.zeros((), dtype=torch.float64, device=group[0].device)
+            for i, parameter in enumerate(group):
+                gradient = parameter.grad if gradients is None else gradients.get(id(parameter))
+                if gradient is None:
+                    continue
+                earlier = before[i]
+                own = gradient.float() if earlier is None else gradient.float() - earlier.float()
+                square = square + own.square().sum(dtype=torch.float64)
+                before[i] = gradient.clone()
+            squares.append(square if fraction is None else square / fraction**2)
+        now = torch.stack(squares)
+        self._weighted = fraction is not None
+        self._sum = now if self._sum is None else self._sum + now
+        self.count += 1
+
+    def parts(self) -> Tensor:
+        """(U + 1,): what this process adds to the sum of all, and its number of micro-batches; a new step begins. All
+        were added with their `fraction`."""
+        total, count = self._sum, float(self.count)
+        assert total is not None and self._weighted
+        self.reset()
+        return torch.cat([self._distinct.of_each(total), torch.full_like(total[:1], count)])
+
+    def take(self) -> Tensor:
+        """(U,): the step's mean, and a new step begins. ValueError where fewer than two micro-batches were added."""
+        count, total = self.count, self._sum
+        self.reset()
+        if count < 2 or total is None:
+            raise ValueError(
+                f"micro_square needs two or more micro-batches a step, {count} came: call micro_step() after each "
+                "backward"
+            )
+        # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
+        return self._distinct.of_each(total / count if self._weighted else total * count)
+
+    def reset(self) -> None:
+        """Forgets the micro-batches since the last `take`."""
+        self._before = [[None] * len(group) for group in self._groups]
+        self._sum, self.count = None, 0
+
+
+def of_shards(groups: Sequence[Sequence[Tensor]], ranks: Ranks | None) -> Ranks | None:
+    """`ranks` where they hold parts of these parameters."""
+    return ranks if ranks is not None and any(ranks.is_sharded(p) for group in groups for p in group) else None
+
+
+def part_of(x: Tensor, of: Tensor, ranks: Ranks | None) -> Tensor:
+    """What this rank adds of `x`, a tensor of the parameter `of`: its part, nothing where another adds the same one."""
+    if ranks is None:
+        return x
+    own = ranks.local(x)
+    return own if ranks.counts(of) else own.flatten()[:0]
+
+
+def summed(values: Tensor, ranks: Ranks | None) -> Tensor:
+    """Over ranks: one collective."""
+    return values if ranks is None else ranks.sum({"values": values})["values"]
+
+
+class UpdateNorms:
+    """Norms of what the optimizer does to the units' parameters. Keeps one copy of them over its step."""
+
+    def __init__(self, units: Sequence[Unit], ranks: Ranks | None = None) -> None:
+        """`ranks`: those that may hold parts of them; norms are then summed over ranks, a collective more."""
+        self._distinct = Distinct(unit.parameters for unit in units)
+        self._groups = self._distinct.groups
+        self._ranks = of_shards(self._groups, ranks)
+        self._before: list[list[Tensor]] = []
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Call right before the optimizer steps: keeps a copy of all units' parameters."""
+        self._before = [[part_of(p.detach(), p, self._ranks).clone() for p in group] for group in self._groups]
+
+    @torch.no_grad()
+    def after(self) -> Tensor:
+        """(U,): norms of the difference to `before`."""
+        found = []
+        for group, before in zip(self._groups, self._before, strict=True):
+            squares = [
+                (part_of(p, p, self._ranks).float() - q.float()).square().sum(dtype=torch.float64)
+                for p, q in zip(group, before, strict=True)
+            ]
+            found.append(torch.stack(squares).sum())
+        self._before = []
+        return self._distinct.of_each(summed(torch.stack(found), self._ranks).sqrt())
+
+
+@torch.no_grad()
+def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
+    """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all).
+
+    `ranks`: those that may hold parts of them; sums and squares go over ranks then, in a collective of their own.
+    """
+    distinct = Distinct(unit.parameters for unit in units)
+    weights = [[p for p in group if p.ndim >= 2] or list(group) for group in distinct.groups]
+    if (holders := of_shards(weights, ranks)) is None:
+        elements = [torch.cat([p.detach().float().flatten() for p in group]) for group in weights]
+        return distinct.of_each(torch.stack([one.std(correction=0).double() for one in elements]))
+    sums = []
+    for group in weights:
+        own = torch.cat([part_of(p.detach(), p, holders).double().flatten() for p in group])
+        sums.append(torch.stack([own.sum(), own.square().sum()]))
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64)
+    mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
+    return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())
+
+
+@torch.no_grad()
+def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Tensor:
+    """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients.
+
+    `ranks`: those that may hold parts of the parameters; counts go over ranks then, in a collective of their own.
+    """
+    betas = {p: group["betas"][1] for group in optimizer.param_groups for p in group["params"] if "betas" in group}
+    counts, distinct = [], Distinct(unit.parameters for unit in units)
+    holders = of_shards(distinct.groups, ranks)
+    for group in distinct.groups:
+        spikes = torch.zeros((), dtype=torch.float64, device=group[0].device)
+        for parameter in group:
+            state = optimizer.state.get(parameter, {})
+            second = state.get("exp_avg_sq")
+            if second is None or parameter.grad is None:
+                continue
+            second, gradient = (part_of(one, parameter, holders) for one in (second, parameter.grad))
+            # Without the correction every coordinate of the first steps is a spike: v starts at 0.
+            corrected = second.float() / (1 - betas[parameter] ** state["step"])
+            spikes = spikes + (gradient.float().square() > SPIKE * corrected).sum()
+        counts.append(spikes)
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in distinct.groups], dtype=torch.float64)
+    return distinct.of_each(summed(torch.stack(counts), holders) / to_device(numbers, counts[0].device))

@@ -1,0 +1,274 @@
+"""What a signal is, and what most of them share.
+
+A signal turns what a step shows of every unit, its evidence, into one number per unit, the risk R; a unit is over
+threshold where R > 1. `Signal` is all that the controller and the policy know of one. Of the classes below it, one is
+of use to nearly every signal: `SignalBase` (state, options, from columns to risk), `LevelSignal` (a value against a
+fixed level), `RatioSignal` (a value against its own past), `BlindSignal` (a choice that reads no evidence).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gnmr.control.signals.history import LARGEST, Stateful, all_finite, make_history
+from gnmr.control.thresholds import Threshold, at, check
+from gnmr.control.units import Unit
+from gnmr.errors import users_level
+
+Evidence: TypeAlias = Mapping[str, Tensor]
+"""Of one step: (U,) float64 each, `observed` (U,) bool, on the units' device. `norm` and `observed` are always there,
+the rest where a signal's `needs` names it (gnmr.control.evidence says what each is)."""
+
+TINY: float = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a signal is told of the run before it starts."""
+
+    names: tuple[str, ...]
+    """Unit ids, in unit order."""
+    cost: tuple[float, ...]
+    """Extra bytes a token on the recovery path (Eq. 5); 1.0 each where unknown."""
+    device: torch.device
+    max_o: int = 4
+    steps: int | None = None
+    """Length of the run, None where unknown."""
+    seed: int = 0
+    hold: int = 1
+    """Steps for which a chosen set stays in force."""
+    spend: tuple[float, ...] | None = None
+    """What each unit takes of the budget; None: there is none."""
+
+    def __post_init__(self) -> None:
+        if len(self.cost) != len(self.names):
+            raise ValueError(f"cost has {len(self.cost)} entries for {len(self.names)} units")
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
+        """What there is to tell of these units."""
+        names = tuple(unit.name for unit in units)
+        cost = tuple(unit.cost if unit.extra_bytes is None else unit.extra_bytes for unit in units)
+        return cls(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
+
+
+class Signal(Protocol):
+    """What a controller asks of a signal. All tensors are (U,), float64, on the units' device."""
+
+    columns: tuple[str, ...]
+    """Names of the statistics behind the risk, in the order in which `observe` returns them."""
+    needs: tuple[str, ...]
+    """Names of the evidence it reads besides norm and observed."""
+
+    def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Risk of step `step` (from 1) and the columns behind it; updates the history. Must not wait for the device.
+
+        The risk is 0 or more and never NaN. A non-finite norm must give risk Inf (unless the signal reads no evidence
+        at all) and must not enter the history; the risk of an unobserved unit is not read, and its history must stay as
+        it is.
+        """
+        ...
+
+    def thresholds(self, step: int) -> tuple[float | None, ...]:
+        """Threshold of each column at that step; None where the column does not trigger."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that later risks depend on."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continues where `state_dict` was taken; ValueError where it is another signal's."""
+        ...
+
+
+class SignalBase(Stateful):
+    """State (`Stateful.kept`) and the way from columns to risk.
+
+    A subclass sets `columns`, `needs` and `kept`, takes `(context, *, option=default, ...)`, sets `threshold` (or
+    overrides `thresholds`) and returns `self.verdict(...)` from `observe`.
+    """
+
+    columns: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    least = 0.0
+    """Least risk of a unit. Above 0 where a column is often exactly 0, so that ranking always finds max_o units."""
+    threshold: Threshold
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.num_units = len(context.names)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Name and default of each option that the constructor takes."""
+        parameters = inspect.signature(cls).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def reads(self, step: int) -> bool:
+        """Whether `observe` looks at what `needs` names in that step; where not, nobody has to measure it."""
+        return True
+
+    def thresholds(self, step: int) -> tuple[float | None, ...]:
+        return (at(self.threshold, step),)
+
+    def verdict(
+        self, evidence: Evidence, step: int, *columns: Tensor, finite: bool | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What `observe` returns: R = max of column / threshold; Inf where the norm or a column is not finite.
+
+        `finite`: `all_finite` of the norms, where it was asked before."""
+        norm = evidence["norm"]
+        sound = None if (all_finite(norm) if finite is None else finite) else norm.isfinite()
+        if sound is not None:
+            columns = tuple(torch.where(sound, column, norm) for column in columns)
+        pairs = zip(columns, self.thresholds(step), strict=True)
+        risks = [column / threshold for column, threshold in pairs if threshold is not None]
+        risk = reduce(torch.maximum, risks).clamp(min=self.least) if risks else torch.full_like(norm, self.least)
+        if sound is None:
+            return risk if all_finite(risk) else torch.where(risk.isnan(), torch.inf, risk), columns
+        return torch.where(sound & ~risk.isnan(), risk, torch.inf), columns
+
+
+class LevelSignal(SignalBase):
+    """A value against a fixed level: R = value / threshold, with no memory."""
+
+    least = TINY
+
+    def __init__(self, context: Context, threshold: Threshold) -> None:
+        super().__init__(context)
+        self.threshold = checked_threshold(threshold)
+
+
+class RatioSignal(SignalBase):
+    """A value against its own past: ratio = value / (mean of the past + eps), 1 while there is no past.
+
+    With `two_sided` the column is max(ratio, mean / (value + eps)), so that a value that collapses counts like one that
+    grows as many times; a value of exactly 0 gives mean / eps, large and finite.
+    """
+
+    kept: tuple[str, ...] = ("history",)
+
+    def __init__(
+        self,
+        context: Context,
+        history: str,
+        decay: float,
+        window: int,
+        two_sided: bool = False,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(context)
+        if not isinstance(two_sided, bool):
+            raise ValueError(f"two_sided={two_sided!r}: must be true or false")
+        self.two_sided, self.eps = two_sided, positive(eps, "eps")
+        self.history = make_history(history, self.num_units, context.device, decay, window)
+
+    def compare(self, value: Tensor, seen: Tensor, remembered: Tensor | None = None) -> Tensor:
+        """The column of this step; then `value` (or `remembered` in its place) enters the history of the units `seen`.
+
+        A value that is not finite comes back as it is and does not enter; units not `seen` have 1.
+        """
+        mean = self.history.mean
+        known = (mean != 0) & seen
+        column = ratio(value, mean, known, self.eps)
+        if self.two_sided:
+            column = torch.maximum(column, ratio(mean, value, known, self.eps))
+        if not all_finite(value):
+            seen = seen & value.isfinite()
+        self.history.update(value if remembered is None else remembered, seen)
+        return column
+
+
+class BlindSignal(SignalBase):
+    """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
+
+    A chosen unit has a risk above 1, every other one 0. `share` None chooses in every step. Otherwise the choice is
+    switched on in as many of the choices as give that mean share of unit-steps with R > 1, spread evenly; it depends on
+    the step number alone. A share above what the choice can give warns and is that.
+    """
+
+    def __init__(self, context: Context, share: float | None, most: float, what: str) -> None:
+        """`most`: the share of unit-steps where it chooses in every step; `what` says why, for the warning."""
+        super().__init__(context)
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
+        ):
+            raise ValueError(f"share={share!r}: must lie between 0 and 1, or be null for as much as there is")
+        if share is not None and share > most * (1 + 1e-6):
+            text = f"share is above {most:.4g}, the most that {what} gives: it caps there"
+            warnings.warn(text, stacklevel=users_level())
+        self.rate = 1.0 if share is None else min(share / most, 1.0)
+        """Part of the choices in which it chooses anything."""
+
+    def turn(self, step: int) -> int:
+        """Number of the choice that is made in that step, from 1; the steps in which a set is held have their own's."""
+        return (step - 1) // self.context.hold + 1
+
+    def falls_due(self, step: int, rate: float) -> int:
+        """How much of a steady stream of `rate` a choice falls due in the one of that step, in whole numbers."""
+        turn = self.turn(step)
+        return due(turn, rate) - due(turn - 1, rate)
+
+    def thresholds(self, step: int) -> tuple[float | None, ...]:
+        return (None,) * len(self.columns)
+
+
+def due(step: int, rate: float) -> int:
+    """How much of a steady stream of `rate` a step has come by the end of step (or choice) `step`, in whole numbers."""
+    return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
+
+
+def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:
+    """value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is.
+
+    `finite`: `all_finite` of the values, where it was asked before."""
+    # Clamped: a ratio of finite numbers may leave float64, and Inf is kept for what is not finite.
+    over = torch.where(known, (value / (level + eps)).clamp(max=LARGEST), 1.0)
+    if all_finite(value) if finite is None else finite:
+        return over
+    return torch.where(value.isfinite(), over, value)
+
+
+def seen(evidence: Evidence) -> Tensor:
+    """(U,) bool: units whose evidence of this step may enter a history."""
+    norm, observed = evidence["norm"], evidence["observed"]
+    return observed if all_finite(norm) else observed & norm.isfinite()
+
+
+def checked_threshold(threshold: Threshold) -> Threshold:
+    """The threshold; ValueError unless it is a positive number or a `TwoStage`."""
+    if threshold is None:
+        raise ValueError("threshold=None: must be a positive number")
+    check(threshold, "threshold")
+    return threshold
+
+
+def positive(value: float, name: str) -> float:
+    """The value; ValueError naming the option unless it is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: must be a positive number")
+    return value
+
+
+def fraction_of(value: float, name: str) -> float:
+    """The value; ValueError naming the option unless it is a number above 0, at most 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r}: must be a share above 0, at most 1")
+    return value
+
+
+def whole(value: int, name: str, least: int = 1) -> int:
+    """The value; ValueError naming the option unless it is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+    return value

@@ -1,0 +1,74 @@
+"""A cheap stand-in for the size of a block's Jacobian: weights' spread over that of what they read.
+
+The upper bounds of a Transformer sub-layer's Jacobian are, up to factors that the widths alone fix,
+
+    MLP         std(W_up) std(W_down) / std(x')        x': input of up_proj       factor (sqrt(d) + sqrt(d_ff))^2
+    attention   std(W_o) / std(x)                      x: input of q_proj         factor 2 sqrt(d) c
+
+Every unit has the value of the sub-layer that it belongs to, and is compared with its own past, in which those factors
+cancel: they are left out.
+
+    ratio[t] = value[t] / (H[t-1] + eps)          R = ratio / threshold          H: moving mean of the value
+
+Units are grouped by what their names have in front of the last dot: with a q_proj and an o_proj it is an attention,
+with an up_proj and a down_proj an MLP. A unit of neither kind stands for itself, std(W) / std(x): a unit of several
+operators too (a block, a layer, an expert), with the deviations of all their weights and of all their inputs.
+
+Source: the bounds are of arXiv 2312.16903; the stand-in and the decay are ours, and arXiv 2606.00539 ranks such a proxy
+without a threshold (table 11). Needs weight_std (a pass over the weights) and input_std (a pass over the inputs).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnmr.control.signals.base import Context, Evidence, RatioSignal, checked_threshold, seen
+from gnmr.control.thresholds import Threshold
+
+
+class Jacobian(RatioSignal):
+    """The value above over its own past; the weights change slowly, so most of it is the input's spread."""
+
+    columns = ("jacobian_ratio",)
+    needs = ("weight_std", "input_std")
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        threshold: Threshold = 1.05,
+        history: str = "ema",
+        decay: float = 0.99,
+        window: int = 100,
+        two_sided: bool = False,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(context, history, decay, window, two_sided, eps)
+        self.threshold = checked_threshold(threshold)
+        first, second, read = zip(*_sources(context.names), strict=True)
+        self._first, self._second, self._read = (torch.tensor(i, device=context.device) for i in (first, second, read))
+
+    def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Signal.observe`; the column is the ratio. Does not wait for the device."""
+        weight, spread = evidence["weight_std"], evidence["input_std"][self._read]
+        with_one = torch.cat([weight, weight.new_ones(1)])
+        value = with_one[self._first] * with_one[self._second] / (spread + self.eps)
+        # A spread of 0 is a group that nothing ran through.
+        return self.verdict(evidence, step, self.compare(value, seen(evidence) & (spread != 0)))
+
+
+def _sources(names: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    """Of each unit the places of its value's two weights (the second may be that of a 1 behind the last) and input."""
+    place, one = {name: i for i, name in enumerate(names)}, len(names)
+    sources = []
+    for i, name in enumerate(names):
+        parent = name[: name.rfind(".") + 1]
+        q, o, up, down = (place.get(parent + part) for part in ("q_proj", "o_proj", "up_proj", "down_proj"))
+        if q is not None and o is not None:
+            sources.append((o, one, q))
+        elif up is not None and down is not None:
+            sources.append((up, down, up))
+        else:
+            sources.append((i, one, i))
+    return sources

@@ -1,0 +1,102 @@
+"""What lasts and what passes, from one measurement: a slow mean of the logarithm is the pin, its excess a transient.
+
+With v_b the unit's `evidence` (nats that recovery saves, or any other that is 0 or more) where it is measured
+
+    m_b    slow mean of log v_b, each value cut at m_b + log up           the level that lasts
+    on_b   from v_b > up * exp m_b on, until v_b < down * exp m_b         a transient, with hysteresis
+    pin_b  exp m_b when pins were last chosen, every few hundred steps; min(v_b, exp m_b) when a transient ended
+    R_b    max(pin_b, v_b while on_b) / threshold
+
+So max_o or the budget is filled with the units whose level is highest, by cost where there is one, and a transient
+takes the place of the cheapest pin at the first measurement that shows it, if it is worth more. As both are in the unit
+of the evidence, nothing has to be set aside for either. A rise that stays is followed: the cut mean grows by at most
+log up times 1 - decay a measurement, and when it has caught up the transient ends as a pin.
+
+Source: ours. Of the log price's variance 96 % was between units (docs/price.md): a pin has most of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gnmr.control.evidence import EVIDENCE
+from gnmr.control.signals.base import Context, Evidence, LevelSignal, positive, seen, whole
+from gnmr.control.signals.history import make_history
+from gnmr.control.thresholds import Threshold
+
+
+class PinExcess(LevelSignal):
+    """Pins and transients of one piece of evidence, against `threshold` in its unit.
+
+    `every`: it is measured in the steps 1, 1 + every, ... `pin_every`: steps between two choices of pins; before the
+    first are over they are chosen after 1, 2, 4, ... measurements too. `decay`: of the mean over measurements. `up`,
+    `down`: factors over the level where a transient begins and ends; `up` infinite: pins alone. A value that is not
+    finite is risk Inf in its step and enters nothing; one of 0 has no logarithm and enters no mean.
+    """
+
+    columns = ("pin", "transient")
+    kept = ("history", "pin", "value", "on")
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        evidence: str = "price",
+        threshold: Threshold = 1e-3,
+        every: int = 5,
+        pin_every: int = 200,
+        decay: float = 0.95,
+        up: float = 4.0,
+        down: float = 1.25,
+    ) -> None:
+        super().__init__(context, threshold)
+        if evidence not in EVIDENCE:
+            raise ValueError(f"evidence={evidence!r}: use one of {', '.join(EVIDENCE)}")
+        self.evidence, self.needs = evidence, (evidence,)
+        self.every, self.pin_every = whole(every, "every"), whole(pin_every, "pin_every")
+        self.up, self.down = up if up == math.inf else positive(up, "up"), positive(down, "down")
+        if self.up < 1:
+            raise ValueError(f"up={up!r}: must be 1 or more")
+        if not 1 <= self.down <= self.up:
+            raise ValueError(f"down={down!r}: must lie between 1 and up={up!r}")
+        self.history = make_history("ema", self.num_units, context.device, decay, window=1)
+        self.pin = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)
+        self.value = torch.zeros_like(self.pin)  # the last one
+        self.on = torch.zeros_like(self.pin, dtype=torch.bool)
+
+    def reads(self, step: int) -> bool:
+        return (step - 1) % self.every == 0
+
+    def thresholds(self, step: int) -> tuple[float | None, ...]:
+        return super().thresholds(step) * 2
+
+    def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Signal.observe`. Does not wait for the device."""
+        passing = torch.where(self.on, self.value, 0.0)
+        if self.reads(step):
+            now = evidence[self.evidence]
+            entered = seen(evidence) & now.isfinite()
+            known = entered & (self.history.count > 0)
+            level = self.history.mean.exp()
+            stays = (now > self.up * level) | (self.on & (now >= self.down * level))
+            self.pin = torch.where(known & self.on & ~stays, torch.minimum(now, level), self.pin)
+            self.on = torch.where(known, stays, self.on)
+            self.value = torch.where(entered, now, self.value)
+            logarithm = now.clamp(min=torch.finfo(torch.float64).tiny).log()
+            cut = torch.minimum(logarithm, self.history.mean + math.log(self.up))
+            self.history.update(torch.where(known, cut, logarithm), entered & (now > 0))
+            if self._chooses(step):
+                self.pin = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
+            passing = torch.where(self.on, self.value, 0.0)
+            passing = torch.where(now.isfinite() | ~evidence["observed"], passing, now)
+        return self.verdict(evidence, step, self.pin, passing)
+
+    def _chooses(self, step: int) -> bool:
+        """Whether pins are chosen in this step, of those that are measured."""
+        done = step - 1
+        number = done // self.every
+        early = done < self.pin_every and number & (number - 1) == 0
+        return early or done // self.pin_every > (done - self.every) // self.pin_every

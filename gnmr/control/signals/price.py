@@ -1,0 +1,60 @@
+"""What recovering a unit saves, in nats of the loss now: the price of its low path less that of its recovery path.
+
+    price = geometric mean of the last prices (exponential, `decay`)      R = price / threshold
+
+The price of a step is measured on few tokens, a handful of which make most of it: a plain mean would follow one batch
+for ten measurements. What it is the price of changes slowly. Where no path casts what fprop reads it is the squared
+error that recovery takes off the weight gradient, as a share of the squared gradient of all units: a number to rank by,
+and no nats.
+
+Source: ours; docs/price.md derives it, names prior art and holds it against the true increase of the loss. Needs
+price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one in `every`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnmr.control.signals.base import Context, Evidence, LevelSignal, seen, whole
+from gnmr.control.signals.history import make_history
+from gnmr.control.thresholds import Threshold
+
+
+class Price(LevelSignal):
+    """The mean price against a level, `threshold` nats.
+
+    Prices are measured in the first `early` steps, so that the first choices are no matter of luck, and then in one in
+    `every`. `decay`: of the mean over measurements. A price that is not finite is risk Inf in its step; it, and one of
+    0 or less, which has no logarithm, do not enter the mean.
+    """
+
+    columns = ("price",)
+    needs = ("price",)
+    kept = ("history",)
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        threshold: Threshold = 1e-3,
+        early: int = 10,
+        every: int = 20,
+        decay: float = 0.9,
+    ) -> None:
+        super().__init__(context, threshold)
+        self.early, self.every = whole(early, "early"), whole(every, "every")
+        self.history = make_history("ema", self.num_units, context.device, decay, window=1)
+
+    def reads(self, step: int) -> bool:
+        return step <= self.early or (step - 1) % self.every == 0
+
+    def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Signal.observe`. Does not wait for the device."""
+        now = evidence["price"] if self.reads(step) else None
+        if now is not None:
+            self.history.update(now.log(), seen(evidence))
+        price = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
+        if now is not None:
+            price = torch.where(now.isfinite() | ~evidence["observed"], price, now)
+        return self.verdict(evidence, step, price)

@@ -1,0 +1,224 @@
+"""A diagnosis as tables for the terminal, and as one page of HTML that loads nothing.
+
+A cell's shade, a character and a colour, says how much of the largest in its column it is: █ half and more, ▓ a fifth,
+▒ a twentieth, ░ less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from gnmr.console import NARROW
+from gnmr.doctor.diagnosis import LABELS, Diagnosis, Measured, Row, nats
+from gnmr.doctor.knapsack import Choice
+from gnmr.errors import printable
+from gnmr.names import GEMMS
+
+_SHADES = " ░▒▓█"
+_STEPS = (0.05, 0.2, 0.5)
+_STYLES = ("dim", "blue", "cyan", "yellow", "bold red")
+ALL_COLUMNS = 100
+"""Columns of a terminal from which all of the table's are shown."""
+SHOWN = 30
+"""Operators of a table on the terminal."""
+
+
+def shade(value: float, largest: float) -> int:
+    """0 (nothing) to 4."""
+    if not value > 0:
+        return 0
+    return 1 + sum(value >= step * largest for step in _STEPS)
+
+
+_HEADINGS = ("fprop", "± 95 %", "share", "input", "weight", "dgrad", "wgrad", "kept")
+
+
+def _columns(width: int) -> tuple[str, ...]:
+    """Which of the columns a terminal has room for beside whole names; what is left out is in diagnosis.json."""
+    if width < NARROW:
+        return "fprop", "kept"
+    return _HEADINGS if width >= ALL_COLUMNS else ("fprop", "share", "dgrad", "wgrad", "kept")
+
+
+def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]], width: int = ALL_COLUMNS) -> Table:
+    """Operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●. width:
+    columns of the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("operator", overflow="fold")
+    shown = _columns(width)
+    for heading in shown:
+        table.add_column(heading, justify="left" if heading == "kept" else "right", no_wrap=True)
+    by_gemm = {gemm: {row.operator: row for row in found.rows if row.gemm == gemm} for gemm in GEMMS}
+    largest = _largest(found)
+    start = "model." if all(name.startswith("model.") for name in found.operators) else ""
+    for row in found.worst[:SHOWN]:
+        cells = [_shaded(by_gemm[gemm][row.operator], largest[gemm]) for gemm in ("dgrad", "wgrad")]
+        told: tuple[Text | str, ...] = (
+            _shaded(row, largest["fprop"]),
+            _short((row.interval[1] - row.interval[0]) / 2),
+            _share(found.saved[row.operator, "fprop"], found.total),
+            _short(row.input or 0.0),
+            _short(row.weight or 0.0),
+            *cells,
+            "●" if (own := list(kept.get(row.operator, ()))) == ["fprop"] else ",".join(own),
+        )
+        by_heading = dict(zip(_HEADINGS, told, strict=True))
+        table.add_row(Text(printable(row.operator.removeprefix(start))), *(by_heading[name] for name in shown))
+    return table
+
+
+def choices_table(found: Diagnosis, width: int = ALL_COLUMNS) -> Table:
+    """What the plan and the usual guesses leave at the same cost; in a narrow terminal without that of whole
+    operators."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("fprop in 16 bits", no_wrap=True)
+    headings = ("of the GEMM time", "price left", "measured", "whole operators: price left")
+    shown = headings[1:3] if width < NARROW else headings
+    for heading in shown:
+        table.add_column(heading, justify="right")
+    for name, alone, whole in _choices(found):
+        left = found.left.get(name)
+        cells = [f"{_mean(one.share for one in alone):.1%}", nats(_mean(one.after for one in alone))]
+        last = nats(_mean(one.after for one in whole)) if whole else "-"
+        told = (*cells, "-" if left is None else nats(left), last)
+        table.add_row(LABELS[name], *(cell for head, cell in zip(headings, told, strict=True) if head in shown))
+    return table
+
+
+def totals(found: Diagnosis) -> list[str]:
+    """Lines below the tables."""
+    lines = [f"measured: {_measured(found.measured, found)}"]
+    if found.held_out is not None:
+        lines.append("; ".join([f"held out: {_measured(found.held_out, found)}", *filter(None, [found.rival()])]))
+    factor = found.calibration
+    of_all = "" if factor is None else f"; measured is {factor:.3g} times that"
+    if factor is not None and not found.pins:
+        of_all += ", and so is what is expected of the plan"
+    lines.append(f"prices add up to {nats(found.total)} nats{of_all}")
+    noise, above = found.measured.noise, len(found.above_noise)
+    lines.append(
+        f"by itself above what a loss on these batches could show, {nats(noise)} nats: fprop of {above} operators"
+    )
+    stable = found.stability()
+    halves = f"the order of one half of the batches and the other: Spearman {stable.halves:.2f}"
+    if not found.pins:
+        halves += f"; the top {stable.top} by price per cost are the same in {stable.same:.0%} of bootstrap draws"
+    lines.append(halves)
+    for gemm in ("dgrad", "wgrad"):
+        worst = [row for row in found.worst_gradients(gemm)[:3] if row.value > 0]
+        told = ", ".join(f"{row.operator} {_short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
+        lines.append(f"largest relative squared errors of {gemm}: {told or 'none'}")
+    return [*lines, *found.left_out()]
+
+
+def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
+    """The page: verdict, heat map of operators x GEMMs in the model's order, choices, totals, where it comes from."""
+    kept = found.pins or found.choice().pins
+    largest = _largest(found)
+    rows = []
+    for at in range(0, len(found.rows), len(GEMMS)):
+        own = found.rows[at : at + len(GEMMS)]
+        pinned = kept.get(own[0].operator, ())
+        cells = "".join(
+            f'<td class="s{shade(row.value, largest[row.gemm])}" title="{escape(_hint(row))}">'
+            f"{_short(row.value)}{' ●' if row.gemm in pinned else ''}</td>"
+            for row in own
+        )
+        rows.append(f"<tr><th>{escape(printable(own[0].operator))}</th>{cells}</tr>")
+    heads = "".join(f"<th>{escape(head)}</th>" for head in ("operator", "fprop, nats", "dgrad", "wgrad"))
+    tables = [f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"]
+    if choices := _choices(found):
+        body = "".join(
+            f"<tr><th>{escape(LABELS[name])}</th><td>{_mean(one.share for one in alone):.1%}</td>"
+            f"<td>{nats(_mean(one.after for one in alone))}</td>"
+            f"<td>{nats(found.left[name]) if name in found.left else '-'}</td></tr>"
+            for name, alone, _ in choices
+        )
+        heads = "".join(
+            f"<th>{head}</th>" for head in ("fprop in 16 bits", "of the GEMM time", "price left", "measured")
+        )
+        tables.append(f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
+    lines = "".join(f"<li>{escape(line)}</li>" for line in totals(found))
+    told = "".join(f"<li>{escape(key)}: {escape(printable(value))}</li>" for key, value in origin.items())
+    return _PAGE.format(
+        title=escape(printable(title)),
+        verdict=escape(found.verdict()),
+        tables="\n".join(tables),
+        totals=lines,
+        origin=told,
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+.verdict {{ font-size: 1.1rem; }}
+table {{ border-collapse: collapse; margin: 1.5rem 0; font-variant-numeric: tabular-nums; font-size: .9rem; }}
+th {{ text-align: left; font-weight: 500; padding: .2rem 1rem .2rem 0; }}
+td {{ text-align: right; padding: .2rem .7rem; border: 1px solid #fff; }}
+.s1 {{ background: #fff3e6; }} .s2 {{ background: #fdd0a2; }} .s3 {{ background: #fd8d3c; }}
+.s4 {{ background: #a63603; color: #fff; }}
+li {{ color: #555; font-size: .88rem; }}
+</style></head><body>
+<h1>{title}</h1>
+<p class="verdict">{verdict}.</p>
+<p>fprop: nats a token, on the loss now. dgrad, wgrad: relative squared error of the gradient that is handed on. The
+darker, the more of the largest in its column. ● is in 16 bits under the plan.</p>
+{tables}
+<ul>{totals}</ul>
+<ul>{origin}</ul>
+</body></html>
+"""
+
+
+def _choices(found: Diagnosis) -> list[tuple[str, list[Choice], list[Choice]]]:
+    """(name, fprop alone, whole operators) of the plan, which has none, and the guesses; [] under pins."""
+    if found.pins:
+        return []
+    alone, whole = found.guesses(), found.guesses(gemms=GEMMS)
+    own = found.choice()
+    return [("plan", [own], []), *((name, alone[name], whole[name]) for name in alone)]
+
+
+def _largest(found: Diagnosis) -> dict[str, float]:
+    return {gemm: max(row.value for row in found.rows if row.gemm == gemm) for gemm in GEMMS}
+
+
+def _shaded(row: Row, largest: float) -> Text:
+    place = shade(row.value, largest)
+    return Text(f"{_short(row.value)} {_SHADES[place]}", style=_STYLES[place])
+
+
+def _hint(row: Row) -> str:
+    ends = f"95 %: {_short(row.interval[0])} to {_short(row.interval[1])}"
+    if row.gemm == "fprop":
+        return f"{ends}; input alone {_short(row.input or 0.0)}, weight alone {_short(row.weight or 0.0)}"
+    return f"{ends}; bias {row.bias or 0.0:+.1g}"
+
+
+def _measured(one: Measured, found: Diagnosis) -> str:
+    noise = f" ± {one.noise:.4f}" if np.isfinite(one.noise) else ""
+    cost = f"{one.cost:+.4f}{noise} nats a token"
+    return f"{found.recovery} {one.high:.4f}, {found.recipe} {one.low:.4f}: {cost} ({one.batches} batches)"
+
+
+def _short(value: float) -> str:
+    """Two digits that count."""
+    return "0" if value == 0 else f"{value:.2g}"
+
+
+def _share(value: float, total: float) -> str:
+    return f"{value / total:.0%}" if total > 0 else "-"
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,0 +1,368 @@
+"""The schema of `conf/`: one frozen dataclass per section, merged strictly.
+
+Hydra composes the YAML tree; these files say which keys exist, their types, and which values make sense. An unknown
+key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
+`__post_init__`, before anything is created on disk. torch is not imported here, but for recipes that a config
+declares itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+
+from gnmr.errors import UserError, fields, nearest, one_of, require, told_as
+from gnmr.lab.config import meant
+from gnmr.lab.config.compression import CompressionConfig
+from gnmr.lab.config.controller import ControllerConfig
+from gnmr.lab.config.data import DataConfig
+from gnmr.lab.config.faults import USUAL, StressConfig
+from gnmr.lab.config.fork import ForkConfig
+from gnmr.lab.config.model import ModelConfig
+from gnmr.lab.config.optim import OptimConfig
+from gnmr.lab.config.precision import PathsConfig
+from gnmr.lab.config.records import RecordsConfig, ScoresConfig
+from gnmr.lab.config.texts import LONGEST_NAME, folder_name, place, storable
+from gnmr.lab.config.training import TrainingConfig
+from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PathsConfig = field(default_factory=PathsConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    faults: StressConfig = field(default_factory=StressConfig)
+    base: str | None = None
+    """Run that this one is forked from: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or shipped, which
+    comes with the package; null: none, the run begins with new weights."""
+    fork: ForkConfig = field(default_factory=ForkConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    scores: ScoresConfig = field(default_factory=ScoresConfig)
+    experiment_name: str = "custom"
+    """First folder of the run's path."""
+    scale_name: str = "custom"
+    """Name of the scale; the report puts the paper's figures beside runs of the paper's scales."""
+    arm: str | None = None
+    """Name of the arm; null: from precision.name and controller.name."""
+    run_dir: str | None = None
+    """Run folder; null: `runs_dir/<experiment>/<arm>-<hash>-s<seed>`."""
+    runs_dir: str = "runs"
+    plan: str | None = None
+    """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says precision.low, recovery, recipes, targets and pins."""
+    parallel: str = "none"
+    """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    memory_plan: bool = False
+    """Print what memory the run will need, and train nothing."""
+
+    @told_as()
+    def __post_init__(self) -> None:
+        model, training, precision = self.model, self.training, self.precision
+        one_of(("none", "ddp", "fsdp", "hsdp"), parallel=self.parallel)
+        exports = training.export_hf
+        right = f"Hugging Face's layout is written for llama and pretrained, not for model.name={model.name}"
+        require(not exports or model.name in ("llama", "pretrained"), "training.export_hf", exports, right)
+        right = (
+            "with adapters the run leaves adapter/, for peft to put on the checkpoint; use model.adapter.rank=0 for a "
+            "whole model"
+        )
+        require(not exports or model.adapter.rank == 0, "training.export_hf", exports, right)
+        right = "model=pretrained reads its checkpoint's own tokenizer; leave it null"
+        require(model.checkpoint is None or self.data.tokenizer is None, "data.tokenizer", self.data.tokenizer, right)
+        if training.activation_checkpointing and precision.site == "forward" and precision.rounding == "stochastic":
+            raise UserError(
+                "training.activation_checkpointing=true: with precision.site=forward and precision.rounding=stochastic the "
+                "recomputed forward pass would differ from the first; use precision.rounding=nearest"
+            )
+        storable("", to_dict(self))
+        self._check_places()
+        self._check_fork()
+        tokens = self.total_steps * training.tokens_per_step
+        require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
+        warmup = self.controller.warmup_frac
+        right = "a high-fidelity warm-up needs precision.recovery; 0 in a static run"
+        routed = precision.recovery is not None or self.compression.routes
+        require(warmup == 0 or routed, "controller.warmup_frac", warmup, right)
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        compression, steps = self.compression, self.total_steps
+        if compression.name == "none":
+            return
+        dense = compression.dense_steps
+        require(dense < steps, "compression.dense_steps", dense, f"the run has {steps} steps: nothing is compressed")
+        if compression.routes:
+            right = f"compression.name={compression.name}: the controller routes gradients; use precision.recovery=null"
+            require(self.precision.recovery is None, "precision.recovery", self.precision.recovery, right)
+            observe = self.controller.observe
+            require(observe == "parameters", "controller.observe", observe, "gradients that are sent are parameters'")
+        name = self.model.name
+        require(name != "moe", "model.name", name, "an expert without tokens has no gradient to send compressed")
+        right = "the steps of a fork's healing send gradients whole; use fork.heal=0 with compression"
+        require(self.fork.heal == 0, "fork.heal", self.fork.heal, right)
+
+    def _check_fork(self) -> None:
+        fork, seed = self.fork, self.training.seed
+        if self.base is None:
+            for key, value in fields(self, "fork.heal", "fork.order").items():
+                require(value == 0, key, value, "needs base=RUN, the run to be forked")
+            return
+        require(seed == fork.order, "training.seed", seed, f"a fork draws by its order: leave it, or use {fork.order}")
+        require(self.model.checkpoint is None, "base", self.base, "a model of Hugging Face's cannot be forked")
+        window = self.model.outlier_channels.window
+        require(not window, "model.outlier_channels.window", window, "a fork has none: its steps count anew")
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run: training.steps and, of a fork, the healing behind them."""
+        return self.training.steps + self.fork.heal
+
+    def _check_places(self) -> None:
+        names = ("experiment_name", "scale_name", "arm", "precision.name", "controller.name", "optim.transform.name")
+        for key, value in fields(self, *names).items():
+            folder_name(key, value)
+        places = (
+            "base",
+            "plan",
+            "run_dir",
+            "runs_dir",
+            "model.checkpoint",
+            "data.path",
+            "data.tokenizer",
+            "data.cache_dir",
+        )
+        for key, value in fields(self, *places, "data.path", "data.tokenizer", "data.cache_dir", "scores.data").items():
+            place(key, value, homeless=key == "data.cache_dir")
+        longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
+        length = len(self.arm_name.encode())
+        require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")
+
+    @property
+    def arm_name(self) -> str:
+        """What the arm is called in run folders and reports: `arm`, or its paths, controller and what else differs."""
+        if self.arm is not None:
+            return self.arm
+        parts = [str(self.precision.name)]
+        parts += [self.compression.arm] if self.compression.name != "none" else []
+        parts += [str(self.controller.name)] if self.precision.recovery is not None or self.compression.routes else []
+        parts += [self.optim.name] if self.optim.name != "adamw" else []
+        parts += [self.optim.transform.name] if self.optim.transform.name else []
+        return "-".join(parts)
+
+
+# Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
+# stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
+# hash in the folder's name.
+_OUTSIDE_THE_HASH = (
+    "plan",  # what it says stands in paths
+    "memory_plan",
+    "parallel",
+    "training.processes",
+    "run_dir",
+    "runs_dir",
+    "data.cache_dir",
+    "training.seed",
+    "fork.order",
+    "training.resume",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.export_hf",
+    "records.check_every",
+    "records.live",
+    "records.plain_every",
+    "records.wandb",
+    "records.wandb_project",
+    "records.wandb_every",
+    "records.wandb_units",
+    "records.monitor",
+    "records.verdicts",
+    *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
+)
+# Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
+_CAME_LATER = {
+    "controller.warmup_path": "recovery",
+    "controller.nonfinite": "find",  # before: keep; differs where a loss is not finite alone
+    "controller.budget": None,
+    "controller.cost": "gemm",
+    "precision.group": None,
+    "base": None,
+    "fork.heal": 0,
+    "optim.schedule_steps": None,
+}
+
+
+@cache  # making it takes as long as all the rest of `load`
+def schema() -> DictConfig:
+    """The empty schema for Hydra: typed (so an unknown key is refused) and writable. Not to be changed by its readers.
+
+    OmegaConf makes frozen dataclasses read-only, which would forbid every override; the objects that `load` returns
+    are frozen all the same.
+    """
+    node = OmegaConf.structured(Config)
+
+    def unlock(config: DictConfig) -> None:
+        OmegaConf.set_readonly(config, None)
+        for key in config:
+            child = config._get_node(key)
+            if isinstance(child, DictConfig):
+                unlock(child)
+
+    unlock(node)
+    for free in (
+        node.precision.recipes,
+        node.precision.pins,
+        node.controller.options,
+        node.optim.options,
+        node.optim.transform.options,
+    ):
+        OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
+    node.precision.name = node.controller.name = None  # of what is chosen, which need not be the defaults
+    for key in USUAL["none"]:  # of the kind
+        node.faults[key] = None
+    return node
+
+
+def load(composed: DictConfig | dict[str, Any]) -> Config:
+    """Strictly typed, frozen `Config` of a composed (or saved) tree, those of earlier versions too.
+
+    Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
+    """
+    try:
+        # As plain containers: a key that `+` forced into a typed node would otherwise pass as the node's own.
+        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True, throw_on_missing=True)
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def read(path: Path) -> Config:
+    """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
+    try:
+        tree = read_tree(path)
+        if tree.get("own_loop") is True:  # gnmr/attachment/record.py
+            norms = path.parent / "ratios.parquet"
+            raise Damaged(f"{path.parent}: was recorded by attach() in a loop of its own; gnmr replay {norms} takes it")
+        return load(tree)
+    except Damaged:
+        raise
+    except Exception as error:
+        raise Damaged(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
+
+
+def read_tree(path: Path, as_written: bool = False) -> dict[str, Any]:
+    """config.yaml as it is written, under the keys of today. Nothing in it is resolved, imported or looked up.
+
+    `Damaged` for anything but a mapping of plain values: a saved config is resolved, so an interpolation (`${`) is not
+    the run's, and neither are aliases or tags.
+    """
+    with reading(path):
+        tree = _plain_yaml(content(path, MAX_CONFIG))
+    if not isinstance(tree, dict):
+        raise Damaged(f"{path}: cannot be read (not a config: a mapping was expected)")
+    return tree
+
+
+def _plain_yaml(text: bytes) -> Any:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("an alias, which no config has")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+            raise ValueError(f"{event.value[:60]}: an interpolation, which a saved config has not")
+    return bounded(_with_texts_as_keys(yaml.load(text, Loader=_Loader)))
+
+
+def _with_texts_as_keys(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {str(key): _with_texts_as_keys(value) for key, value in tree.items()}
+    return [_with_texts_as_keys(value) for value in tree] if isinstance(tree, list) else tree
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads numbers as OmegaConf, which wrote them."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+
+def from_words(words: Sequence[str]) -> DictConfig:
+    """key=value words as a tree; UserError names the one that is no YAML."""
+    for word in words:
+        try:
+            OmegaConf.from_dotlist([word])
+        except (OmegaConfBaseException, yaml.YAMLError, RecursionError) as error:
+            raise UserError(f"{word}: {one_line(error)}") from error
+    return OmegaConf.from_dotlist(list(words))
+
+
+def one_line(error: Exception) -> str:
+    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key, and for an unknown
+    one those that there are."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
+    composed = lines[1:] if lines and lines[0].endswith("raised while composing config:") else []
+    text = f"{lines[0].partition(': ')[0]}: {composed[0]}" if composed else lines[0] if lines else type(error).__name__
+    error = error.__context__ if composed and isinstance(error.__context__, OmegaConfBaseException) else error
+    text = re.sub(r".*is not a ListConfig, list or tuple\.?", "must be a list, [a,b]", text)
+    told = f"{text} (key {full_key})" if full_key and full_key not in text else text
+    parent, key = getattr(error, "parent_node", None), getattr(error, "key", None)
+    if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent.keys():  # noqa: SIM118 (`in` is false of ???)
+        return told
+    known = [str(one) for one in parent if one != "hydra"]
+    if not known:
+        return told
+    if (key_of_ours := full_key or key) != key and key_of_ours.partition(".")[0] not in schema():
+        return f"{told}{nearest(key, known)}"
+    everywhere = flatten(OmegaConf.to_container(schema()))  # type: ignore[arg-type]
+    return f"{told}{meant.key(key, known, everywhere, at_root=key_of_ours == key)}"
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """As nested plain dictionaries, for YAML."""
+    return asdict(config)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The flat keys that decide a run's numbers, the seed aside."""
+    flat = flatten(to_dict(config))
+    if config.compression.name == "none":  # the section came later
+        flat = {key: value for key, value in flat.items() if not key.startswith("compression.")}
+    later = [key for key, before in _CAME_LATER.items() if flat[key] == before]
+    return {key: value for key, value in flat.items() if key not in (*_OUTSIDE_THE_HASH, *later)}
+
+
+def config_hash(config: Config) -> str:
+    """Eight hex digits over `identity`: equal for two seeds of one arm, different for two arms."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:8]

@@ -1,0 +1,54 @@
+"""The base of a fork as its config names it: where it is, and what the fork takes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from gnmr.errors import UserError
+from gnmr.lab.config import Config, flatten, read, to_dict
+from gnmr.lab.config.fork import PATHS, SHIPPED, taken
+from gnmr.records.untrusted import Damaged, exists, text
+
+
+def with_base(composed: DictConfig, words: Sequence[str]) -> None:
+    """Puts what the base of a fork says into what Hydra composed, where these words of the command line do not.
+
+    UserError for a base that is none, and where it names a file that nobody else has named.
+    """
+    if (base := composed.get("base")) is None:
+        return
+    theirs = flatten(to_dict(read_base(str(base))))
+    for key in PATHS:
+        if theirs[key] is not None and OmegaConf.select(composed, key) is None:
+            raise UserError(f"{key}=null: the base {base} has {text(theirs[key])}, which you have to give yourself")
+    for key, value in taken(theirs, words).items():
+        OmegaConf.update(composed, key, value)
+
+
+def place_of_base(base: str) -> tuple[Path, Path]:
+    """(run folder, folder with its checkpoints or the one checkpoint that was named). UserError where it is none."""
+    folder = Path(__file__).parents[1] / "bases" / SHIPPED if base == SHIPPED else Path(base).expanduser()
+    step = re.fullmatch(r"step-\d{8}", folder.name) and folder.parent.name == "checkpoints"
+    run, checkpoints = (folder.parents[1], folder) if step else (folder, folder / "checkpoints")
+    if not exists(run / "config.yaml") or not exists(checkpoints):
+        lacking = "config.yaml" if not exists(run / "config.yaml") else checkpoints.relative_to(run)
+        raise UserError(f"base={base}: is no run with a checkpoint ({lacking} is missing there)")
+    return run, checkpoints
+
+
+def read_base(base: str) -> Config:
+    """The config of a fork's base. UserError for what is none, and for a run that cannot be forked."""
+    run, _ = place_of_base(base)
+    try:
+        config = read(run / "config.yaml")
+    except Damaged as error:
+        raise UserError(f"base={base}: {error}") from error
+    if config.base is not None:
+        raise UserError(f"base={base}: is a fork itself; fork its base, {config.base}")
+    if config.model.checkpoint is not None or config.model.outlier_channels.window:
+        raise UserError(f"base={base}: a model of Hugging Face's, or with a window of outliers, cannot be forked")
+    return config

@@ -1,0 +1,54 @@
+"""compression.*: what data parallel workers send of their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gnmr.errors import fields, one_of, require, told_as, true_or_false, whole
+
+NAMES = ("none", "greedylore", "powersgd")
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Low-rank gradients in place of whole ones (docs/compressed.md)."""
+
+    name: str = "none"
+    """none; greedylore: a low path whose recovery is the dense mean, so the controller routes gradients and not
+    operators; powersgd: torch's hook, for comparison, which routes nothing."""
+    rank: int = 32
+    """Rows that are sent of a weight's gradient, the shorter side read first."""
+    refresh_every: int = 200
+    """greedylore: steps between two bases, each a dense step."""
+    dense_steps: int = 1000
+    """Steps at the start in which gradients are sent whole."""
+    basis: str = "greedy"
+    """greedylore: greedy (columns of the basis by what they hold) or random (an orthonormal one, anew in each step)."""
+    feedback: bool = True
+    """Whether what is not sent is held back and added to the next gradient; false: it is lost."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """greedylore: patterns of the modules whose weights are compressed. Embedding and head never are."""
+    workers: int | None = None
+    """Data parallel workers. null: the processes of parallel=ddp; in one process that many virtual workers, which
+    leave what as many processes do."""
+
+    @told_as("compression.")
+    def __post_init__(self) -> None:
+        one_of(NAMES, name=self.name)
+        one_of(("greedy", "random"), basis=self.basis)
+        whole(**fields(self, "rank", "refresh_every"))
+        whole(0, dense_steps=self.dense_steps)
+        whole(2, or_null=True, workers=self.workers)
+        true_or_false(feedback=self.feedback)
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+
+    @property
+    def routes(self) -> bool:
+        """Whether its matrices are the controller's units."""
+        return self.name == "greedylore"
+
+    @property
+    def arm(self) -> str:
+        """Part of an arm's name: what it is and what differs from the usual."""
+        more = [f"{self.basis}-basis"] * (self.basis != "greedy") + ["no-feedback"] * (not self.feedback)
+        return "-".join([f"{self.name}-r{self.rank}", *more])

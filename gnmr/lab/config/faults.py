@@ -1,0 +1,63 @@
+"""faults.*: faults of the low-cost path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gnmr.errors import fields, one_of, positive, require, told_as, whole, within
+
+USUAL: dict[str, dict[str, float]] = {
+    "none": {"magnitude": 1.0, "share": 1.0, "rate": 0.0, "duration": 1},
+    "scale_up": {"magnitude": 8.0, "share": 1.0, "rate": 0.5, "duration": 20},
+    "scale_down": {"magnitude": 8.0, "share": 1.0, "rate": 0.5, "duration": 20},
+    "stale_scale": {"magnitude": 4.0, "share": 1.0, "rate": 0.5, "duration": 20},
+    "noise": {"magnitude": 2.0, "share": 1.0, "rate": 0.5, "duration": 20},
+    "bit_flip": {"magnitude": 1.0, "share": 0.05, "rate": 0.5, "duration": 20},
+    "nan": {"magnitude": 1.0, "share": 0.001, "rate": 0.5, "duration": 3},
+    "inf": {"magnitude": 1.0, "share": 0.001, "rate": 0.5, "duration": 3},
+}
+"""Each kind of fault, and what is null of it in the config. In int4 a scale_up of 8 zeroes all below 57 % of a row's
+largest value; e4m3 needs some 1e4 for as much. Under nan and inf the optimizer skips steps: their windows are
+shorter than training.max_nonfinite_streak, or a run whose low path nobody recovers would end there."""
+
+
+@dataclass(frozen=True)
+class StressConfig:
+    """Faults in the low-cost path of chosen units at known times (gnmr/lab/faults/faults.py)."""
+
+    kind: str = "none"
+    """What fails; none: nothing."""
+    magnitude: float | None = None
+    """How much: the factor on the scale, the noise in grid steps; bit_flip, nan and inf have none. Null, here and in
+    share, rate and duration: what is `USUAL` for the kind."""
+    share: float | None = None
+    """Part of a unit's rows (tokens) that is hit."""
+    targets: list[str] = field(default_factory=lambda: ["*"])
+    """Patterns of the units, or of their operators, that may be hit, as precision.targets."""
+    windows: list[list[int]] = field(default_factory=list)
+    """[[first step, number of steps], ...] in which every target is hit; empty: drawn from rate."""
+    rate: float | None = None
+    """Windows per 1,000 unit-steps, drawn for each target by itself; without effect where windows are given."""
+    duration: int | None = None
+    """Steps of a drawn window."""
+    history: int = 16
+    """Steps that stale_scale looks back."""
+    seed: int | None = None
+    """Draws the windows and what is random in them; null: training.seed."""
+
+    @told_as("faults.")
+    def __post_init__(self) -> None:
+        one_of(USUAL, kind=self.kind)
+        for key, value in USUAL[self.kind].items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+        positive(**fields(self, "magnitude", "share"))
+        within(0, 1, share=self.share)
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
+        require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")
+        within(0, 1000, rate=self.rate)
+        sound = self.kind == "none" or len(self.windows) > 0 or self.rate != 0
+        require(sound, "rate", self.rate, "give windows, or a rate above 0")
+        whole(**fields(self, "duration", "history"))
+        require(self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")

@@ -1,0 +1,150 @@
+"""model.*: the architecture."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from math import inf
+
+from gnmr.errors import fields, fraction, one_of, positive, require, told_as, whole, within
+
+
+@dataclass(frozen=True)
+class OutlierConfig:
+    """Function-preserving outlier channels (gnmr/lab/models/outliers.py)."""
+
+    number: int = 0
+    """Channels per norm, per v/o pair and per up/down pair that are scaled; 0 switches it off."""
+    gain: float = 1.0
+    """Factor on the chosen channels; the weights that read them are divided by it. A power of two is exact in BF16."""
+    window: list[int] = field(default_factory=list)
+    """First and last step of a window outside of which there are none; empty: from the start and for good."""
+
+    @told_as("model.outlier_channels.")
+    def __post_init__(self) -> None:
+        sound = not self.window or (len(self.window) == 2 and 1 <= self.window[0] <= self.window[1])
+        require(sound, "window", self.window, "must be empty, or [first step, last step] from 1")
+        whole(0, number=self.number)
+        within(1e-6, 1e6, gain=self.gain)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of model=moe (gnmr/lab/models/moe.py); each is an MLP of model.intermediate_size."""
+
+    number: int = 0
+    """Experts in every layer; 0 in the other models, which have one MLP."""
+    top_k: int = 2
+    """Experts that every token goes to."""
+    normalized: bool = True
+    """A token's gate weights are divided by their sum; false: they stay parts of the softmax over all experts."""
+    balance_coef: float = 0.01
+    """Weight of the load-balancing loss in training; without effect where the routing is fixed."""
+    routing_seed: int | None = None
+    """Fixes the routing: a hash of the token, the layer and this seed chooses the experts; null: the gate does."""
+
+    @told_as("model.experts.")
+    def __post_init__(self) -> None:
+        whole(0, number=self.number)
+        whole(top_k=self.top_k)
+        require(0 <= self.balance_coef < inf, "balance_coef", self.balance_coef, "must be a number, 0 or more")
+        sound = self.routing_seed is None or 0 <= self.routing_seed < 2**31
+        require(sound, "routing_seed", self.routing_seed, "must lie between 0 and 2^31, or be null")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters around the linears of model=pretrained, whose own weights are then frozen (E.3; peft)."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, every weight is trained."""
+    scaling: int = 16
+    """lora_alpha: what an adapter adds is multiplied by scaling / rank."""
+    dropout: float = 0.05
+    """Dropout on the adapters' inputs in training."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """Patterns of the linears that get one, as precision.targets."""
+
+    @told_as("model.adapter.")
+    def __post_init__(self) -> None:
+        whole(0, rank=self.rank)
+        whole(scaling=self.scaling)
+        fraction(dropout=self.dropout)
+        named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
+        require(named and all(named), "targets", self.targets, "needs patterns of linears' names")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture only; precision is `paths`'s and `training.dtype`'s."""
+
+    name: str = "llama"
+    """llama, gpt or moe, or pretrained: a checkpoint in Hugging Face's layout, which says the sizes itself."""
+    checkpoint: str | None = None
+    """pretrained: a folder with config.json, weights and tokenizer, or the name of one on the hub."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    """Width of the MLP; in moe of each expert's."""
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention); null: as many as num_heads."""
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding (llama)."""
+    init_std: float = 0.02
+    """Standard deviation of the normal initialisation."""
+    tied_head: bool = False
+    """llama: the head is the embedding, as it always is in gpt and moe."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
+
+    @told_as("model.")
+    def __post_init__(self) -> None:
+        one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
+        self._check_pretrained()
+        whole(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
+        heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"
+        width, rest = divmod(self.hidden_size, heads)
+        require(rest == 0, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")
+        sound = not llama or width % 2 == 0
+        require(sound, "num_heads", heads, "the rotary embedding needs an even width per head")
+        if kv_heads is not None:
+            require(llama, "num_kv_heads", kv_heads, "only llama has grouped queries")
+            sound = kv_heads > 0 and heads % kv_heads == 0
+            require(sound, "num_kv_heads", kv_heads, f"must divide model.num_heads={heads}")
+        within(1e-30, 1, norm_eps=self.norm_eps)
+        positive(rope_theta=self.rope_theta)
+        within(1e-30, 1e3, init_std=self.init_std)
+        require(llama or not self.tied_head, "tied_head", True, "only llama has the choice")
+        self._check_experts()
+
+    def _check_pretrained(self) -> None:
+        if self.name == "pretrained":
+            right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
+            require(self.checkpoint, "checkpoint", self.checkpoint, right)
+            number = self.outlier_channels.number
+            right = (
+                "a checkpoint has its own outliers: choose scale=finetune_cpu or finetune_13b, or 0 (scale=cpu has 2)"
+            )
+            require(number == 0, "outlier_channels.number", number, right)
+            return
+        require(self.checkpoint is None, "checkpoint", self.checkpoint, "belongs to model=pretrained")
+        require(self.adapter.rank == 0, "adapter.rank", self.adapter.rank, "belongs to model=pretrained")
+
+    def _check_experts(self) -> None:
+        number, top_k = self.experts.number, self.experts.top_k
+        if self.name != "moe":
+            for key, value in asdict(self.experts).items():
+                default = getattr(ExpertsConfig, key)
+                require(value == default, f"experts.{key}", value, f"model.name={self.name} has no experts")
+            return
+        require(number >= 1, "experts.number", number, "moe needs at least one expert")
+        require(top_k <= number, "experts.top_k", top_k, f"there are only model.experts.number={number} experts")
+        require(
+            top_k > 1 or number == 1 or not self.experts.normalized,
+            "experts.normalized",
+            True,
+            "with model.experts.top_k=1 every gate weight would be 1 and the gate could not learn; use false",
+        )

@@ -1,0 +1,67 @@
+"""optim.*: the optimizer, its schedule and what stands before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gnmr.errors import fields, one_of, require, told_as, whole, within
+
+NEED_ADAM = ("spam", "stable_spam")
+"""Transforms that reset Adam's moments."""
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """A gradient transform before the optimizer (gnmr/lab/train/transforms)."""
+
+    name: str | None = None
+    """One of gnmr/lab/train/transforms; null: none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the transform's constructor takes; its published defaults where nothing is said."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
+    name: str = "adamw"
+    """adamw or scale."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer's constructor takes besides the keys below; adamw has none. What scale is not given is
+    filled in: momentum 0.9 of the head's gradient, head null (lm_head, else the embedding that it is tied to)."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    lr: float = 1e-3
+    """Peak rate, 1e-30 to 1000."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.1
+    """Linear warm-up, share of the schedule."""
+    min_lr_frac: float = 0.1
+    """Rate at the end of the cosine, share of the peak."""
+    schedule_steps: int | None = None
+    """Length of the schedule, steps; null: training.steps. A longer one leaves the run in the middle of the cosine, to
+    be forked from; behind its end the rate stays where it ended."""
+    clip_norm: float | None = None
+    """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
+
+    @told_as("optim.")
+    def __post_init__(self) -> None:
+        one_of(("adamw", "scale"), name=self.name)
+        adam = self.name == "adamw"
+        sound = adam or self.transform.name not in NEED_ADAM
+        require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
+        require(not adam or not self.options, "options", self.options, "adamw has none")
+        if not adam:
+            object.__setattr__(self, "options", {"momentum": 0.9, "head": None} | self.options)
+        # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.
+        within(1e-30, 1e3, **fields(self, "lr", "eps"))
+        sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
+        require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")
+        within(0, 1e3, weight_decay=self.weight_decay)
+        sound = self.lr * self.weight_decay <= 1
+        require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
+        within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))
+        whole(or_null=True, schedule_steps=self.schedule_steps)
+        within(1e-30, 1e30, or_null=True, clip_norm=self.clip_norm)

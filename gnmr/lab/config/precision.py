@@ -1,0 +1,25 @@
+"""precision.*: the two execution paths (`gnmr.precision.spec`) and what this choice is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gnmr.errors import told_as
+from gnmr.precision.spec import PathSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathsConfig(PathSpec):
+    """The two execution paths of a unit (gnmr/precision)."""
+
+    name: str | None = None
+    """Part of the arm's name; null: `<low>_<recovery>`, and `_pins` where there are any."""
+
+    _SECTION = "precision."
+
+    @told_as("precision.")
+    def __post_init__(self) -> None:
+        if self.name is None:
+            pins = "_pins" if self.pins else ""
+            object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else "") + pins)
+        super().__post_init__()

@@ -1,0 +1,78 @@
+"""What a text must be to name a file or a folder, or to be written down; ValueError in one line that names the key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+from gnmr.errors import require
+
+LONGEST_NAME = 255
+"""Bytes of a file's name, on the file systems of today."""
+_LONGEST_PATH = 3072
+"""Bytes of a folder's path: Linux takes 4096, and our own files are to lie below it."""
+
+
+def folder_name(key: str, value: str | None) -> None:
+    """Can be part of a folder's name, or is None."""
+    if value is None:
+        return
+    _plain(key, value)
+    sound = value != "" and not value.startswith(".") and not set(value) & {"/", "\\"}
+    require(sound, key, value, "is part of a folder's name: not empty, no leading dot, no slash")
+    _short(key, value)
+
+
+def place(key: str, value: str | None, homeless: bool = False) -> None:
+    """Can be the path of a file or folder, or is None. homeless: ~ may be no folder, as nothing is read there."""
+    if value is None:
+        return
+    _plain(key, value)
+    require(value.strip() != "", key, repr(value), "must be a path")
+    for part in value.split("/"):
+        _short(key, part)
+    right = f"is a path longer than {_LONGEST_PATH} bytes"
+    require(len(os.fsencode(value)) <= _LONGEST_PATH, key, f"{value[:20]}...", right)
+    try:
+        Path(value).expanduser()
+    except RuntimeError as error:
+        if not value.startswith("~/") and value != "~":
+            raise ValueError(f"{key}={value}: there is no such user") from error
+        if not homeless:
+            raise ValueError(
+                f"{key}={value}: there is no home folder (HOME is not set); name another folder"
+            ) from error
+
+
+def _plain(key: str, value: str) -> None:
+    control = any(category(letter) == "Cc" for letter in value)
+    require(not control, key, ascii(value[:40]), "must have no line breaks or other control characters")
+
+
+def _short(key: str, part: str) -> None:
+    require(
+        len(os.fsencode(part)) <= LONGEST_NAME,
+        key,
+        f"{part[:20]}...",
+        f"is longer than the {LONGEST_NAME} bytes of a file's name",
+    )
+
+
+def storable(key: str, value: Any) -> None:
+    """Can be written as UTF-8 and as integers of 64 bits; of a container, all that it holds."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            storable(key, name)
+            storable(f"{key}.{name}" if key else str(name), one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            storable(key, one)
+    elif isinstance(value, str):
+        sound = "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+        require(sound, key, ascii(value[:40]), "must be text (UTF-8) without NUL")
+    elif isinstance(value, int):
+        require(
+            -(2**63) <= value < 2**63, key, f"{value:.3g}" if abs(value) < 10**300 else "...", "must be less than 2^63"
+        )

@@ -1,0 +1,113 @@
+"""Blocks of tokens for a subject, drawn into batches: what `gnmr diagnose` reads."""
+
+from __future__ import annotations
+
+import codecs
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gnmr.errors import UserError
+from gnmr.lab.data.batch import Batch
+from gnmr.lab.data.blocks import validation_blocks
+from gnmr.lab.data.cache import Documents
+from gnmr.lab.data.packing import packed_validation
+from gnmr.lab.data.rows import utf8
+from gnmr.lab.evaluation.subjects import Subject, run_corpus
+
+MOST_TEXT = 1 << 26
+"""Bytes of a text that are read."""
+TOKENS = 1024
+"""Of a batch, where nobody says how many blocks it has."""
+LONGEST = 512
+"""Tokens of a block of a checkpoint of others, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Batches of equal size, none of whose blocks is in two of them."""
+
+    batches: list[Batch]
+    held_out: list[Batch]
+    length: int
+    """Tokens of a block."""
+    size: int
+    """Blocks of a batch."""
+
+
+def blocks_of(
+    subject: Subject,
+    data: Path | None,
+    *,
+    batches: int,
+    held_out: int,
+    length: int | None = None,
+    size: int | None = None,
+) -> Blocks:
+    """`batches` and `held_out` of them, spread over the text and then drawn, the same in every call.
+
+    Args:
+        data: a file of text, in the subject's own tokens; None: the validation data of a run.
+        length: tokens of a block; None: as the run was trained, of a checkpoint of others `LONGEST` at the most.
+        size: blocks of a batch; None: as many as make `TOKENS`, fewer where the text is short.
+
+    UserError for a text that is missing or too short, blocks that are too long, and a checkpoint without a text.
+    """
+    run = subject.facts["kind"] == "run"
+    if data is None and not run:
+        raise UserError(f"{subject.name}: a checkpoint brings no text: give data=FILE.txt")
+    longest = subject.max_length
+    if length is not None and length > longest:
+        raise UserError(f"block={length}: the model reads {longest} tokens at the most")
+    length = length or (longest if run else min(longest, LONGEST))
+    wanted = size or max(1, TOKENS // length)
+    together = batches + held_out
+    found, where = _blocks(subject, data, length, together * wanted)
+    got = min(wanted, len(found) // together)
+    if got == 0 or (size is not None and got < size):
+        least = f"{together * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"
+        raise UserError(
+            f"{where}: has {len(found)} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
+        )
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[: together * got]
+    positions = None if found.positions is None else found.positions[order]
+    made = Batch(found.tokens[order], found.targets[order], positions).split(got)
+    empty = sum(batch.num_targets == 0 for batch in made)
+    if empty:
+        raise UserError(f"{where}: {empty} batches have no targets; use larger ones (batch_size)")
+    made = [batch.to(subject.device) for batch in made]
+    return Blocks(made[:batches], made[batches:], length, got)
+
+
+def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
+    """(at most so many blocks, none if there is none; what they are of, for messages)."""
+    tokens = _encoded(subject, data) if data is not None else run_corpus(Path(subject.name)).val
+    where = f"data={data}" if data is not None else f"{subject.name}: its validation data"
+    if isinstance(tokens, Documents):
+        return packed_validation(tokens, length, number), where
+    if len(tokens) <= length:
+        return Batch.of_block(torch.empty((0, length + 1), dtype=torch.int64)), where
+    return Batch.of_block(validation_blocks(tokens, length, number)), where
+
+
+def _encoded(subject: Subject, data: Path) -> np.ndarray:
+    """The file's tokens."""
+    try:
+        if not data.is_file():  # a pipe would be waited for
+            raise UserError(f"data={data}: {'is no file' if data.exists() else 'there is no such file'}")
+        with data.open("rb") as file:
+            raw = file.read(MOST_TEXT)
+    except OSError as error:
+        raise UserError(f"data={data}: cannot be read ({error.strerror or error})") from error
+    if len(raw) == MOST_TEXT:
+        warnings.warn(f"data={data}: {MOST_TEXT / 2**20:.0f} MiB of it are read, the first", stacklevel=2)
+        ends = codecs.getincrementaldecoder("utf-8")("ignore")
+        ends.decode(raw[-3:])
+        raw = raw[: len(raw) - len(ends.getstate()[0])]  # without a part of a character
+    ids = np.array(subject.text.plain(utf8(raw, f"data={data}:"), subject.name), dtype=np.int64)
+    if len(ids) and int(ids.max()) >= subject.vocab_size:
+        raise UserError(f"{subject.name}: its tokenizer has token {int(ids.max())}, the model {subject.vocab_size}")
+    return ids

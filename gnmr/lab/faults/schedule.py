@@ -1,0 +1,206 @@
+"""When a fault hits which units of a plan: windows of steps, known for the whole run from its start."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnmr.lab.faults.faults import Fault, Injector
+from gnmr.names import GEMMS, select
+from gnmr.precision.converted import Plan
+from gnmr.precision.formats import KeepFormat, RangeFormat
+from gnmr.precision.recipes import Recipe
+from gnmr.precision.units import module_of
+
+
+@dataclass(frozen=True)
+class Window:
+    """A fault of one unit, in the operators of it that are targets: steps `start` to `end`, both included."""
+
+    unit: str
+    start: int
+    end: int
+    kind: str
+    magnitude: float
+
+
+class FaultSchedule:
+    """When `fault` hits which units of `plan`, known for the whole run from the start. Call `begin_step` each step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fault: Fault,
+        targets: Sequence[str],
+        steps: int,
+        *,
+        windows: Sequence[Sequence[int]] = (),
+        rate: float = 0.0,
+        duration: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Steps count from 1. `windows` says when, or else `rate`.
+
+        Args:
+            targets: patterns of the units or of their operators, as `convert`'s. A fault hits operators: all those of
+                a unit that match, or whose unit does, at the same time.
+            windows: (first step, number of steps) of each window, in which every target is hit.
+            rate: expected windows per 1,000 unit-steps of the targets, each of `duration` steps (the last one ends with
+                the run); drawn for each unit by itself, those of a unit do not overlap.
+            seed: of the drawn windows and of everything random within them.
+
+        With unit=gemm a fault hits an operator's low-path casts of its input, so its `fprop` and its `wgrad`.
+
+        ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
+        or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        """
+        low = plan.low
+        if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
+            raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
+        if isinstance(low, RangeFormat):
+            raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
+        if plan.shared.engine is not None:
+            raise ValueError(
+                "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"
+            )
+        names = [one.name for one in plan.units]
+        self._seed, self._num_units = seed, len(names)
+        self._group = _targeted(plan, targets)  # of each operator that may be hit, by its place in the plan
+        members = _members(plan, self._group)
+        hit = sorted(members)
+        if windows:
+            spans = {i: _checked(windows, steps) for i in hit}
+        else:
+            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in hit}
+        self.windows: list[Window] = sorted(
+            (
+                Window(names[unit], *span, fault.kind, fault.magnitude)
+                for i in hit
+                for unit in members[i]
+                for span in spans[i]
+            ),
+            key=lambda window: window.start,
+        )
+        self._armed = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
+        of_units = [(unit, *span) for i in hit for unit in members[i] for span in spans[i]]
+        self._spans = np.array(of_units, dtype=np.int64).reshape(-1, 3)
+        if not self.windows:
+            warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
+
+        self._step = 0
+        self._history = None
+        if fault.kind == "stale_scale":  # row 0 is the current step's
+            device = plan.operators[0].weight.device
+            self._history = torch.zeros(len(self._group), 1 + fault.history, dtype=torch.float64, device=device)
+        self._injectors: list[Injector] = []
+        for k, i in enumerate(self._group):
+            self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
+            if plan.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
+                plan.operators[i].fault = self._injectors[-1]
+
+    def at(self, step: int) -> np.ndarray:
+        """(num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
+        unit, start, end = self._spans.T
+        hit = np.zeros(self._num_units, dtype=bool)
+        hit[unit[(start <= step) & (step <= end)]] = True
+        return hit
+
+    def begin_step(self, step: int) -> None:
+        """Arms the faults of `step` and disarms all others. Does not wait for the device."""
+        if self._history is not None and step != self._step:
+            self._history.copy_(self._history.roll(1, dims=1))
+            self._history[:, 0] = 0
+        self._step = step
+        group, start, end = self._armed.T
+        armed = set(group[(start <= step) & (step <= end)].tolist())
+        for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
+            numbers = np.random.SeedSequence([self._seed, step, index])
+            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
+
+    def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
+        """After each step of several processes: what stale_scale saw in it is what any of them saw. `take_largest`
+        puts the largest over them into a tensor."""
+        if self._history is not None:
+            take_largest(self._history[:, 0])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The sizes that stale_scale remembers; empty for every other kind."""
+        return {} if self._history is None else {"history": self._history.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._history is not None:
+            self._history.copy_(state["history"])
+
+
+def _targeted(plan: Plan, targets: Sequence[str]) -> dict[int, int]:
+    """{operator: its unit; with unit=gemm itself} of those that the patterns name, or whose unit they name, by place.
+    ValueError for a pattern without any, and where a single GEMM is named: a fault hits all that read the input."""
+    names = [one.name for one in plan.units]
+    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
+    by_gemm = any(one.gemm is not None for one in plan.units)
+    whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
+    if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
+        units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        if by_gemm:
+            units = dict.fromkeys(module_of(name) for name in units)
+        what = "operator" if by_gemm else "unit"
+        raise ValueError(f"targets {empty}: no {what} has such a name; the {what}s are {', '.join(units)}")
+    if by_gemm:
+        return {operator.index: operator.index for operator in plan.operators if operator.operator_name in chosen}
+    return {
+        operator.index: unit
+        for unit, one in enumerate(plan.units)
+        for operator in one.operators
+        if one.name in whole or operator.operator_name in chosen
+    }
+
+
+def _members(plan: Plan, group_of: dict[int, int]) -> dict[int, list[int]]:
+    """The units of each group of operators that are hit together, by their places: itself, with unit=gemm the GEMMs
+    that read the operator's input. ValueError where those are not routed."""
+    found: dict[int, list[int]] = {}
+    for i, unit in enumerate(plan.units):
+        index, low = unit.operators[0].index, unit.operators[0].low
+        if unit.gemm is None:
+            if i in group_of.values():
+                found[i] = [i]
+        elif index in group_of and isinstance(low, Recipe) and getattr(low, unit.gemm).input is not None:
+            found.setdefault(index, []).append(i)
+    if not found:
+        raise ValueError(
+            "a fault breaks the casts of the input, and no GEMM that reads it is routed (precision.recovers)"
+        )
+    return found
+
+
+def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:
+    """(start, end) of each, ascending."""
+    spans: list[tuple[int, int]] = []
+    for start, length in sorted(map(tuple, windows)):
+        if start < 1 or length < 1 or start + length - 1 > steps:
+            raise ValueError(f"window [{start}, {length}]: must lie within the run's steps 1 to {steps}")
+        if spans and start <= spans[-1][1]:
+            raise ValueError(f"window [{start}, {length}]: begins before the one from step {spans[-1][0]} has ended")
+        spans.append((start, start + length - 1))
+    return spans
+
+
+def _drawn(rate: float, duration: int, steps: int, generator: np.random.Generator) -> list[tuple[int, int]]:
+    """(start, end) of each, ascending; from one start to the next it takes 1000 / rate steps on average."""
+    if not (rate > 0 and duration >= 1 and rate * duration <= 1000):
+        raise ValueError(f"rate={rate}, duration={duration}: their product must be above 0 and at most 1000")
+    spans: list[tuple[int, int]] = []
+    end = 0
+    while True:
+        start = end + int(generator.geometric(1 / (1000 / rate - duration + 1)))
+        if start > steps:
+            return spans
+        end = start + duration - 1
+        spans.append((start, min(end, steps)))

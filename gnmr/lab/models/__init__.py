@@ -1,0 +1,32 @@
+"""Architecture only: llama, gpt, moe, and outlier channels; precision paths are put in from outside.
+
+model = models.build(config.model, vocab_size, seq_len)
+model.init_weights(torch.Generator().manual_seed(seed))
+add_outlier_channels(model, number, gain, generator)    # where asked for
+logits_BTV = model(tokens_BT)
+model.auxiliary_loss        # where it is not None, training adds it to the cross-entropy of these logits
+"""
+
+from gnmr.lab.config import ModelConfig
+from gnmr.lab.models.gpt import GPT
+from gnmr.lab.models.layers import Decoder
+from gnmr.lab.models.llama import Llama
+from gnmr.lab.models.moe import MoE
+from gnmr.lab.models.outliers import OutlierWindow, add_outlier_channels
+from gnmr.precision import half
+
+__all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
+
+
+def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
+    """The model of `config.name` on the current default device and dtype (`with torch.device("meta")` costs nothing).
+
+    Its weights are undefined until `init_weights` or `load_state_dict`.
+    """
+    half.provide()
+    return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
+
+
+def parameter_count(model: Decoder) -> int:
+    """All parameters, embeddings and head included; a tied head counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,238 @@
+"""Layers of the models, and the decoder that joins them.
+
+Every linear is an `nn.Linear` called as a module, and linears that read the same activation get the same tensor object,
+so that exchanged linears can share one saved copy of it.
+
+Shape suffixes
+    B batch             T sequence          D hidden width      V vocabulary
+    H query heads       G key/value heads   K width of a head   F MLP width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.lab.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; the statistics are FP32 whatever the dtype, as in Hugging Face."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> (B, T, D), same dtype."""
+        # The gain stands outside: rounded like Hugging Face's, and a third faster in backward on a CPU.
+        return F.rms_norm(x_BTD, self.weight.shape, None, self.eps) * self.weight
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding in Hugging Face's convention: channel i of a head turns with channel i + K/2.
+
+    The tables are no buffers: they are computed in FP32 when first asked for, then rounded to the activations' dtype.
+    So `model.to(bfloat16)` cannot round the angles themselves, and a model built on the meta device needs no repair.
+    """
+
+    def __init__(self, head_width: int, max_seq_len: int, theta: float) -> None:
+        super().__init__()
+        self.head_width, self.max_seq_len, self.theta = head_width, max_seq_len, theta
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables for the positions of x: cos_T1K and sin_T1K, of x's dtype and device; sin is negative in its first
+        half, so that `rotate` needs no negation."""
+        if self._tables is None or self._tables[0].dtype != x_BTD.dtype or self._tables[0].device != x_BTD.device:
+            with torch.inference_mode(False), torch.no_grad():  # a first call may be evaluation's
+                self._tables = self._compute(x_BTD.dtype, x_BTD.device)
+        cos_S1K, sin_S1K = self._tables
+        return cos_S1K[: x_BTD.shape[1]], sin_S1K[: x_BTD.shape[1]]
+
+    def _compute(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32, device="cpu") / self.head_width
+        position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
+        angle = torch.outer(position, 1.0 / self.theta**exponent).unsqueeze(1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), -1).to(device, dtype), torch.cat((-sin, sin), -1).to(device, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_width}, max_seq_len={self.max_seq_len}, theta={self.theta}"
+
+
+def rotate(x_BTHK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+    """Turns the pairs (i, i + K/2) by their position's angle; the roll exchanges the two halves."""
+    return x_BTHK * cos_T1K + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin_T1K
+
+
+def causal_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    """The attention core, y_BTHK in the dtype of q_BTHK; G key/value heads serve H query heads.
+
+    On CPUs it runs in FP32 whatever the dtype: PyTorch's 16-bit kernels are slower there, most of all in backward.
+    """
+    dtype = q_BTHK.dtype
+    if q_BTHK.device.type == "cpu":
+        q_BTHK, k_BTGK, v_BTGK = q_BTHK.float(), k_BTGK.float(), v_BTGK.float()
+    y_BHTK = F.scaled_dot_product_attention(
+        q_BTHK.transpose(1, 2),
+        k_BTGK.transpose(1, 2),
+        v_BTGK.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+    )
+    return y_BHTK.transpose(1, 2).to(dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; grouped queries where `num_kv_heads` is smaller than `num_heads`."""
+
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_width = config.hidden_size // config.num_heads
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_width, bias=bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x_BTD -> (B, T, D); `rotary` holds the tables of `Rotary`, None leaves queries and keys as they are."""
+        B, T, _ = x_BTD.shape
+        q_BTHK = self.q_proj(x_BTD).view(B, T, self.num_heads, self.head_width)
+        k_BTGK = self.k_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
+        v_BTGK = self.v_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
+        if rotary is not None:
+            q_BTHK, k_BTGK = rotate(q_BTHK, *rotary), rotate(k_BTGK, *rotary)
+        y_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK)
+        return self.o_proj(y_BTHK.reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), no biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> (B, T, D), same dtype."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class GELUMLP(nn.Module):
+    """down(gelu(up(x))) with biases; GELU is GPT-2's tanh form (`gelu_new` in Hugging Face), not the exact one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> (B, T, D), same dtype."""
+        return self.down_proj(F.gelu(self.up_proj(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, input_layernorm: nn.Module, attn: Attention, post_layernorm: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = attn
+        self.post_attention_layernorm = post_layernorm
+        self.mlp = mlp
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """x_BTD -> (B, T, D), same dtype; `rotary` as `Attention`'s."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Base of all models: embedding, blocks, norm, head, initialisation.
+
+    `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward during
+    backward. The parameters are the constructor's defaults, meaningless until `init_weights` or `load_state_dict`.
+    """
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    auxiliary_loss: Tensor | None = None
+    """Scalar that training adds to the loss of the last forward pass, or None; never part of a perplexity."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.config, self.max_seq_len = config, max_seq_len
+        self.activation_checkpointing = False
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Any]:
+        """x_BTD, and the blocks' second argument: a rotary model's tables, else None."""
+        raise NotImplementedError
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """logits_BTV."""
+        raise NotImplementedError
+
+    def residual_std(self) -> float:
+        """Standard deviation at initialisation of the projections that write to the residual stream."""
+        return self.config.init_std
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Values of the last forward pass to record: scalars on the device by name, the same names each time."""
+        return {}
+
+    def experts(self) -> list[nn.Module]:
+        """Modules that a forward pass may give no token, and so no gradient."""
+        return []
+
+    def reached(self) -> Tensor:
+        """(E,) bool: which of the `experts` the last forward pass gave a token."""
+        raise NotImplementedError
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """tokens_BT (int64) -> logits_BTV in the weights' dtype. ValueError where T exceeds `max_seq_len`."""
+        if tokens_BT.shape[1] > self.max_seq_len:
+            raise ValueError(f"sequence of {tokens_BT.shape[1]} tokens: the model was built for {self.max_seq_len}")
+        x_BTD, beside = self.embed(tokens_BT)
+        for block in self.layers:
+            x_BTD = self.through(block, x_BTD, beside)
+        return self.head(self.norm(x_BTD))
+
+    def through(self, block: nn.Module, x_BTD: Tensor, beside: Any) -> Any:
+        """Runs the block; under `activation_checkpointing` backward recomputes it."""
+        if self.activation_checkpointing:
+            return checkpoint(block, x_BTD, beside, use_reentrant=False)
+        return block(x_BTD, beside)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Linears and embeddings normal(0, init_std), gains one, biases zero; `residual_std` for o_proj and down_proj.
+
+        Draws are FP32, on the generator's device (None: the CPU's default generator), in module order, and are then
+        rounded to the weights' dtype: one seed gives one model, whatever its dtype and device. On the meta device
+        nothing happens.
+        """
+        device = "cpu" if generator is None else generator.device
+        for name, parameter in self.named_parameters():
+            owner, kind = name.split(".")[-2:]
+            if kind == "bias":
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif not parameter.is_meta:
+                std = self.residual_std() if owner in ("o_proj", "down_proj") else self.config.init_std
+                draw = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+                parameter.copy_(draw.normal_(0.0, std, generator=generator))

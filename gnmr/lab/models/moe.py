@@ -1,0 +1,271 @@
+"""MoE: the GPT of `gpt.py` with a mixture of experts in place of every MLP.
+
+A router gives each token a probability for every expert, and the token goes through the k experts of the largest:
+
+    p = softmax(W_r x)                          FP32 whatever the dtype
+    y = sum over the chosen e of w_e expert_e(x)
+    w_e = p_e / sum of the chosen p             `normalized` (GShard, arXiv 2006.16668, Mixtral)
+    w_e = p_e                                   otherwise (Switch Transformer, arXiv 2101.03961)
+
+**No capacity, no dropped token.** The N k assignments are sorted by expert, so that each expert's rows are one slice
+and each of its linears one GEMM. Experts are modules with plain linears (`layers.N.mlp.experts.E.up_proj`): each can be
+a unit of its own. The router (`layers.N.mlp.router`) is a linear of its own type that no `*_proj` matches: stored in
+the run's dtype, computed in FP32.
+
+**An expert without a token** gets no gradient in that pass: its parameters' `.grad` stays None (after
+`zero_grad(set_to_none=True)`), and so its units are not observed in that step.
+
+**Load balancing** (Switch Transformer, Eqs. 4 to 6, for k choices as in Megatron): per layer and forward pass
+
+    L = E sum_e f_e P_e         f_e: share of the N k assignments that went to e;  P_e: mean of p_e over the N tokens
+
+which is 1 for an even load and E where one expert gets everything. The gradient flows through P alone. Training adds
+`balance_coef` times the sum over the layers (`auxiliary_loss`); reported losses leave it out.
+
+**Fixed routing** (`routing_seed`): a hash of the token's id, the layer and the seed chooses the experts (hash layers,
+Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. **Choice 50**:
+the weights w_e are still the gate's, over the experts chosen; the balancing loss, which could change nothing, is not
+added.
+
+**The host.** The slices' lengths are needed on the host: free on a CPU, on a GPU one wait a layer besides the one of
+the step. Stacked weights and a grouped GEMM (`torch.nn.functional.grouped_mm`) would save it, but then experts could
+not be switched one by one. Under torch.compile the mixture runs between the graphs, because lengths change every step.
+
+Shape suffixes, besides those of `layers.py`
+    N tokens of the batch, B T      E experts       k experts a token goes to       R rows after dispatch, N k
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gnmr.lab.config import ModelConfig
+from gnmr.lab.models.gpt import GPT
+from gnmr.lab.models.layers import GELUMLP, Attention, Block
+
+
+class Routing(NamedTuple):
+    """Where the tokens of one forward pass went in one layer."""
+
+    share_E: Tensor
+    """Share of the assignments that each expert got, FP32; no gradient."""
+    balance_loss: Tensor
+    """L above, a scalar in FP32, with its graph."""
+
+
+class Router(nn.Linear):
+    """x_ND -> logits_NE, computed in FP32 whatever the dtype of x and of the weight, under autocast too; no bias."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__(width, num_experts, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x_ND -> logits_NE float32."""
+        kind = input.device.type
+        with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
+            return F.linear(input.float(), self.weight.float())
+
+
+class MoEMLP(nn.Module):
+    """The mixture of layer `index`: x_BTD and, for a fixed routing, tokens_BT -> (y_BTD, Routing)."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        options = config.experts
+        self.top_k, self.normalized = options.top_k, options.normalized
+        self.seed = None if options.routing_seed is None else options.routing_seed * config.num_layers + index
+        self.router = Router(config.hidden_size, options.number)
+        self.experts = nn.ModuleList(GELUMLP(config) for _ in range(options.number))
+
+    @torch.compiler.disable
+    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """x_BTD -> (y_BTD, Routing). On a GPU waits once, for the number of tokens of each expert."""
+        x_ND = x_BTD.flatten(0, 1)
+        weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
+        order_R = expert_Nk.flatten().argsort(stable=True)
+        token_R = order_R // self.top_k
+        row_R = torch.arange(len(order_R), device=order_R.device)
+        place_Nk = torch.empty_like(order_R).scatter_(0, order_R, row_R).view_as(expert_Nk)
+
+        rows_RD = _Dispatch.apply(x_ND, token_R, place_Nk)
+        slices = rows_RD.split(_lengths(count_E, len(order_R)))
+        # An expert without rows is called too, so that its linears record an empty pass; its output stays outside of
+        # the graph, so no gradient reaches it.
+        outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
+        y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
+        return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)
+
+    def route(self, x_ND: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""
+        logits_NE = self.router(x_ND)
+        num_experts = logits_NE.shape[-1]
+        scores_NE = logits_NE.detach()
+        if self.seed is not None:
+            assert tokens_BT is not None, "a fixed routing needs the tokens"
+            scores_NE = hashed_scores(tokens_BT.flatten(), num_experts, self.seed)
+        expert_Nk = scores_NE.topk(self.top_k, dim=-1).indices
+        p_NE = _softmax(logits_NE)
+        if self.normalized:  # p_e / sum of the chosen p, but without a sum that can underflow
+            weight_Nk = _softmax(logits_NE.gather(-1, expert_Nk))
+        else:
+            weight_Nk = p_NE.gather(-1, expert_Nk)
+        count_E = torch.zeros(num_experts, dtype=torch.int64, device=x_ND.device)
+        count_E.index_add_(0, expert_Nk.flatten(), torch.ones_like(expert_Nk).flatten())
+        balance_loss = num_experts * (count_E / expert_Nk.numel() * p_NE.mean(dim=0)).sum()
+        return weight_Nk, expert_Nk, count_E, balance_loss
+
+    def readers(self) -> list[nn.Linear]:
+        """The linears that read the mixture's input."""
+        return [self.router, *(cast(nn.Linear, expert.up_proj) for expert in self.experts)]
+
+
+class MoEBlock(Block):
+    """A block whose MLP is a mixture: (x_BTD, tokens_BT) -> (x_BTD, Routing)."""
+
+    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:  # type: ignore[override]
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), None)
+        y_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), tokens_BT)
+        return x_BTD + y_BTD, routing
+
+
+class MoE(GPT):
+    """GPT with mixtures of experts. `routings` holds where the last forward pass sent its tokens, layer by layer."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__(config, vocab_size, max_seq_len)
+        self.routings: list[Routing] = []
+
+    def block(self, index: int) -> Block:
+        width, eps = self.config.hidden_size, self.config.norm_eps
+        attn, mlp = Attention(self.config, bias=True), MoEMLP(self.config, index)
+        return MoEBlock(nn.LayerNorm(width, eps), attn, nn.LayerNorm(width, eps), mlp)
+
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+        x_BTD, _ = super().embed(tokens_BT)
+        return x_BTD, None if self.config.experts.routing_seed is None else tokens_BT
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        self.routings = []
+        return super().forward(tokens_BT)
+
+    def through(self, block: nn.Module, x_BTD: Tensor, beside: Any) -> Tensor:
+        x_BTD, routing = super().through(block, x_BTD, beside)
+        self.routings.append(routing)
+        return x_BTD
+
+    @property
+    def auxiliary_loss(self) -> Tensor | None:  # type: ignore[override]
+        options = self.config.experts
+        if options.routing_seed is not None or options.balance_coef == 0 or not self.routings:
+            return None
+        return options.balance_coef * torch.stack([routing.balance_loss for routing in self.routings]).sum()
+
+    @torch.no_grad()
+    def statistics(self) -> dict[str, Tensor]:
+        """Of each layer the largest and smallest share of the assignments that an expert got, the entropy of the shares
+        (nats; log E where they are even) and the balancing loss without its weight."""
+        found: dict[str, Tensor] = {}
+        for index, (share_E, balance_loss) in enumerate(self.routings):
+            found |= {
+                f"layers.{index}.mlp.max_share": share_E.max(),
+                f"layers.{index}.mlp.min_share": share_E.min(),
+                f"layers.{index}.mlp.entropy": torch.special.entr(share_E).sum(),
+                f"layers.{index}.mlp.balance_loss": balance_loss.detach(),
+            }
+        return found
+
+    def experts(self) -> list[nn.Module]:
+        return [expert for block in self.layers for expert in cast(MoEMLP, block.mlp).experts]
+
+    @torch.no_grad()
+    def reached(self) -> Tensor:
+        return torch.cat([routing.share_E for routing in self.routings]) > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the graph of the last step."""
+        return {**self.__dict__, "routings": []}
+
+
+def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
+    """(N, E) int64: a score of every expert for every token id that depends on the id, the expert and `seed` alone.
+
+    A bijective mix of 32 bits, so no two experts ever score the same for a token.
+    """
+    mask = 0xFFFFFFFF
+    key_NE = tokens_N.unsqueeze(1) * num_experts + torch.arange(num_experts, device=tokens_N.device)
+    key_NE = (key_NE + (seed * 0x9E3779B9 & mask)) & mask
+    for _ in range(2):
+        key_NE = ((key_NE >> 16) ^ key_NE) * 0x45D9F3B & mask
+    return (key_NE >> 16) ^ key_NE
+
+
+def _lengths(count_E: Tensor, total: int) -> list[int]:
+    """Rows of every expert, on the host: waits for the device. On the meta device, which knows no number, even ones."""
+    if count_E.is_meta:
+        number = len(count_E)
+        return [total // number + (expert < total % number) for expert in range(number)]
+    return count_E.tolist()
+
+
+def _softmax(x_NE: Tensor) -> Tensor:
+    """Over the last dimension. Down the columns of the transpose: a CPU takes ten times as long for short rows."""
+    return x_NE.t().softmax(dim=0).t()
+
+
+def _refuse_twice() -> None:
+    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the mixture of experts has no second derivatives (create_graph=True)")
+
+
+class _Dispatch(torch.autograd.Function):
+    """x_ND -> rows_RD, each token once for each of its experts, grouped by expert.
+
+    Row r is assignment order_R[r], which is one of token_R[r]; assignment (n, j) is row place_Nk[n, j]. Backward is a
+    sum over each token's bag of k rows: what autograd would do, adding rows by index, is slow on a CPU and has no fixed
+    order on several threads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, place_Nk: Tensor) -> Tensor:
+        ctx.save_for_backward(place_Nk)
+        return x_ND.index_select(0, token_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_twice()
+        (place_Nk,) = ctx.saved_tensors
+        return F.embedding_bag(place_Nk, grads[0].contiguous(), mode="sum"), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """rows_RD -> y_ND, the sum of each token's k rows by weight_Nk; the way back of `_Dispatch`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, weight_Nk: Tensor, order_R: Tensor, token_R: Tensor, place_Nk: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RD, weight_Nk, order_R, token_R, place_Nk)
+        return F.embedding_bag(place_Nk, rows_RD, mode="sum", per_sample_weights=weight_Nk.to(rows_RD.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_twice()
+        rows_RD, weight_Nk, order_R, token_R, place_Nk = ctx.saved_tensors
+        grad_ND = grads[0].contiguous()
+        weight_R1 = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype).unsqueeze(1)
+        # Bags of one: a row times its weight as it is read.
+        grad_RD = F.embedding_bag(token_R.unsqueeze(1), grad_ND, mode="sum", per_sample_weights=weight_R1)
+        # What autograd would call: each token's gradient times each of its rows.
+        k, row_R = place_Nk.shape[1], place_Nk.flatten()
+        assignment_R = torch.arange(len(row_R), device=row_R.device)
+        grad_weight_R = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            grad_ND, rows_RD, row_R, assignment_R[::k].contiguous(), assignment_R // k, 0
+        )
+        grad_weight_Nk = grad_weight_R.view_as(place_Nk).to(weight_Nk.dtype)
+        return grad_RD, grad_weight_Nk, None, None, None

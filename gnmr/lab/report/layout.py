@@ -1,0 +1,175 @@
+"""A table and its numbers as text, once, for the terminal, Markdown and the page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gnmr.errors import printable
+from gnmr.lab.report.statistics import Paired, Stat, as_percent, stat
+
+NOTHING = "-"
+
+
+@dataclass
+class Table:
+    """Cells as text; the first column is the rows' name. Notes stand below, one line each."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def without_empty(self, optional: Iterable[str]) -> Table:
+        """The table without those of the optional columns in which no row has anything."""
+        keep = [
+            place
+            for place, column in enumerate(self.columns)
+            if column not in set(optional) or any(row[place] != NOTHING for row in self.rows)
+        ]
+        rows = [[row[place] for place in keep] for row in self.rows]
+        return Table(self.title, [self.columns[place] for place in keep], rows, self.notes)
+
+    def print(self, console: Console) -> None:
+        """On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below."""
+        console.print(Text(printable(self.title), style="bold"))
+        for places in self._blocks(console.width):
+            table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+            for place in places:
+                justify: JustifyMethod = "right" if place else "left"
+                table.add_column(_shown(self.columns[place]), justify=justify, no_wrap=place > 0)
+            for row in self.rows:
+                table.add_row(*[_shown(row[place]) for place in places])
+            console.print(table)
+        for note in self.notes:
+            console.print(Text(printable(note)))
+        console.print()
+
+    def _blocks(self, width: int) -> list[list[int]]:
+        """The columns in as many tables as the width needs, the rows' names first in each."""
+        texts = [[heading, *cells] for heading, *cells in zip(self.columns, *self.rows, strict=True)]
+        needs = [max(len(line) for text in column for line in text.splitlines()) + 2 for column in texts]
+        needs[0] = max(len(word) for text in texts[0] for word in text.split()) + 2
+        blocks = [[0]]
+        for place in range(1, len(needs)):
+            if len(blocks[-1]) > 1 and sum(needs[other] for other in [*blocks[-1], place]) > width:
+                blocks.append([0])
+            blocks[-1].append(place)
+        return blocks
+
+    def tree(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; a heading is one line."""
+        columns = [column.replace("\n", " ") for column in self.columns]
+        return {"title": self.title, "columns": columns, "rows": self.rows, "notes": self.notes}
+
+    def markdown(self) -> str:
+        """Title, rows and notes as Markdown."""
+        ruler = " | ".join(["---", *["---:"] * (len(self.columns) - 1)])
+        lines = [f"### {as_markdown(self.title)}", "", _row(self.columns), f"| {ruler} |", *map(_row, self.rows)]
+        if self.notes:
+            lines += ["", *[f"- {as_markdown(note)}" for note in self.notes]]
+        return "\n".join(lines) + "\n"
+
+
+def _row(values: Iterable[str]) -> str:
+    return "| " + " | ".join(map(as_markdown, values)) + " |"
+
+
+def as_markdown(text: str) -> str:
+    """The text as Markdown shows it, in one line: no link, no code, no HTML, no cell of its own."""
+    return re.sub(r"([\\`|\[\]<>&*$])", r"\\\1", printable(text))
+
+
+def _shown(text: str) -> Text:
+    """For the terminal; lines stay."""
+    return Text("\n".join(map(printable, text.split("\n"))))
+
+
+def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "") -> str:
+    """Mean ± sample standard deviation, the latter - where there is none."""
+    if value is None:
+        return NOTHING
+    spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
+    return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
+
+
+def average(values: Iterable[float | None], shape: str) -> str:
+    """The mean in that format, where there is one."""
+    found = stat(values)
+    return NOTHING if found is None else format(found.mean, shape)
+
+
+def relative(paired: Paired) -> str:
+    """Mean difference of log perplexity and its 95 % interval as percent; where runs diverged, how many of each arm."""
+    if any(paired.diverged):
+        mine, theirs = paired.diverged
+        return f"diverged {mine} : {theirs}"
+    if paired.mean is None:
+        return NOTHING
+    ends = map(as_percent, paired.interval or ())
+    told = ", ".join(f"{end:+.2f}" for end in ends) or NOTHING
+    return f"{as_percent(paired.mean):+.2f} [{told}] %"
+
+
+def effect(paired: Paired) -> str:
+    """d_z and its 95 % interval."""
+    if paired.d_z is None or paired.d_z_interval is None:
+        return NOTHING
+    low, high = paired.d_z_interval
+    return f"{paired.d_z:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def counted(what: str, things: Iterable[object]) -> str:
+    """seed 0; seeds 0, 1; no seed."""
+    told = list(map(str, things))
+    return f"{what}{'s' if len(told) > 1 else ''} {', '.join(told)}" if told else f"no {what}"
+
+
+def numbered(names: Sequence[str], told: str) -> list[str]:
+    """The names, those that stand there several times with their number, as `told` has both."""
+    places = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [told.format(n, place) if names.count(n) > 1 else n for n, place in zip(names, places, strict=True)]
+
+
+def percent(share: float | None) -> str:
+    """Three decimals below one percent, as the paper's table 3 has them, else one."""
+    if share is None:
+        return NOTHING
+    return f"{100 * share:.{3 if 0 < share < 0.01 else 1}f} %"
+
+
+def size(number: float | None) -> str:
+    """Bytes in binary units."""
+    if number is None or not math.isfinite(number):
+        return NOTHING
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    digits = 0 if units[0] == "B" or number >= 100 else 1 if number >= 10 else 2
+    return f"{number:.{digits}f} {units[0]}"
+
+
+def duration(seconds: float | None) -> str:
+    """In seconds, minutes or hours, whichever fits."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    limit, unit = (1, "s") if seconds < 60 else (60, "min") if seconds < 3600 else (3600, "h")
+    return f"{seconds / limit:.1f} {unit}"
+
+
+def count(number: float | None) -> str:
+    """1_300_000_000 -> 1.3B; 2048 -> 2,048."""
+    if number is None:
+        return NOTHING
+    for limit, suffix in ((1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:,.0f}"

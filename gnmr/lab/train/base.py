@@ -1,0 +1,139 @@
+"""The base of a fork: a run's folder with a checkpoint, which anybody may have made.
+
+RUN/config.yaml                      model, data, optimizer and batch, which the fork shares
+RUN/header.json                      fingerprint of the data
+RUN/checkpoints/step-.../            weights, moments, position in the data
+gnmr/lab/bases/shipped/                  the same, and tokenizer.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.errors import UserError
+from gnmr.lab.config import Config, DataConfig, flatten, to_dict
+from gnmr.lab.config.base import place_of_base, read_base
+from gnmr.lab.config.fork import SHIPPED, agreed
+from gnmr.lab.data.blocks import Branch
+from gnmr.lab.train.checkpoint import Found, find, load_training
+from gnmr.records.reader import read_json
+from gnmr.records.untrusted import check_folder, reading, text
+
+SHIPPED_SHA256 = "6b6959e9992e2abf94e11605137fc14c231a924024a51f62288a4ee57420b4f3"
+"""Of the shipped base's meta.json, which names the sha256 of its other files."""
+
+
+@dataclass(frozen=True)
+class _State:
+    model: dict[str, Tensor]
+    optimizer: list[dict[str, Any]]
+    """Of each parameter, in the optimizer's order."""
+
+
+@dataclass
+class Base:
+    """A trained run that others are forked from."""
+
+    name: str
+    """As the fork's config gives it."""
+    config: Config
+    found: Found
+    fingerprint: str
+    """Of its data."""
+    position: dict[str, int]
+    """Epoch and place in it of the next block."""
+    tokenizer: Path | None = None
+    """Of the shipped base, whose corpus another Python has otherwise."""
+    _state: _State | None = None
+
+    @property
+    def step(self) -> int:
+        """Its age: the step after which its checkpoint was taken."""
+        return self.found.step
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of its learning-rate schedule."""
+        return self.config.optim.schedule_steps or self.config.training.steps
+
+    def check(self, config: Config) -> None:
+        """UserError, naming the first key, where the fork `config` has another model, data, optimizer or batch.
+
+        The base's batch may be cut into other micro-batches: the blocks of a step stay the same, in their order.
+        """
+        theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
+        if self.config.training.tokens_per_step == config.training.tokens_per_step:
+            for key in ("training.batch_size", "training.accumulation"):
+                ours[key] = theirs[key]
+        if config.optim.schedule_steps is None:
+            ours["optim.schedule_steps"] = theirs["optim.schedule_steps"]
+        for key in theirs | ours:
+            there, here = (text(tree.get(key)) for tree in (theirs, ours))
+            if there != here:
+                raise UserError(f"{key}={here}: the base {self.name} has {there}, and a fork goes on under the same")
+
+    def data(self, data: DataConfig) -> DataConfig:
+        """What to open for a fork whose config says `data`."""
+        return data if self.tokenizer is None else replace(data, tokenizer=str(self.tokenizer))
+
+    def branch(self, order: int, fingerprint: str, say: Callable[[str], None]) -> Branch:
+        """Where the fork goes on in data of this fingerprint. UserError for other data than the base's.
+
+        The shipped base is forked on other data too: the library of another Python under the same tokenizer, from its
+        beginning.
+        """
+        if fingerprint == self.fingerprint:
+            return Branch(self.config.training.seed, self.position["epoch"], self.position["position"], order)
+        what = f"its data is {self.fingerprint[:12]}, here it is {fingerprint[:12]}"
+        if self.tokenizer is None:
+            raise UserError(f"base={self.name}: {what}: give the base's data.*, or make a base of this data")
+        say(f"base={self.name}: {what} (another Python's library): compare it with forks made under this Python alone")
+        return Branch(self.config.training.seed, 0, 0, order)
+
+    def load_into(self, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:
+        """Weights and moments; with `keep` later calls copy them from memory. UserError where they do not fit."""
+        if self._state is None:
+            load_training(self.found, model, optimizer)
+            if keep:
+                self._state = _State(
+                    {name: value.clone() for name, value in model.state_dict().items()},
+                    [_copied(optimizer.state.get(p, {})) for p in _parameters(optimizer)],
+                )
+            return
+        model.load_state_dict(self._state.model)
+        for parameter, state in zip(_parameters(optimizer), self._state.optimizer, strict=True):
+            optimizer.state[parameter] = _copied(state)
+
+
+def open_base(name: str) -> Base:
+    """The base of that name: a folder, or `shipped`. UserError, one line, for whatever cannot be forked."""
+    run, checkpoints = place_of_base(name)
+    config = read_base(name)
+    try:
+        with reading(run):
+            check_folder(checkpoints)
+            found = find(checkpoints)
+            fingerprint = (read_json(run / "header.json") or {})["data"]["fingerprint"]
+            position = {key: found.host["blocks"][key] for key in ("epoch", "position")}
+            sound = isinstance(fingerprint, str) and all(type(n) is int and 0 <= n < 2**62 for n in position.values())
+            if not sound or found.step < 1:
+                raise ValueError("its numbers make no sense")
+            if name == SHIPPED and found.sha256 != SHIPPED_SHA256:
+                raise ValueError(f"is not the base that this version ships ({found.sha256[:12]})")
+    except UserError as error:
+        raise UserError(f"base={name}: {error}") from error
+    return Base(name, config, found, fingerprint, position, run / "tokenizer.json" if name == SHIPPED else None)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

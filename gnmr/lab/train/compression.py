@@ -1,0 +1,180 @@
+"""Compressed gradients in a run: what sends them, the controller of its matrices, and its part of a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.attachment import AttachedController
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
+from gnmr.distributed.powersgd import PowerSgd
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.workers import VirtualWorkers
+from gnmr.distributed.world import World
+from gnmr.errors import UserError, told_as
+from gnmr.lab.config import Config
+from gnmr.precision import Plan
+
+GAPS = ("gap_low", "gap_recovery")
+"""What a step measures of its matrices in the place of paths' errors."""
+
+
+def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | PowerSgd | None:
+    """What sends the gradients; None without compression. UserError for targets or a rank that do not fit the model."""
+    asked, seed = config.compression, config.training.seed
+    if asked.name == "none":
+        return None
+    with told_as("compression."):
+        workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
+        if asked.name == "greedylore":
+            return GreedyLore(model, greedylore_spec(config), workers=workers, targets=asked.targets)
+        options = {name: getattr(asked, name) for name in ("rank", "dense_steps", "feedback")}
+        dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        return PowerSgd(dense, **options, seed=seed, workers=workers)
+
+
+def greedylore_spec(config: Config) -> GreedyLoreSpec:
+    """Of `compression.*`, drawn by training.seed."""
+    names = ("rank", "refresh_every", "dense_steps", "basis", "feedback")
+    return GreedyLoreSpec(**{name: getattr(config.compression, name) for name in names}, seed=config.training.seed)
+
+
+class CompressedController(AttachedController):
+    """A controller whose units are the compressed matrices; the model's operators stay on the paths that they have.
+
+    Costs are shares of the numbers that recovery of everything sends more. The evidence gap_low is `GreedyLore.gap`,
+    of gap_recovery nothing is left: a dense mean holds nothing back.
+    """
+
+    compressed: GreedyLore
+
+    @classmethod
+    def of(
+        cls, compressed: GreedyLore, plan: Plan, model: nn.Module, config: Config, ranks: Ranks | None
+    ) -> CompressedController:
+        """The controller of the config. UserError where it does not fit, or its evidence is measured of operators."""
+        training, units = config.training, compressed.units()
+        whole = sum(unit.cost for unit in units)
+        with told_as("controller: "):
+            controller = cls(
+                [replace(unit, cost=unit.cost / whole) for unit in units],
+                config.controller.spec(training.steps),
+                steps=training.steps,
+                seed=training.seed,
+                record=config.records.evidence,
+                whole_cost=1.0,
+                ranks=ranks,
+            )
+        of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
+        if wrong := sorted(of_paths & set(controller.needs)):
+            asked = wrong[0] in config.records.evidence
+            key = "records.evidence" if asked else f"controller.signal={config.controller.signal}"
+            raise UserError(
+                f"{key}: {wrong[0]} is measured of operators, and under compression.name={config.compression.name} "
+                "units are gradients; use one of gradient norms, or gap_low and gap_recovery"
+            )
+        controller.compressed = compressed
+        compressed.measuring = bool(set(GAPS) & set(controller.needs))
+        controller.attach_plan(plan, model)
+        return controller
+
+    def _path_needs(self) -> tuple[str, ...]:
+        return ()
+
+    def _own_evidence(self) -> set[str]:
+        return super()._own_evidence().union(GAPS)
+
+    def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
+        """As `Controller.parts`, with what is held back."""
+        found = super().parts(plain)
+        return found | {"gap": self.compressed.gap()} if self.compressed.measuring else found
+
+    def measure(
+        self,
+        grad_scale: float = 1.0,
+        norms: tuple[Tensor, Tensor] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """As `AttachedController.measure`, with what is held back."""
+        sums = self.summed(sums)
+        found = super().measure(grad_scale, norms, sums)
+        if self.compressed.measuring:
+            gap = self.compressed.gap() if sums is None else sums["gap"]
+            found |= {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
+        return found
+
+
+class CompressionState:
+    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`): what each worker holds back stands under
+    its number, so that ranks save what they have and any process that plays as many workers goes on with it."""
+
+    def __init__(self, compressed: GreedyLore) -> None:
+        self._compressed = compressed
+        self._forgets = False
+
+    def expect(self, host: Mapping[str, Any]) -> None:
+        """See `gnmr.lab.train.checkpoint.Expecting`. Warns where what the workers held back is lost."""
+        workers, size = host["workers"], self._compressed.workers.size
+        self._forgets = workers != size
+        if self._forgets:
+            warnings.warn(
+                f"the checkpoint is of {workers} workers, here are {size}: the bases of compressed gradients are kept, "
+                "what the workers held back is lost",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Zeros where there is no basis yet, or nothing is held back."""
+        state, here = self._compressed.state_dict(), self._compressed.workers.here
+        weights = dict(self._compressed.matrices())
+        none = {name: like.new_zeros(like.shape[0], like.shape[0]) for name, like in weights.items()}
+        bases = {name: state["bases"].get(name, none[name]) for name in weights}
+        found: dict[str, Any] = {"t": state["t"], "sent_total": state["sent_total"], "bases": bases}
+        if self._forgets:
+            return found
+        held = {name: state["held"].get(name) for name in weights}
+        return found | {
+            f"worker_{number}": {
+                name: torch.zeros_like(weights[name]) if one is None else one[row] for name, one in held.items()
+            }
+            for row, number in enumerate(range(here.start, here.stop))
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there. ValueError for what does not fit."""
+        here, now = self._compressed.workers.here, self._compressed.state_dict()
+        bases = {name: one for name, one in state["bases"].items() if bool(one.any())}
+        rows = [] if self._forgets else [state[f"worker_{number}"] for number in range(here.start, here.stop)]
+        held = {name: torch.stack([row[name] for row in rows]) for name in state["bases"]} if rows else {}
+        self._forgets = False
+        counts = {"t": state["t"], "sent_total": state["sent_total"]}
+        self._compressed.load_state_dict(now | counts | {"bases": bases, "held": held})
+
+
+class NoState:
+    """PowerSGD's part of a checkpoint: none, so that a run cannot be continued."""
+
+    def expect(self, host: Mapping[str, Any]) -> None:
+        """UserError."""
+        raise UserError(
+            "compression.name=powersgd: a run cannot be continued, torch's hook has no state that a checkpoint could "
+            "hold; start again in another run_dir"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Never called: see `expect`."""
+
+
+def state_of(compressed: GreedyLore | PowerSgd) -> CompressionState | NoState:
+    """What a checkpoint keeps of it."""
+    return CompressionState(compressed) if isinstance(compressed, GreedyLore) else NoState()

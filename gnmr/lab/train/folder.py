@@ -1,0 +1,105 @@
+"""A run's folder: its place, the run it belongs to, and its lock. Needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from gnmr.errors import UserError, writing
+from gnmr.lab.config import Config, config_hash, identity, read
+from gnmr.records.disk import check_tree
+
+
+def run_folder(config: Config) -> Path:
+    """`run_dir`, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser()
+    name = f"{config.arm_name}-{config_hash(config)}-s{config.training.seed}"
+    return Path(config.runs_dir).expanduser() / config.experiment_name / name
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """UserError if the folder holds another run, any run while training.resume=never, or links."""
+    if folder.is_dir():
+        with writing(folder):
+            check_tree(folder, skip=("wandb",))  # W&B links to its own files
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        # A run's lock is its first file: it identifies a run that was killed before it wrote its config.
+        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
+        if folder.exists() and foreign:
+            raise UserError(f"run_dir={folder}: is no run folder; choose an empty folder or a new one")
+        return
+    try:
+        earlier = read(saved)
+    except UserError as error:
+        raise UserError(f"{error}; choose another run_dir") from error
+    ours, theirs = identity(config), identity(earlier)
+    seed = "training.seed"
+    ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
+    for key in ours | theirs:
+        there, here = (tree.get(key, "not set") for tree in (theirs, ours))
+        if there != here:
+            raise UserError(
+                f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
+                "choose another run_dir"
+            )
+    if config.training.resume == "never":
+        raise UserError(
+            f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
+        )
+
+
+def unexported(config: Config, folder: Path) -> bool:
+    """Whether training.export_hf asks for a folder hf/ that is not there yet."""
+    return config.training.export_hf and not (folder / "hf").is_dir()
+
+
+def done_already(config: Config, say: Callable[[str], None]) -> bool:
+    """Whether nothing is left to do of this run, which is said. UserError as `check_folder`."""
+    folder = run_folder(config)
+    check_folder(folder, config)
+    if not (folder / "DONE").exists() or unexported(config, folder):
+        return False
+    say_done(config, folder, say)
+    return True
+
+
+def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Says that a run is DONE, and the command for scores that are asked for now and missing."""
+    say(f"{folder} is done: skipped")
+    scores = config.scores
+    if not scores.tasks:
+        return
+    from gnmr.records.reader import read_json, read_jsonl  # with pyarrow
+
+    own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
+    there = [*read_jsonl(folder / "scores.jsonl"), own]
+    if set(scores.tasks) - {name for row in there for name in row.get("tasks", {})}:
+        given = {"tasks": f"[{','.join(scores.tasks)}]"}
+        given |= {key: getattr(scores, key) for key in ("limit", "shots", "data") if getattr(scores, key) is not None}
+        given |= {} if scores.path == "16bit" else {"path": scores.path}
+        words = [f"{key}={value}" for key, value in given.items()]
+        say(f"scores.tasks: it is trained, so score it with {shlex.join(['gnmr', 'eval', str(folder), *words])}")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and locks it for this process; the lock ends with the process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that cannot be written
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
+    with os.fdopen(lock, "r+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is being written by another process") from error
+        yield

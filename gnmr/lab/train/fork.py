@@ -1,0 +1,142 @@
+"""Forks in one process: many arms from one base, thousands of times, without a run folder.
+
+    forks = Forks("shipped")                                        # or a run's folder: checked and read once
+    config = forks.config("precision.low=sim_e2m1", "training.steps=40", "fork.order=1")
+    result = forks(config)
+    result.losses, result.validation["low"].high                    # nats
+
+Every fork has parts of its own and begins from the base's weights, moments, place in the data and rate: it is the run
+that `gnmr train experiment=fork` makes of the same config, to the last bit, whatever was forked before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnmr.errors import RunFailed
+from gnmr.lab.config import Config
+from gnmr.lab.config.compose import compose
+from gnmr.lab.config.fork import SHIPPED
+from gnmr.lab.data.cache import TokenCorpus
+from gnmr.lab.train.base import open_base
+from gnmr.lab.train.build import Parts, build_parts, open_data, training_blocks, validation
+from gnmr.lab.train.steps import Steps, heals, phase, validated
+
+PHASES = ("base", "low", "healed")
+"""When a fork is validated: before its first step, after training.steps, after fork.heal more."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Losses over the validation blocks, nats."""
+
+    high: float
+    """On the 16-bit path."""
+    low: float
+    """With every operator on the low path."""
+
+
+@dataclass(frozen=True)
+class ForkResult:
+    """What a fork left."""
+
+    losses: list[float]
+    """Training loss of each step, the healing's too, nats."""
+    validation: dict[str, Validation]
+    """By phase (`PHASES`)."""
+    promotion_frac: float
+    """Active unit-steps over all unit-steps of the arm's steps."""
+    spent: float
+    """Share of the GEMMs' arithmetic on the recovery path (`Plan.spent`), mean over the arm's steps."""
+    sent: float = 1.0
+    """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
+
+
+@dataclass
+class Forks:
+    """Forks of one base. Calling it with a config makes one."""
+
+    base_name: str | Path = SHIPPED
+    """The base: `shipped`, or a run's folder (gnmr/lab/train/base.py)."""
+    say: Callable[[str], None] = lambda _: None
+    """Gets a line where the data has to be prepared first."""
+    _corpora: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _before: dict[Any, Validation] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """UserError for whatever cannot be forked."""
+        self.base = open_base(str(self.base_name))
+
+    def config(self, *words: str) -> Config:
+        """The config of `gnmr train experiment=fork base=... WORDS`. Takes a tenth of a second: for arms that differ in
+        a key, `dataclasses.replace` is faster."""
+        return compose(["experiment=fork", f"base={self.base.name}", *words])
+
+    def parts(self, config: Config) -> Parts:
+        """New parts at the base's state. UserError where the config has another model, data, optimizer or batch."""
+        config = replace(config, base=self.base.name)
+        self.base.check(config)
+        corpus = self._corpus(config)
+        branch = self.base.branch(config.fork.order, corpus.fingerprint, lambda _: None)
+        return build_parts(config, Path(), corpus, self.say, base=self.base, branch=branch, keep=True)
+
+    def __call__(
+        self,
+        config: Config,
+        *,
+        prepare: Callable[[Parts], None] | None = None,
+        phases: Sequence[str] = PHASES,
+    ) -> ForkResult:
+        """Makes a fork. UserError as `parts`; RunFailed for a loss that is not finite.
+
+        Args:
+            prepare: gets the parts before the first step, to change paths or controller by hand.
+            phases: when to validate; the base's values are kept for the next fork of the same paths.
+        """
+        parts = self.parts(config)
+        held_out = self._held_out(config, parts.corpus)
+        found: dict[str, Validation] = {}
+        if "base" in phases:
+            key = repr((config.precision, config.training.eval_blocks, config.training.threads, config.training.device))
+            if key not in self._before:
+                self._before[key] = _validation(parts, held_out, 0)
+            found["base"] = self._before[key]
+        if prepare is not None:
+            prepare(parts)
+        steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
+        losses, active, spent = [], 0, 0.0
+        for step in range(1, config.total_steps + 1):
+            result = steps(step)
+            if result.nonfinite_unit is not None:
+                raise RunFailed(f"the loss or a gradient of step {step} is not finite, in {result.nonfinite_unit}")
+            losses.append(result.loss)
+            active += 0 if heals(parts, step) else int(np.count_nonzero(result.decision.in_force))
+            spent += 0.0 if result.spent is None else result.spent[0]
+            if (name := phase(parts, step)) is not None and name in phases:
+                found[name] = _validation(parts, held_out, step)
+        arm = config.training.steps
+        sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
+        return ForkResult(losses, found, active / (arm * len(parts.controller.units)), spent / arm, sent)
+
+    def _corpus(self, config: Config) -> TokenCorpus:
+        return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))
+
+    def _held_out(self, config: Config, corpus: Any) -> Any:
+        blocks = config.training.eval_blocks
+        return _kept(self._corpora, (repr(config.data), blocks), lambda: validation(config, corpus, blocks))
+
+
+def _validation(parts: Parts, held_out: Any, step: int) -> Validation:
+    found = validated(parts, held_out, step)
+    return Validation(found["val_loss"], found["val_loss_low"])
+
+
+def _kept(where: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    if key not in where:
+        where[key] = make()
+    return where[key]

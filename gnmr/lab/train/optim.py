@@ -1,0 +1,62 @@
+"""AdamW, its learning-rate schedule, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.lab.config import OptimConfig
+from gnmr.lab.train.scale_optimizer import build_scale
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Rate of step `step` (from 1): linear from 0 to the peak over the warm-up, then cosine to min_lr_frac of it at
+    step `steps`, where it stays."""
+    warmup = round(config.warmup_frac * steps)
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * cosine)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of the config, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
+
+    AdamW is the fused one: its kernel skips the update where a flag on the device says so (`skip_where`). UserError
+    for options that SCALE does not have.
+    """
+    if config.name == "scale":
+        return build_scale(model, config, config.options)
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    first, second = config.betas
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
+    )
+    # As its first step would, but for all parameters: a checkpoint needs state of experts without a token so far, too.
+    for p in (*matrices, *vectors):
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
+
+
+def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
+    """Makes the next `optimizer.step()` change nothing where `nonfinite` (a bool scalar on the device) is true.
+
+    The fused kernel selects on the device: nothing waits, and nothing is multiplied with a NaN.
+    """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients to a global norm of at most `max_norm`; `norm` is their present one (scalar tensor)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, scale.float())  # rounded to bf16 it could exceed the bound

@@ -1,0 +1,147 @@
+"""A run's records as `gnmr.records.schema` wants them: rows of a step and of faults, and the header."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import gnmr
+from gnmr.attachment.blame import Verdict
+from gnmr.lab import models
+from gnmr.lab.faults.schedule import Window
+from gnmr.lab.records.view import RunInfo
+from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
+from gnmr.lab.train.provenance import commit, machine, told_command
+from gnmr.lab.train.step import StepResult
+from gnmr.precision.converted import described
+
+
+@dataclass
+class Counters:
+    """Host state of a run besides the controller; saved in every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    nonfinite_total: int = 0
+    nonfinite_streak: int = 0
+
+
+def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
+    """What the views show of this run, which continues after `start_step`."""
+    config = parts.config
+    return RunInfo(
+        name=name,
+        folder=parts.folder,
+        arm=config.arm_name,
+        device=str(parts.device),
+        total_steps=config.total_steps,
+        num_units=len(parts.controller.units),
+        max_o=config.controller.cap,
+        num_parameters=sum(p.numel() for p in parts.model.parameters()),
+        tokens_per_step=config.training.tokens_per_step,
+        start_step=start_step,
+    )
+
+
+def step_row(
+    result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
+) -> dict[str, Any]:
+    """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
+    decision = result.decision
+    return {
+        "step": counters.step,
+        "tokens": counters.tokens,
+        "loss": result.loss,
+        "lr": result.lr,
+        "grad_norm_pre_clip": result.grad_norm_pre_clip,
+        "num_candidates": None if healing else int(np.count_nonzero(decision.candidate)),
+        "num_active": None if healing else int(np.count_nonzero(decision.in_force)),
+        "over": {column: decision.over(column) for column in decision.columns},
+        "statistics": result.statistics,
+        "monitored": result.monitored,
+        "saturation": result.saturation,
+        "saved_bytes": result.saved_bytes,
+        "saved_bytes_predicted": result.saved_bytes_predicted,
+        "spent_gemm_frac": None if result.spent is None else result.spent[0],
+        "spent_extra_bytes": None if result.spent is None else result.spent[1],
+        "skipped": result.skipped,
+        "nonfinite_total": counters.nonfinite_total,
+        "nonfinite_streak": counters.nonfinite_streak,
+        "nonfinite_unit": result.nonfinite_unit,
+        "step_time_s": seconds,
+        "slowest_rank": result.slowest_rank,
+        "weights_digest": weights_digest,
+        "numbers_sent": None if result.sent is None else result.sent[0],
+        "numbers_sent_frac": None if result.sent is None else result.sent[1],
+    }
+
+
+def verdict_row(verdict: Verdict) -> dict[str, Any]:
+    """A row of `records.schema.EVENT_FIELDS`."""
+    units = " ".join(verdict.units) or None
+    return {"step": verdict.step, "unit": units, "event": "verdict", "cause": verdict.cause, "risk": None}
+
+
+def fault_rows(parts: Parts) -> list[dict[str, Any]]:
+    """Rows of `records.schema.FAULT_FIELDS` by first step; outlier channels have one for each unit that they touch."""
+    windows = [] if parts.faults is None else list(parts.faults.windows)
+    gain = parts.config.model.outlier_channels.gain
+    for stress in parts.stress:
+        if isinstance(stress, models.OutlierWindow):
+            touched = set(stress.touched())
+            hit = [group for group in parts.plan.units if any(o.operator_name in touched for o in group.operators)]
+            windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
+    rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
+    return [{"step": row.pop("start"), **row} for row in rows]
+
+
+def _shape(model: nn.Module) -> dict[str, int]:
+    """Layers and width of the model that is trained, which a checkpoint decides itself; what it does not say is left
+    out."""
+    own: Any = getattr(model, "config", None)
+    own = own.get_text_config() if hasattr(own, "get_text_config") else own
+    names = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
+    return {told: number for name, told in names.items() if isinstance(number := getattr(own, name, None), int)}
+
+
+def header(parts: Parts, command: str) -> dict[str, Any]:
+    """header.json: versions, machine, command, data and units of the run."""
+    config, corpus = parts.config, parts.corpus
+    return {
+        "gnmr": gnmr.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": told_command(command),
+        "machine": machine(parts.device),
+        "world": {"processes": parts.world.size, "parallel": config.parallel if parts.world.size > 1 else "none"},
+        "data": {
+            "name": config.data.name,
+            "fingerprint": corpus.fingerprint,
+            "tokenizer": tokenizer_digest(corpus),
+            "train_tokens": len(tokens_of(corpus.train)),
+            "val_tokens": len(tokens_of(corpus.val)),
+            "vocab_size": corpus.vocab_size,
+        },
+        "units": parts.controller.names,
+        "cost": [unit.extra_bytes for unit in parts.controller.units],
+        "spend": [unit.cost for unit in parts.controller.units],
+        "spend_pinned": parts.controller.pinned,
+        "recoverable": parts.plan.recovery is not None or config.compression.routes,
+        "pinned": [unit.name for unit in parts.plan.units if not unit.routable and parts.plan.recovery is not None],
+        "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
+        "checkpoint": parts.checkpoint,
+        "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
+        "shape": _shape(parts.model),
+        "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
+        "arm": config.arm_name,
+        "experiment": config.experiment_name,
+        "scale": config.scale_name,
+        "seed": config.training.seed,
+    }

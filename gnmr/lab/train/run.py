@@ -1,0 +1,322 @@
+"""One run from config to DONE: assembles the parts, then the `Loop`.
+
+Every mistake in what was asked for is reported before the run folder is made or changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from gnmr.attachment.blame import Levels
+from gnmr.distributed.compressed import GreedyLore
+from gnmr.distributed.reduce import lost
+from gnmr.distributed.world import ALONE, World
+from gnmr.errors import RunFailed, UserError
+from gnmr.lab.config import Config, config_hash
+from gnmr.lab.data.packing import PackedBlocks
+from gnmr.lab.models import pretrained
+from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
+from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
+from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
+from gnmr.lab.train.compression import state_of
+from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
+from gnmr.lab.train.loop import Loop, Scorer
+from gnmr.lab.train.parallel import refuse_processes
+from gnmr.lab.train.provenance import told_config
+from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
+from gnmr.precision import Plan, Recipe
+from gnmr.precision.converted import described
+from gnmr.records.reader import read_json, stored
+from gnmr.records.recorder import Recorder, Silent
+
+
+def run(
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    command: str | None = None,
+    scorer: Scorer | None = None,
+    world: World = ALONE,
+) -> Path:
+    """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
+
+    Args:
+        command: what would give this run again, for its header; None: this process's own words.
+        scorer: needed where scores.tasks asks for any.
+        world: the processes that take the steps together, each of which calls this; rank 0 writes.
+
+    Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
+    training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
+    checkpoint is saved.
+    """
+    folder = run_folder(config)
+
+    def finished() -> bool:
+        check_folder(folder, config)
+        return (folder / "DONE").exists()
+
+    with world.agreed():
+        refuse_processes(config)
+    world.same("the config's hash", f"{config_hash(config)}-s{config.training.seed}")
+    if world.from_first(lambda: done_already(config, say)):
+        return folder
+    reset_peak_memory(device_of(config.training.device))
+    try:
+        parts = assemble(config, folder, say, world)
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
+    if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
+        if scorer is None:
+            raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation has RunScorer")
+        with world.agreed():
+            scorer.check(parts)
+    with ExitStack() as stack:
+        world.from_first(lambda: stack.enter_context(locked(folder)))
+        if world.from_first(finished):  # again: another process may have ended this run meanwhile
+            if unexported(config, folder):
+                checkpointer = _checkpointer(parts)
+                if (newest := checkpointer.newest()) != config.total_steps:
+                    raise UserError(f"training.export_hf=true: {folder} is done, and its last checkpoint is gone")
+                checkpointer.load(newest)
+                export(parts)
+                say(f"exported {folder / 'hf'}")
+            say_done(config, folder, say)
+            return folder
+        _train(parts, say, command or shlex.join(sys.argv), scorer)
+    return folder
+
+
+def _checkpointer(parts: Parts) -> Checkpointer:
+    keep = parts.config.training.keep_checkpoints
+    what = parts.model, parts.optimizer, parts.controller, _extras(parts)
+    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what, world=parts.world)
+
+
+def _owner(parts: Parts) -> str:
+    """The run that a checkpoint belongs to: config, seed, data, base and backend."""
+    config = parts.config
+    of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
+    # Frozen weights are in no checkpoint of ours.
+    begun = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
+    begun += "" if parts.base is None else f" from base {parts.base.found.sha256[:12]}"
+    return f"{of_run}{begun}{_backends(parts.plan)}"
+
+
+def _check_begun(parts: Parts) -> None:
+    """UserError where the folder's run began on other data, from another checkpoint or another base."""
+    config, folder = parts.config, parts.folder
+    header = read_json(folder / "header.json")
+    if header is None:
+        return
+    changed = "changed since the run began"
+    data = header.get("data")
+    if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
+        given = config.data.tokenizer is not None or config.model.checkpoint is not None
+        if given and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
+            own = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
+            what = f"{own}={config.data.tokenizer or config.model.checkpoint}: its tokenizer {changed}"
+        elif config.data.name == "stdlib":
+            what = f"data.name=stdlib: this Python's library is not the one that the run in {folder} began on"
+        elif config.data.path is None:
+            what = f"data.name={config.data.name}: what the hub gives {changed}"
+        else:
+            what = f"data.path={config.data.path}: the text of data.path {changed}"
+    elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
+        what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
+    elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):
+        what = f"base={config.base}: its checkpoint {changed}"
+    else:
+        return
+    raise UserError(f"{what}; to go on with {folder} put it back as it was, or use another run_dir")
+
+
+def _backends(plan: Plan) -> str:
+    """The backends of the plan's recipes; a run does not continue under another one, which rounds differently."""
+    recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    return f" by {' and '.join(map(described, recipes))}" if recipes else ""
+
+
+def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
+    config, folder, training, world = parts.config, parts.folder, parts.config.training, parts.world
+    with world.agreed():
+        if world.first:
+            _check_begun(parts)
+        blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
+    held_out = validation(config, parts.corpus, training.eval_blocks)
+    told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
+    checkpointer = _checkpointer(parts)
+    counters, counted, levels = Counters(), None, Levels()
+    newest = checkpointer.newest()
+    if newest is not None:
+        host = checkpointer.load(newest)
+        with world.agreed():
+            counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
+        levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
+        told.append(f"continuing after step {newest} of {folder}")
+    with world.agreed():
+        blocks.check(training.batch_size, training.seq_len)
+    if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
+        what = "in several processes" if world.size > 1 else "with compressed gradients"
+        told.append(f"verdicts: none {what}, a step that spikes is not run again")
+    goes_on = world.from_first(lambda: stored(folder / "steps.jsonl") is not None) or newest is not None
+
+    info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
+    with ExitStack() as stack:
+        stack.enter_context(handled(ending(), _raise))
+        recorder: Recorder | Silent = Silent()
+        with world.agreed():
+            if world.first:
+                recorder = Recorder(info, config.records, counters.step if goes_on else None, counted)
+        stack.enter_context(recorder)
+        for line in told:
+            (recorder.say if config.records.live == "log" else say)(line)
+        looping = False
+        try:
+            _begin(recorder, parts, command, anew=newest is None)
+            loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
+            looping = True
+            with signals_collected() as stop:
+                status, reason = loop(stop)
+            looping = False
+            if status == "done":
+                export(parts)
+                if config.scores.tasks:
+                    loop.score()
+            recorder.finish(status, reason, peak_memory_bytes(parts.device))
+        except (KeyboardInterrupt, SystemExit):
+            outside = f"outside the step loop, after step {counters.step}"
+            how = "by a second Ctrl-C or signal, without a checkpoint" if looping else outside
+            recorder.finish("interrupted", f"stopped {how}")
+            raise
+        except BaseException as error:
+            if world.size > 1:
+                ends()
+            failure = _failure(error, counters.step)
+            recorder.finish("failed", "a defect; see the traceback" if failure is None else str(failure))
+            if failure is None or failure is error:
+                raise
+            raise failure from error
+    if status == "interrupted":
+        say(f"{reason}; the same command continues it")
+        assert loop.stopped is not None
+        raise SystemExit(128 + loop.stopped)
+
+
+def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
+    """What the records begin with; `anew`: not behind a checkpoint."""
+    if anew:
+        recorder.say(str(parts.plan), narrow=parts.plan.brief())
+        if isinstance(parts.compressed, GreedyLore):
+            recorder.say(str(parts.compressed))
+    tree = told_config(parts.config, parts.folder)
+    with parts.world.agreed():
+        name = parts.config.experiment_name
+        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), name)
+        if parts.stress:
+            recorder.faults(fault_rows(parts))
+
+
+def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
+    """Restores counters and position in the data from a checkpoint; UserError for values that do not fit together."""
+    try:
+        counters = Counters(**host["counters"])
+        blocks.load_state_dict(host["blocks"])  # writes nothing
+        sound = all(type(number) is int and number >= 0 for number in asdict(counters).values())
+        if not sound or counters.step != step or "records" not in host:
+            raise ValueError("its numbers do not fit together")
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: the checkpoint of step {step} is none of this version ({error})") from error
+    return counters
+
+
+def export(parts: Parts) -> None:
+    """Writes adapter/ (peft's layout), or hf/ (Hugging Face's) where training.export_hf asks for it: rank 0 does, of
+    what all processes have."""
+    config, model, folder = parts.config, parts.model, parts.folder
+    if not (config.model.adapter.rank or config.training.export_hf):
+        return
+    weights = gathered(model)
+
+    def write() -> None:
+        if config.model.adapter.rank:
+            pretrained.save(model, folder / "adapter", weights=weights)
+        else:
+            pretrained.save(model, folder / "hf", config.model.checkpoint or parts.corpus.tokenizer_path, weights)
+
+    parts.world.from_first(write)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Resets the peak that `peak_memory_bytes` reads: a sweep runs many cells in one process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Largest resident size of this process since the reset (Linux); on CUDA the most that PyTorch allocated.
+
+    Memory of cells that this process ran before may still count. None where the system does not report it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _extras(parts: Parts) -> dict[str, Stateful]:
+    """What the next step depends on besides model, optimizer, controller and plan."""
+    extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
+    if parts.transform is not None:
+        extras["transform"] = parts.transform
+    if parts.compressed is not None:
+        extras["compression"] = state_of(parts.compressed)
+    return extras
+
+
+def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
+    """Why the run ended after `step` steps, in one line; None for a defect of ours."""
+    if isinstance(error, (UserError, RunFailed)):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(f"disk full after step {step}" + (f" ({error.filename})" if error.filename else ""))
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return RunFailed(f"{error.filename}: {error.strerror}, after step {step}")
+    if lost(error):
+        return RunFailed(f"another process ended, in step {step + 1}; the same command continues the run")
+    if _out_of_memory(error):
+        return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")
+    return None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; the CPU's allocator has no error type of its own."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def _raise(number: int, _frame: object) -> None:
+    """Handler of a signal: SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
+    if expected():
+        return
+    raise SystemExit(128 + number)

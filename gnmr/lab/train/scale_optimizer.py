@@ -1,0 +1,192 @@
+"""SCALE, stochastic column-normalized last-layer momentum (arXiv 2506.16659): SGD with the least that it needs.
+
+    matrices:     u = g / rms(g over the inputs of each output)              no state
+    head:         m <- momentum m + (1 - momentum) g;  u = m / rms(m ...)    the only first moment
+    W <- (1 - lr weight_decay) W - lr u
+    one dimension (norm gains, biases): AdamW
+
+An output of a linear is a row of its weight (out, in), so the rms runs along the row. An embedding is a linear that
+reads one-hot tokens: its inputs are the tokens, its outputs the channels, so the rms of its weight (tokens, channels)
+runs down each column. The rms is at least 1e-8, so a gradient of zeros gives no update. Momentum needs no bias
+correction, since u does not depend on the scale of m.
+
+Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, AdamW with 0.9, 0.999, 1e-8 at the same rate,
+warm-up over 10 %, cosine to 10 %.
+
+**Choice 59**: a head tied to the token embedding is a head (momentum, rms along the rows): its gradient is the head's
+in nearly every element. Learned positions are an embedding. Updates are formed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.shards import counts, is_sharded, local
+from gnmr.errors import fraction, positive, require, told_as
+from gnmr.lab.config import OptimConfig
+from gnmr.lab.train.transforms.base import check_options
+
+
+class SCALE(torch.optim.Optimizer):
+    """The update above. A group's `momentum` is 0 but for the head; its `output_dim` says which dimension of a matrix
+    counts the outputs (0: linear, 1: embedding). Parameters with one dimension go through torch's fused AdamW kernel.
+
+    Where the attribute `found_inf` (float scalar on the device, see `gnmr.lab.train.optim.skip_where`) is set and not 0,
+    a step leaves weights and state as they are. Never waits for the device. Of sharded parameters (FSDP2: by rows) each
+    rank steps its own; of an embedding the squares are summed over ranks, a collective each.
+    State has the parameters' dtype; every parameter has a `step`, because checkpoints want some state of each.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        output_dim: int = 0,
+    ) -> None:
+        """ValueError for senseless values."""
+        positive(lr=lr, eps=eps)
+        fraction(momentum=momentum, beta1=betas[0], beta2=betas[1])
+        require(weight_decay >= 0, "weight_decay", weight_decay, "must be 0 or more")
+        require(output_dim in (0, 1), "output_dim", output_dim, "must be 0 or 1")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "output_dim": output_dim,
+            },
+        )
+        self.found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] = self._first_state(p, group)
+            self._adamw([p for p in parameters if p.ndim < 2], group)
+            for p in parameters:
+                if p.ndim >= 2:
+                    self._normalized(p, group)
+        return loss
+
+    @staticmethod
+    def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), device=p.device)}
+        if p.ndim < 2:
+            state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        elif group["momentum"] > 0:
+            state["exp_avg"] = torch.zeros_like(p)
+        return state
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _normalized(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        state, weight, direction = self.state[p], local(p), local(p.grad).float()
+        if "exp_avg" in state:
+            kept = local(state["exp_avg"])
+            direction = torch.lerp(kept.float(), direction, 1 - group["momentum"])
+            self._replace(kept, direction)
+        inputs = [d for d in range(p.ndim) if d != group["output_dim"]]
+        if group["output_dim"] and is_sharded(p):  # by rows, which are the inputs here
+            own = direction if counts(p) else direction[:0]
+            squares = own.square().sum(inputs, keepdim=True, dtype=torch.float64)
+            mean = (Ranks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
+        else:
+            mean = direction.square().mean(inputs, keepdim=True)
+        update = direction / mean.sqrt().clamp(min=1e-8)
+        self._replace(weight, (1 - group["lr"] * group["weight_decay"]) * weight.float() - group["lr"] * update)
+        self._replace(state["step"], state["step"] + 1)
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
+
+
+@told_as("optim.options.")
+def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
+    """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
+
+    options: `momentum` (0.9), of the head, and `head` (null), the name of the module that is the head; null: `lm_head`
+    where there is one, else the token embedding `embed_tokens`, to which it is tied then. UserError for
+    an unknown option, a senseless value, or a model without such a module.
+    """
+    check_options(_scale, "scale", options)
+    return _scale(model, config, **options)
+
+
+def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head: str | None = None) -> SCALE:
+    fraction(momentum=momentum)
+    require(head is None or isinstance(head, str), "head", head, "must be the name of a module or null")
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    candidates = ("lm_head", "embed_tokens") if head is None else (head,)
+    heads = next((found for c in candidates if (found := {id(p) for n, p in matrices if _below(n, c)})), None)
+    if heads is None:
+        wanted = " or ".join(candidates)
+        raise ValueError(f"head={head}: no matrix of the model lies below a module {wanted}")
+    rest = [p for _, p in matrices if id(p) not in heads]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if id(p) not in embeddings]},
+        {"params": [p for p in rest if id(p) in embeddings], "output_dim": 1},
+        {"params": [p for _, p in matrices if id(p) in heads], "momentum": momentum},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    first, second = config.betas
+    optimizer = SCALE(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(first, second),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    # For all parameters: a checkpoint needs state of experts without a token so far, too.
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = optimizer._first_state(p, group)
+    return optimizer
+
+
+def _below(name: str, module: str) -> bool:
+    """Whether the parameter `name` lies in the module `module`: whole components, so layers.2 is not in layers.20."""
+    return f".{module}." in f".{name}"

@@ -1,0 +1,66 @@
+"""Stable-SPAM (arXiv 2502.17055v1): adaptive clipping of elements, then a stable norm, then momentum resets.
+
+AdaClip, for each tensor:
+
+    T <- theta T + (1 - theta) max|g|;   T^ = T / (1 - theta^t)
+    elements with |g| > T^ become g T^ / max|g|
+
+AdaGN: `GradientStabilizer` on the result, with its own rates. Every `reset_every` steps Adam's moments are zeroed, as
+in SPAM but with no warm-up behind it.
+
+Defaults of the public code: gamma1 0.7, gamma2 0.9 (the choice for 4 bits; its BF16 runs take 0.85 and 0.99999),
+theta 0.999, reset_every 1000 (its BF16 runs: 500), eps 1e-8. Its optional cosine on gamma1 and beta1 is off by default
+and left out.
+
+**Choice 62**: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
+which a reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped. Tensors without
+a gradient or with a zero one are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.distributed.shards import local
+from gnmr.errors import fraction, whole
+from gnmr.lab.train.transforms.base import StepContext, tensor_norms
+from gnmr.lab.train.transforms.gradient_stabilizer import GradientStabilizer
+from gnmr.lab.train.transforms.spam import reset_moments
+
+
+class StableSPAM(GradientStabilizer):
+    """ValueError at the first call unless the optimizer is torch's Adam or AdamW."""
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        gamma1: float = 0.7,
+        gamma2: float = 0.9,
+        theta: float = 0.999,
+        reset_every: int = 1000,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(named_parameters, gamma1=gamma1, gamma2=gamma2, eps=eps)
+        fraction(theta=theta)
+        whole(reset_every=reset_every)
+        self.theta, self.reset_every = theta, reset_every
+        self.state["largest"] = torch.zeros_like(self.state["mean"])
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
+        reset_moments(context, self.reset_every)
+        parameters = self.own(parameters)
+        top = tensor_norms(parameters, torch.inf)
+        largest = self.theta * self.state["largest"] + (1 - self.theta) * top
+        bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
+        for p, bound, factor in zip(parameters, bounds.float(), (bounds / top).float(), strict=True):
+            if p.grad is not None:
+                own = local(p.grad)
+                wide = own.float()
+                own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
+        self.remember((top > 0) & ~context.nonfinite, largest=largest)
+        return super().__call__(parameters, context)

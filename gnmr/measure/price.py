@@ -1,0 +1,439 @@
+"""The price of a path: what each GEMM of each operator costs on it, measured in the passes of training.
+
+`fprop`, in nats. On a path an operator gives y_t + D_t in place of y_t at token t. dy_t is the gradient of the mean
+loss over T tokens with respect to y_t. To second order, with the empirical Fisher matrix in place of the Hessian, the
+mean loss is higher by
+
+    price_fprop = T/2 * sum_t u_t^2        u_t = <dy_t, D_t>
+
+With Q the path's casts and W the weight (O, I)
+
+    u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
+        + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
+
+so it needs no output again: one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are
+measured. The elements of these inner products, squared one by one, are a second form (`elements`): where errors are
+large they grow together, and the square of their sum loses the order of the operators; the sum of their squares keeps
+it.
+
+`dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
+give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
+dy W, for wgrad dy^T x of the measured tokens.
+
+An operator that several tokens reach only in part (an expert) has the loss's T all the same: the largest number of rows
+of any operator of the step, or `loss_tokens`.
+
+What is measured is the path's own numbers, whatever path is in force and whatever runs it (kernels of hardware, of
+Transformer Engine): the casts of `casting.py`, in float32, with the scales that the whole tensors have, delayed scales
+as they are, a fault that is in force in the low path. dy is the one that came back. One token in `tokens` is measured,
+or one group of tokens where some share a scale; which ones depends on the step's number alone.
+
+Prior art: second-order sensitivities and Fisher-weighted quantization error (HAWQ; FIT, ICLR 2023), ModelOpt's
+AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it and holds it against the
+true increase of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision.cast import Reference, quantize, rotated
+from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.hooks import FaultInjection
+from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.kernels.int8 import Integers
+from gnmr.precision.linear import PathLinear, autocast_dtype
+from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude
+from gnmr.precision.units import ByUnit, PathUnit
+
+PATHS = ("low", "recovery")
+_OF_PATH = (
+    "fprop",
+    "fprop_elements",
+    "fprop_input",
+    "fprop_weight",
+    "fprop_mean",
+    "dgrad",
+    "dgrad_bias",
+    "wgrad",
+    "wgrad_bias",
+)
+"""Sums of each path. `fprop_input`, `fprop_weight`: of each operand's error alone; `fprop_mean`: of u_t itself."""
+_SHARED = ("dgrad_square", "wgrad_square")
+
+
+PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
+"""What is measured, as `gnmr.control.evidence` describes it."""
+
+
+class PriceMeter:
+    """Sums over all backward passes since the last `reset`; made by `Plan.price`.
+
+    Set `enabled` to False in steps whose prices are not read: they cost nothing then.
+    """
+
+    def __init__(
+        self, operators: Sequence[PathLinear], units: Sequence[PathUnit], names: Collection[str], tokens: int = 16
+    ) -> None:
+        """`operators`: all of the plan. `units`: what their operators add up to is theirs; of a unit that is a GEMM
+        that GEMM's price, 0 for the others. `names`: of `PRICES`; `price` is of both paths. `tokens`: one token in so
+        many is measured. ValueError for an unknown name and a stride below 1."""
+        unknown = [name for name in names if name not in PRICES]
+        if unknown or not names:
+            raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
+        self.names, self.tokens, self.enabled = tuple(names), tokens, True
+        self.loss_tokens: int | None = None
+        """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
+        self._step = 0
+        self._operators = list(operators)
+        self._place = {operator.index: i for i, operator in enumerate(operators)}
+        device = operators[0].weight.device
+        self._by_unit = ByUnit(units, operators)
+        self._group = torch.tensor([self._by_unit.group[operator.index] for operator in operators], device=device)
+        self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
+        paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
+        saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
+        asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
+        self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
+        """(GEMM, path)."""
+        self.gemms = {gemm for gemm, _ in self._asked}
+        self.paths = [path for path in PATHS if any(path == one for _, one in self._asked)]
+        self._saving = saving
+        """The GEMM of which `price` is."""
+        self._sums = torch.zeros(
+            len(self._operators), len(PATHS) * len(_OF_PATH) + len(_SHARED), dtype=torch.float64, device=device
+        )
+        self.rows = [0] * len(self._operators)
+        """Of each operator, those that were not measured too."""
+
+    @property
+    def operators(self) -> list[str]:
+        """Names, in the order of `by_operator`."""
+        return [operator.operator_name for operator in self._operators]
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins: it says which tokens are measured."""
+        self._step = step
+
+    def reset(self) -> None:
+        """Forgets everything measured so far."""
+        self._sums.zero_()
+        self.rows = [0] * len(self._operators)
+
+    def parts(self, share: float) -> Tensor:
+        """What a rank adds to the sums of all, (num_operators, columns) float64; `share`: what part of the step's loss
+        its own is. A copy. `rows` add up by themselves."""
+        columns = [share if name == "fprop_mean" else share**2 for name in _OF_PATH] * len(PATHS)
+        return torch.stack([self._sums[:, i] * factor for i, factor in enumerate([*columns, *[share**2] * 2])], dim=1)
+
+    def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input`, `fprop_weight` in
+        nats, `fprop_mean` (first order, nats), `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
+
+        0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts`
+        and of `rows` over all ranks. Does not wait for the device.
+        """
+        totals, rows = (self._sums, None) if summed is None else summed
+        first = PATHS.index(path) * len(_OF_PATH)
+        sums = dict(zip(_OF_PATH, totals[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
+        squares = dict(zip(_SHARED, totals[:, -len(_SHARED) :].unbind(1), strict=True))
+        loss_tokens = self.loss_tokens or (max(self.rows) if rows is None else rows.max())
+        found = {name: loss_tokens / 2 * sums[name] for name in _OF_PATH[:4]}
+        found["fprop_mean"] = sums["fprop_mean"].clone()
+        for gemm in ("dgrad", "wgrad"):
+            for name in (gemm, f"{gemm}_bias"):
+                square = squares[f"{gemm}_square"]
+                found[name] = torch.where(square != 0, sums[name] / square, 0.0)
+        return found
+
+    def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the
+        gradients carry; `summed`: as `by_operator`. Does not wait for the device."""
+        found, both = {}, {path: self.by_operator(path, summed) for path in self.paths}
+        for gemm, path in self._asked:
+            value = self._of_units(both[path][gemm], gemm)
+            name = f"price_{gemm}{'' if path == 'low' else '_recovery'}"
+            found[name] = value / (grad_scale**2 if gemm == "fprop" else self._members)
+        if "price" in self.names and self._saving == "fprop":
+            found["price"] = (found["price_fprop"] - found["price_fprop_recovery"]).clamp(min=0)
+        elif "price" in self.names:
+            squares = (self._sums if summed is None else summed[0])[:, -1]
+            saved = (both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares
+            found["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
+        return {name: found[name] for name in self.names}
+
+    def _of_units(self, values: Tensor, gemm: str) -> Tensor:
+        """(num_units,): the sums of a GEMM's (num_operators,)."""
+        groups = values.new_zeros(self._by_unit.num_groups).index_add_(0, self._group, values)
+        return self._by_unit(groups, gemm)
+
+    def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.
+
+        Without a graph, or without rows, there is nothing to measure.
+        """
+        if not output.requires_grad or input.numel() == 0 or operator.index not in self._place:
+            return
+        dtype = autocast_dtype(input) or input.dtype
+        rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
+        paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None}
+        chosen = self._chosen(len(rows), paths.values(), rows.device)
+        inputs = {name: _inputs(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
+        fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
+        if fault is not None and "low" in paths:
+            inputs["low"] = _broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
+        columns = {
+            name: kept
+            for name, path in paths.items()
+            if isinstance(path, Recipe) and (kept := _outliers(path.fprop.input, rows)) is not None
+        }
+        found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows))
+        output.register_hook(partial(self._measure, found))
+
+    def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
+        """Indices of the tokens that are measured, of `count`: groups of tokens that share a scale stay together."""
+        length = min(count, max((_group_rows(path) for path in paths), default=1))
+        stride = min(self.tokens, -(-count // length))
+        # A hash of the step's number: no period of the data meets the same tokens again and again.
+        first = (self._step * 2654435761 >> 8) % stride
+        starts = torch.arange(first * length, count, stride * length, device=device)
+        indices = (starts[:, None] + torch.arange(length, device=device)).flatten()
+        return indices if count % length == 0 else indices[indices < count]
+
+    @torch.no_grad()
+    def _measure(self, found: _Pass, grad: Tensor) -> None:
+        """Adds up one pass; `grad` (..., O) is the gradient of its output."""
+        operator, x = found.operator, found.x
+        grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
+        dy, weight = grad_2d[found.chosen].float(), _weight_of(operator, found.dtype)
+        dx = dy @ weight
+        gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
+        nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
+        parts: list[Tensor] = []
+        for name in PATHS:
+            sums = dict.fromkeys(_OF_PATH, nothing)
+            if (path := found.paths.get(name)) is not None:
+                casts = _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
+                if "fprop" in found.inputs[name]:
+                    sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, casts.of("fprop").result)
+                if "dgrad" in self.gemms and casts.of("dgrad").casts:
+                    product = casts.grad_output("dgrad", 1) @ casts.weight("dgrad")
+                    sums |= _relative("dgrad", _result(product, casts.of("dgrad").result), dx)
+                if gradient is not None and "wgrad" in found.inputs[name]:
+                    product = casts.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
+                    sums |= _relative("wgrad", _result(product, casts.of("wgrad").result), gradient)
+            parts += sums.values()
+        parts += [_square(dx), nothing if gradient is None else _square(gradient)]
+        scale = found.count / len(found.chosen)
+        place = self._place[operator.index]
+        self._sums[place].add_(torch.stack(parts), alpha=scale)
+        self.rows[place] += found.count
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass of an operator, until its backward pass."""
+
+    operator: PathLinear
+    paths: dict[str, ExecutionPath]
+    x: Tensor
+    """(n, I) float32: the measured tokens of the input."""
+    inputs: dict[str, dict[str, Tensor]]
+    """By path and GEMM: them as that reads them, float32."""
+    columns: dict[str, Tensor]
+    """By path: (I,) bool, columns of input and weight that fprop leaves in 16 bits (outliers)."""
+    dtype: torch.dtype
+    """What the GEMMs compute in."""
+    chosen: Tensor
+    """(n,): their rows."""
+    count: int
+    """All rows."""
+
+
+def _casts_fprop(path: ExecutionPath | None, operator: PathLinear) -> bool:
+    """Whether fprop is not exact on that path."""
+    if isinstance(path, Recipe):
+        return bool(path.fprop.casts)
+    return path is not None and not isinstance(path, KeepFormat) and operator.shared.quantize_forward
+
+
+def _group_rows(path: ExecutionPath) -> int:
+    """Tokens that share a scale, 1 where that is each token's own or the tensor's."""
+    if isinstance(path, Format):
+        return 1
+    casts = [(path.fprop.input, 1), (path.wgrad.input, 0), (path.dgrad.grad_output, 1), (path.wgrad.grad_output, 0)]
+    return max(cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None) if path.casts else 1
+
+
+def _inputs(
+    operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
+) -> dict[str, Tensor]:
+    """By GEMM that the path does not leave exact: the measured tokens of the input `rows` (T, I) as that reads them,
+    (n, I) float32."""
+    some, found = rows[chosen], {}
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        if gemm not in gemms:
+            continue
+        if isinstance(path, Format):
+            if not isinstance(path, KeepFormat) and (gemm == "wgrad" or operator.shared.quantize_forward):
+                found[gemm] = decompress(*compress(some, path), path, some.shape[1], some.dtype).float()
+        elif (own := getattr(path, gemm)).casts:
+            cast = own.input
+            found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
+            if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
+                found[gemm] = rotated(found[gemm], 1, back=True)
+    return found
+
+
+def _broken_inputs(
+    operator: PathLinear,
+    path: ExecutionPath,
+    fault: FaultInjection,
+    input: Tensor,
+    sound: dict[str, Tensor],
+    chosen: Tensor,
+) -> dict[str, Tensor]:
+    """As `_inputs`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
+    if isinstance(path, Format):
+        if isinstance(path, KeepFormat):
+            return sound
+        packed, scale = fault.compress(input, path, operator.shared.rounding is not None)
+        copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
+        return dict.fromkeys(sound, copy)
+    rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        cast = getattr(path, gemm).input
+        if cast is not None and gemm in sound:
+            found[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
+    return found
+
+
+def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
+    """Where a delayed scale comes from."""
+    amax = operator.shared.amax
+    if cast.scale != "delayed" or amax is None or amax.history is None:
+        return None
+    return partial(amax.delayed, operator.index, OPERANDS.index(operand), cast.history)
+
+
+def _cast(
+    operator: PathLinear,
+    operand: str,
+    whole: Tensor,
+    some: Tensor,
+    cast: Cast,
+    dim: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
+    reference, kept = _reference(operator, operand, cast), _outliers(cast, whole)
+    if kept is not None:
+        whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
+    if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
+        reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
+    values = quantize(some, cast, dim, reference, generator)[0].float()
+    return values if kept is None else torch.where(kept, own.float(), values)
+
+
+def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
+    """A `Reference`: the magnitude of a whole tensor, of which some rows are cast."""
+    return largest if delayed is None else delayed(largest)
+
+
+def _outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
+    """(I,) bool: columns of the input that stay in 16 bits; None: there cannot be any."""
+    if cast is None or cast.outliers is None:
+        return None
+    return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
+
+
+def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
+    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`."""
+    weight = operator.weight.detach()
+    if not weight.is_floating_point():
+        assert isinstance(operator, Int8Linear)
+        return Integers(weight, operator.weight_scale).values(dtype).float()
+    return weight.to(dtype).float()
+
+
+class _Casts:
+    """What the backward GEMMs, and of the weight all, read on a path, float32."""
+
+    def __init__(
+        self, operator: PathLinear, path: ExecutionPath, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
+    ) -> None:
+        """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
+        self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
+        self._whole, self._dy = grad_2d, dy
+        self._known: dict[tuple[Cast, int | None], Tensor] = {}
+
+    def of(self, gemm: str) -> Gemm:
+        """What is cast besides the input; a format casts nothing else."""
+        return getattr(self._path, gemm) if isinstance(self._path, Recipe) else Gemm()
+
+    def weight(self, gemm: str) -> Tensor:
+        """(O, I)."""
+        cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
+        if cast is None or not self._operator.weight.is_floating_point():
+            return self._weight
+        key = cast, dim if cast.directed else None
+        if key not in self._known:
+            self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
+            if cast.hadamard and gemm == "fprop":
+                self._known[key] = rotated(self._known[key], 1, back=True)
+        return self._known[key]
+
+    def grad_output(self, gemm: str, dim: int) -> Tensor:
+        """(n, O)."""
+        cast = self.of(gemm).grad_output
+        if cast is None:
+            return self._dy
+        generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
+        return _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim, generator)
+
+
+def _result(product: Tensor, cast: Cast | None) -> Tensor:
+    """A GEMM's result in `cast`."""
+    return product if cast is None else quantize(product, cast, 1)[0]
+
+
+def _fprop(
+    found: _Pass, path: str, w_low: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, result: Cast | None
+) -> dict[str, Tensor]:
+    """Sums of fprop's error, see the module."""
+    x_low, columns = found.inputs[path]["fprop"], found.columns.get(path)
+    if columns is not None and w_low is not weight:
+        w_low = torch.where(columns, weight, w_low)
+    by_input = dx * (x_low - found.x)
+    sums = {"fprop_input": _square(by_input.sum(dim=1))}
+    terms = by_input
+    if w_low is not weight:
+        by_weight = (dy @ (w_low - weight)) * x_low
+        sums["fprop_weight"], terms = _square(by_weight.sum(dim=1)), by_input + by_weight
+    u, elements = terms.sum(dim=1), _square(terms)
+    if result is not None:
+        bias = found.operator.bias
+        y = x_low @ w_low.t() if bias is None else torch.addmm(bias.detach().float(), x_low, w_low.t())
+        by_result = dy * (_result(y, result) - y)
+        u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
+    return sums | {"fprop": _square(u), "fprop_elements": elements, "fprop_mean": u.sum(dtype=torch.float64)}
+
+
+def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:
+    """||low - exact||^2 and <exact, low - exact>."""
+    error = low - exact
+    return {gemm: _square(error), f"{gemm}_bias": (exact * error).sum(dtype=torch.float64)}
+
+
+def _square(x: Tensor) -> Tensor:
+    """The squared norm, accumulated in float32, as float64."""
+    return torch.linalg.vector_norm(x).double().square_()

@@ -1,0 +1,171 @@
+"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`Plan.compile`).
+
+The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
+scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that
+they all read each for itself; the compiler finds that it is one. What backward keeps is the compiler's choice, so it is
+not measured.
+
+The statistics of the casts leave the graph as a gradient: each operator has a leaf tensor, its tally, that takes part
+in no arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So
+they add up over micro-batches, evaluation and recomputed forward passes are not counted, and `AmaxHistory` gets them at
+the end of the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnmr.names import OPERANDS
+from gnmr.precision.cast import Reference, as_matrix, scaled
+from gnmr.precision.cast_stats import AmaxHistory, CastStats
+from gnmr.precision.hooks import Casts, GraphLinear
+from gnmr.precision.kernels.scaled_mm import ScaledContext
+from gnmr.precision.kernels.simulated import GemmContext, RecipeLinear, linear_backward
+from gnmr.precision.recipes import Cast, Recipe
+from gnmr.precision.scaling import count_nonfinite
+
+
+def new_tally(device: torch.device) -> Tensor:
+    """(operands, 2) float64: a leaf whose gradient counts as `AmaxHistory.counts` does."""
+    return torch.zeros(len(OPERANDS), 2, dtype=torch.float64, device=device, requires_grad=True)
+
+
+def missing(*paths: object) -> str | None:
+    """Why operators on these paths stay between the graphs; None: they can be in them."""
+    for path in paths:
+        if path is None:
+            continue
+        if not isinstance(path, Recipe):
+            return "what a format keeps for backward is its own choice, not the compiler's"
+        if path.integer or path.backend not in ("simulated", "scaled_mm"):
+            return f"{path.name} is run by {path.backend}"
+        if path.history:
+            return f"{path.name} has delayed scales, which remember earlier steps"
+        if path.stochastic or any(cast.hadamard for cast in path.casts):
+            return f"{path.name} {'draws random numbers' if path.stochastic else 'rotates its operands'}"
+    return None
+
+
+def graph_linear(recipe: Recipe) -> GraphLinear:
+    """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees.
+
+    Dynamo keeps graphs by code and tells functions of one definition apart by their arguments alone, not by what they
+    enclose: so the recipe is an argument too, or a second model of a process would have the graphs of the first.
+    """
+    context_kind = _CodesContext if recipe.backend == "scaled_mm" else _ValuesContext
+    read = _Read()
+
+    def linear(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tally: Tensor,
+        dtype: torch.dtype | None,
+        keeps: bool,
+        _recipe: str,
+    ) -> Tensor:
+        x = input
+        if dtype is not None:
+            x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        context: GemmContext = context_kind(recipe, _Counts(), 0)
+        rows, made = x.detach().reshape(-1, x.shape[-1]), Casts()
+        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
+        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+        read.count_once(input, made)
+        output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally)
+        return output
+
+    found: GraphLinear = torch.compiler.allow_in_graph(linear)
+    return found
+
+
+class _Read:
+    """The tensor that was read last, and which of its casts are counted: each counts for its first reader.
+
+    What `linear` is given while a graph is made are stand-ins, and all readers of a tensor get the same one. So this is
+    settled when the graph is, and as in `SharedState.read_of`.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: weakref.ref[Tensor] | None = None
+        self._counted: set[Any] = set()
+
+    def count_once(self, x: Tensor, made: Casts) -> None:
+        """Marks those of the casts `made` that an earlier reader of `x` counts."""
+        if self._tensor is None or self._tensor() is not x:
+            self._tensor, self._counted = weakref.ref(x), set()
+        for key, (_, stats) in made.items():
+            stats.counted = key in self._counted
+            self._counted.add(key)
+
+
+class _Counts(AmaxHistory):
+    """The counts of one pass, without a history: what is written becomes the gradient of a tally."""
+
+    def __init__(self) -> None:
+        self.history = None
+        self._found: dict[tuple[int, int], list[Tensor]] = {}
+
+    def write(self, operator: int, found: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
+        for operand, stats in found:
+            for kind, number in enumerate((stats.saturated, stats.nonfinite)):
+                if number is not None and not stats.counted:
+                    self._found.setdefault((operand, kind), []).append(number)
+
+    def gradient(self, device: torch.device) -> Tensor:
+        """What a tally gets."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        rows = ((sum(self._found.get((i, kind), []), zero) for kind in range(2)) for i in range(len(OPERANDS)))
+        return torch.stack([torch.stack(list(row)) for row in rows])
+
+
+class _InGraph(GemmContext):
+    """A context that looks at no value."""
+
+    amax: _Counts
+
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
+        return count_nonfinite(x)
+
+
+class _ValuesContext(_InGraph):
+    """Its casts are those of the simulation, in whole tensors."""
+
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
+        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+        values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
+        return values, CastStats(largest, saturated, self.nonfinite(x, largest))
+
+
+class _CodesContext(_InGraph, ScaledContext):
+    """Its casts are the hardware's codes."""
+
+
+class _CountedLinear(torch.autograd.Function):
+    """`RecipeLinear`; the last argument is the tally, whose gradient are the counts."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *operands, _tally = args
+        output: Tensor = RecipeLinear.forward(ctx, *operands)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *of_operands, _ = linear_backward(ctx, *grads)
+        counts: _Counts = ctx.context.amax
+        return *of_operands, counts.gradient(grads[0].device)

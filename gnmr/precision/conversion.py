@@ -1,0 +1,400 @@
+"""Exchanging linears by name pattern, in place: what becomes of them is the `Plan`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from gnmr.errors import users_level
+from gnmr.names import GEMMS, by_end, select
+from gnmr.precision.backends import with_backend
+from gnmr.precision.cast_stats import AmaxHistory
+from gnmr.precision.converted import Plan
+from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.kernels import te
+from gnmr.precision.kernels.int8 import MOST_INPUTS, PER_ROW
+from gnmr.precision.linear import PathLinear
+from gnmr.precision.memory import SHARDED, is_sharded
+from gnmr.precision.pair import named, pinned, resolve
+from gnmr.precision.recipes import KEPT, RECIPES, ExecutionPath, Gemm, Recipe
+from gnmr.precision.rounding import Rounding
+from gnmr.precision.shared import SharedState
+from gnmr.precision.spec import PathSpec
+from gnmr.precision.units import check_unit, grouped, operator_names, unwrapped
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALIKE = ("torchtitan.models.common.linear.Linear",)
+"""Subclasses of `nn.Linear` that compute as it does, by full name: they can be given two paths too."""
+_WITH_PATHS: dict[tuple[type, type], type[PathLinear]] = {}
+"""What was made of such a class and a kind of `PathLinear`."""
+
+
+def convert(
+    model: nn.Module,
+    spec: PathSpec,
+    *,
+    seed: int = 0,
+    device: torch.device | None = None,
+    store: bool = True,
+    shown: bool = True,
+) -> Plan:
+    """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
+
+    Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
+    (`weights=instead` replaces frozen parameters). peft may wrap the modules before or after; its prefixes and suffixes
+    are left out of the units' names.
+
+    Args:
+        seed: of what stochastic rounding draws.
+        device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
+            device can be planned, not trained: convert it again when it has weights.)
+        store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
+        shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
+
+    ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
+    16 bits, a pin that names no operator, a linear whose widths the tiles of a recipe do not divide, a linear that is a
+    subclass of `nn.Linear` (converted already, or another library's, but for torchtitan's plain one), sharded by
+    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
+    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
+    weights. Warns of paths that make little sense (`gnmr.precision.pair`), of `backend`, `weights` and `outlier_threshold`
+    where they have no effect, and where backend=auto falls back to simulation (`gnmr.precision.backends`).
+    """
+    low, recovery = resolve(spec)
+    chosen = _chosen(model, spec, low)
+    names = operator_names(list(chosen))
+    pins = _pinned_gemms(names, spec)
+    of_pins = {gemms: pinned(spec, gemms) for gemms in dict.fromkeys(pins.values()) if gemms}
+    known = [path for paths in ((low, recovery), *of_pins.values()) for path in paths]
+    integer = any(isinstance(path, Recipe) and path.integer for path in known)
+    kind = Int8Linear if integer else PathLinear
+    for name, module in chosen.items():
+        _check_linear(name, module, model, kind)
+        for path in known:
+            if isinstance(path, Recipe):
+                _check_widths(name, module, path)
+    check_unit(names, spec.unit)
+    if integer:
+        _check_weights(spec.weights, known, chosen)
+    _warn_without_effect(spec, low, integer)
+    here, *others = {module.weight.device: None for module in chosen.values()}
+    if others:
+        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
+    run = _as_run(known, spec, chosen, device or here, shown)
+    paths = {gemms: (run[ours], run[theirs]) for gemms, (ours, theirs) in of_pins.items()}
+    paths[()] = run[low], run[recovery]
+    routed = _routed(spec, low, recovery) if spec.unit == "gemm" else []
+    routes = {gemms: _routes(spec, *both, chosen, device or here) for gemms, both in paths.items() if routed}
+    shared = _shared_state(model, spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
+    operators = [
+        _exchanged(module, kind, name=name, index=index, paths=paths[pins[name]], shared=shared)
+        for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
+    ]
+    for operator in operators:
+        operator.pinned = pins[operator.operator_name]
+        if routed:
+            _route(operator, routes[operator.pinned])
+    low_here, recovery_here = paths[()]
+    assert low_here is not None
+    units = grouped(operators, spec.unit, routed)
+    plan = Plan(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
+    if store:
+        plan.store(spec.weights)
+    return plan
+
+
+def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear that `convert` would give two paths, by its operator's name. ValueError for
+    patterns that name none."""
+    chosen = _chosen(model, spec, named(spec)[0])
+    shapes = [(module.in_features, module.out_features) for module in chosen.values()]
+    return dict(zip(operator_names(list(chosen)), shapes, strict=True))
+
+
+def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, nn.Linear]:
+    """The linears that the targets name. ValueError for patterns that name none."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names, empty = _select(linears, spec.targets)
+    if empty:
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
+        raise ValueError(
+            f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'} (what is no "
+            "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
+        )
+    if isinstance(low, Recipe):
+        names, empty = _select(_without_kept(model, linears), spec.targets)
+        if empty:
+            kept = sorted({name.rpartition(".")[2] for name in _select(linears, empty)[0]})
+            raise ValueError(
+                f"targets {empty}: recipes keep {', '.join(kept)} in 16 bits (output head and gates); name others"
+            )
+    return {name: linears[name] for name in names}
+
+
+def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """As `gnmr.names.select`, of names without what wrappers add to them."""
+    names = list(linears)
+    short = [unwrapped(name) for name in names]
+    if len(set(short)) < len(short):
+        return select(names, patterns)
+    found, empty = select(short, patterns)
+    own = dict(zip(short, names, strict=True))
+    return [own[name] for name in found], empty
+
+
+def _as_run(
+    paths: Iterable[ExecutionPath | None],
+    spec: PathSpec,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+    shown: bool,
+) -> dict[ExecutionPath | None, ExecutionPath | None]:
+    """Each path (low and recovery first, then those of pins) as it will run on `device`."""
+    run: dict[ExecutionPath | None, ExecutionPath | None] = {}
+    for i, path in enumerate(dict.fromkeys(paths)):
+        run[path] = path
+        if isinstance(path, Recipe):
+            told = shown or i > 1  # pins: of what they are parts of
+            run[path] = with_backend(_with_outliers(path, spec.outlier_threshold), spec.backend, chosen, device, told)
+    return run
+
+
+def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
+    """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    ends = by_end(names)  # a plan has a pin for each of thousands of experts
+    for pattern, gemms in spec.pins.items():
+        chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
+        if not chosen:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
+        for name in chosen:
+            found[name].update(gemms)
+    return {name: tuple(gemm for gemm in GEMMS if gemm in own) for name, own in found.items()}
+
+
+def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
+    """Of settings that these paths do not read."""
+    ignored = []
+    if not integer and spec.weights != "online":
+        ignored.append(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
+    elif not integer and spec.outlier_threshold is not None:
+        ignored.append(
+            f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)"
+        )
+    if not isinstance(low, Recipe) and spec.backend != "auto":
+        ignored.append(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")
+    for line in ignored:
+        warnings.warn(line, stacklevel=users_level())
+
+
+def _shared_state(
+    model: nn.Module,
+    spec: PathSpec,
+    paths: Sequence[ExecutionPath | None],
+    *,
+    operators: int,
+    seed: int,
+    here: torch.device,
+) -> SharedState:
+    """What the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
+    recipes = [path for path in paths if isinstance(path, Recipe)]
+    engine, rounding, amax = te.engine_for(paths), None, None
+    draws = engine is None and any(recipe.stochastic for recipe in recipes)
+    if draws or spec.rounding == "stochastic":
+        rounding = Rounding(seed, torch.device("cpu") if here.type == "meta" else here)
+    if recipes and engine is None:
+        amax = AmaxHistory(operators, max(recipe.history for recipe in recipes), here)
+    shared = SharedState(
+        quantize_forward=spec.site == "forward", rounding=rounding, amax=amax, engine=engine, device=here
+    )
+    if engine is not None and engine.delayed:
+        engine.around(model, shared, next(recipe for recipe in recipes if recipe.history))
+    return shared
+
+
+def _exchanged(
+    module: nn.Linear,
+    kind: type[PathLinear],
+    *,
+    name: str,
+    index: int,
+    paths: tuple[ExecutionPath | None, ExecutionPath | None],
+    shared: SharedState,
+) -> PathLinear:
+    """The same module, with two paths and on the low one."""
+    made = _class_of(type(module), kind)
+    assert made is not None
+    module.__class__ = made
+    assert isinstance(module, PathLinear)
+    low, module.recovery = paths
+    assert low is not None
+    module.operator_name, module.index, module.low, module.pinned = name, index, low, ()
+    module.gemms, module.mixed, module.shared = (), {}, shared
+    module.put(frozenset())
+    module.fault = module.read = module._node = None
+    module.in_graphs = module.tally = None
+    if isinstance(module, Int8Linear):
+        module.store("online")
+    return module
+
+
+def _routed(spec: PathSpec, low: ExecutionPath | None, recovery: ExecutionPath | None) -> list[str]:
+    """The GEMMs that recovery changes, or bf16 would in a static plan, where they are watched alone. ValueError where
+    there are none."""
+    other = RECIPES["bf16"] if recovery is None else recovery
+    found = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
+    if not found:
+        raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
+    return found
+
+
+def _routes(
+    spec: PathSpec,
+    low: ExecutionPath | None,
+    recovery: ExecutionPath | None,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+) -> dict[frozenset[str], Recipe]:
+    """Of unit=gemm the recipe of each set of GEMMs in recovery, as a backend runs it; pinned ones are in no set.
+
+    ValueError where no backend runs one.
+    """
+    other = RECIPES["bf16"] if recovery is None else recovery
+    assert isinstance(low, Recipe) and isinstance(other, Recipe)
+    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
+    found = {}
+    for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
+        name = f"{other.name.partition(' in ')[0]} in {', '.join(gemms)}"
+        one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
+        simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of low and recovery it was told
+            one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
+        found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
+    return found
+
+
+def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
+    """Has the operator's GEMMs routed one by one; `wgrad` of a frozen weight never runs."""
+    runs = {"fprop", "dgrad", *(["wgrad"] if operator.weight.requires_grad else [])}
+    operator.mixed = {gemms: recipe for gemms, recipe in routes.items() if gemms <= runs}
+    operator.gemms = tuple(gemm for gemm in GEMMS if frozenset([gemm]) in operator.mixed)
+
+
+def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+    """The linears without those that every recipe leaves in 16 bits: by name, and output heads tied to an embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: module
+        for (name, module), short in zip(linears.items(), operator_names(list(linears)), strict=True)
+        if short.rpartition(".")[2] not in KEPT and id(module.weight) not in embeddings
+    }
+
+
+def _class_of(cls: type[nn.Linear], kind: type[PathLinear]) -> type[PathLinear] | None:
+    """What a linear of class `cls` becomes, where a plain one becomes a `kind`; None: it can have no paths."""
+    if cls is nn.Linear:
+        return kind
+    if issubclass(cls, PathLinear):  # made for it
+        return cls if issubclass(cls, kind) and "plain_class" in vars(cls) else None
+    if f"{cls.__module__}.{cls.__qualname__}" not in _ALIKE:
+        return None
+    if (cls, kind) not in _WITH_PATHS:
+        _WITH_PATHS[cls, kind] = type(kind.__name__, (kind, cls), {"plain_class": cls})
+    return _WITH_PATHS[cls, kind]
+
+
+def _check_linear(name: str, module: nn.Linear, model: nn.Module, kind: type[PathLinear]) -> None:
+    """ValueError for a linear that cannot be given two paths, whatever they are."""
+    if isinstance(module, PathLinear) and module.converted:
+        raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
+    if (made := _class_of(type(module), kind)) is None:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
+            "targets, or make it a gnmr.Unit of your own"
+        )
+    if made is not type(module) and type(module) is not nn.Linear and "forward" in vars(module):
+        raise ValueError(
+            f"{name}: its forward was wrapped as it was (torchtitan's Module.parallelize), so paths would never be in "
+            "force; convert before, or have gnmr.integrations.torchtitan's converter build the model"
+        )
+    weight = module.weight
+    shape, whole = tuple(weight.shape), (module.out_features, module.in_features)
+    if shape != whole:
+        raise ValueError(f"{name} is sharded, its weight is {shape} in place of {whole}: shard no unit (FSDP, ZeRO-3)")
+    if is_sharded(weight):
+        if not _gathered(model, name):
+            raise ValueError(f"{name} has sharded parameters: its weight {SHARDED}")
+    elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor, FakeTensor):
+        raise ValueError(
+            f"{name} has a weight of {weight.dtype} in a {type(weight).__name__}: two paths need plain weights in "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}; name other targets"
+        )
+
+
+def tensor_parallel(model: nn.Module) -> str | None:
+    """The first parameter that is sharded by anything but FSDP2, which makes plain tensors of them."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) and not _gathered(model, name.rpartition(".")[0]):
+            return name
+    return None
+
+
+def _gathered(model: nn.Module, name: str) -> bool:
+    """Whether FSDP2 makes plain tensors of the parameters there before they are read."""
+    from torch.distributed.fsdp import FSDPModule  # there is a DTensor, so there is torch.distributed
+
+    parts = name.split(".")
+    return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
+
+
+def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
+    """ValueError if a group of elements with one scale would be cut by the linear's widths."""
+    widths = {"inputs": module.in_features, "outputs": module.out_features}
+    for (kind, width), divisor in zip(widths.items(), recipe.divisors(), strict=True):
+        if width % divisor:
+            raise ValueError(
+                f"{name} has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}, the size of its "
+                "tiles; use another recipe or width, or leave it out of the targets"
+            )
+
+
+def _with_outliers(recipe: Recipe, threshold: float | None) -> Recipe:
+    """The recipe whose integer product leaves the columns from `threshold` on in 16 bits; others as they are."""
+    if threshold is None or not recipe.integer:
+        return recipe
+    assert recipe.fprop.input is not None
+    return replace(recipe, fprop=replace(recipe.fprop, input=replace(recipe.fprop.input, outliers=threshold)))
+
+
+def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:
+    """ValueError where these linears' codes cannot be kept so, or their sums would not fit."""
+    for name, linear in linears.items():
+        if linear.in_features > MOST_INPUTS:
+            raise ValueError(
+                f"{name} has {linear.in_features} inputs: int32 sums of INT8 products hold {MOST_INPUTS:,}"
+            )
+        if weights != "online" and linear.weight.requires_grad:
+            raise ValueError(
+                f"weights={weights!r}: {name} is trainable, and its codes would soon be an older weight's; freeze it "
+                "(requires_grad_(False)) or use weights='online'"
+            )
+    for path in paths:
+        if weights == "instead" and isinstance(path, Recipe) and not _reads_codes(path):
+            raise ValueError(
+                f"weights='instead': the recipe {path.name} casts a weight of which only INT8 codes are left; use bf16 "
+                "or llm_int8, or weights='beside'"
+            )
+
+
+def _reads_codes(recipe: Recipe) -> bool:
+    """Whether all that it casts is the weight in INT8, or what meets that in fprop."""
+    fprop = Gemm() if recipe.integer else recipe.fprop
+    dgrad = replace(recipe.dgrad, weight=None) if recipe.dgrad.weight == PER_ROW else recipe.dgrad
+    return not replace(recipe, fprop=fprop, dgrad=dgrad).casts

@@ -1,0 +1,250 @@
+"""Number formats of few bits: which values exist, and how a number becomes the nearest of them.
+
+A format is a finite set of values, one for each code of `bits` bits. Encoding takes numbers that were already scaled so
+that the largest magnitude of a row equals `max`, and returns codes; decoding returns the values of codes.
+
+    int2 int3 int4 int8   code = integer + 2^(bits-1), symmetric: -max .. max with max = 2^(bits-1) - 1
+    e2m1 e2m3 e3m2        sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
+    e4m3 e5m2             the two FP8 formats (OCP FP8; e4m3 is PyTorch's float8_e4m3fn)
+    int2/256 ...          code = integer, 0 .. 2^bits - 1: from the smallest to the largest of so many elements of a row
+                          (`RangeFormat`; for what is saved alone, and no recipe's)
+
+Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
+goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
+generator is theirs to save. Rows, scales and packing are in `scaling.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gnmr import names as vocabulary
+
+
+@dataclass(frozen=True)
+class Format:
+    """Common to all formats of few bits. `max` is the largest finite value."""
+
+    name: str
+    bits: int
+    max: float
+
+    @property
+    def significant_bits(self) -> int:
+        """Binary digits that its most precise values have: an integer's without its sign, a mantissa's and one."""
+        raise NotImplementedError
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Codes (uint8) of `scaled` (float32, magnitudes up to `max`; overwritten), any shape.
+
+        `noise`: uniform numbers in [0, 1) of the same shape for stochastic rounding, None for nearest. A NaN gets an
+        arbitrary code: rows that hold one are marked by their scale.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
+        raise NotImplementedError
+
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
+        `encode`, without the codes and up to the sign of zero. NaN stays NaN. `scratch`: int32 of the same shape,
+        overwritten; None: allocated. `noise`: uniform numbers (float32) between -128 and 128, both excluded, of the
+        same shape for stochastic rounding: as many 256ths of a step are added before."""
+        raise NotImplementedError
+
+    def step(self, scaled: Tensor) -> Tensor:
+        """Distance between the neighbouring values around `scaled` (float32), same shape."""
+        raise NotImplementedError
+
+    def values(self) -> Tensor:
+        """The value of every code, (2^bits,) float32."""
+        return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
+
+
+@dataclass(frozen=True)
+class IntFormat(Format):
+    """Symmetric integers; the lowest code would be -max - 1 and is never produced."""
+
+    @property
+    def significant_bits(self) -> int:
+        return self.bits - 1
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None:
+            scaled.round_()
+        else:
+            scaled.add_(noise).floor_().clamp_(-self.max, self.max)
+        # By way of int8, modulo 256: CPUs convert float32 to it five times faster than to uint8.
+        return scaled.to(torch.int8).view(torch.uint8).add_(int(self.max) + 1)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
+
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        return (scaled if noise is None else scaled.add_(noise, alpha=2.0**-8)).round_()
+
+    def step(self, scaled: Tensor) -> Tensor:
+        return torch.ones_like(scaled)
+
+
+@dataclass(frozen=True)
+class RangeFormat(Format):
+    """Integers from 0 to 2^bits - 1 between the smallest and the largest value of a group (`scaling.py`)."""
+
+    group: int
+    """Elements of a row that share a range; a row's last group may be shorter."""
+
+    @staticmethod
+    def of(name: str, group: int) -> RangeFormat:
+        """Of the integer format of that name. ValueError for any other."""
+        fmt = get_format(name)
+        if not isinstance(fmt, IntFormat):
+            raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
+        return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, group)
+
+    @property
+    def significant_bits(self) -> int:
+        return self.bits
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None:
+            scaled.round_()
+        else:
+            scaled.add_(noise).floor_()
+        return scaled.clamp_(0, self.max).to(torch.int16).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
+
+
+@dataclass(frozen=True)
+class FloatFormat(Format):
+    """Sign, `exponent_bits`, `mantissa_bits`; subnormals as in IEEE 754; bias 2^(exponent_bits-1) - 1."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    native: torch.dtype | None = None
+    """PyTorch's own type with the same codes, whose casts are then used."""
+    _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def significant_bits(self) -> int:
+        return self.mantissa_bits + 1
+
+    def magnitudes(self) -> Tensor:
+        """Finite values from 0 to max, ascending, (n,) float32; the index of a value is its code without the sign."""
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        values: list[float] = []
+        for code in range(2 ** (self.bits - 1)):
+            exponent, mantissa = code >> self.mantissa_bits, code & (2**self.mantissa_bits - 1)
+            fraction = mantissa / 2**self.mantissa_bits
+            value = fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
+            if value > self.max:
+                break
+            values.append(value)
+        return torch.tensor(values, device="cpu")
+
+    def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        if noise is None and self.native is not None:
+            return scaled.clamp_(-self.max, self.max).to(self.native).view(torch.uint8)
+        sign = (scaled.view(torch.int32) >> 31).to(torch.uint8).bitwise_and_(1 << (self.bits - 1))
+        magnitude = scaled.abs_()
+        index = self._nearest(magnitude) if noise is None else self._stochastic(magnitude, noise)
+        return index.to(torch.uint8).add_(sign)
+
+    def _nearest(self, magnitude: Tensor) -> Tensor:
+        """Index of the nearest magnitude, ties to the even index, (int32); `magnitude` is overwritten.
+
+        With p the power of two at or below x, but at least the smallest normal one, the values around x are p * 2^-m
+        apart, and so are the float32 from M = p * 2^(23-m) on. x + M is then x rounded as it should be, and its bits
+        less those of M are the number of such steps in x; each doubling of p has put 2^m codes behind. In place and
+        in integers: on CPUs new memory, comparisons and selections are what takes time.
+        """
+        dropped, bias = 23 - self.mantissa_bits, 2 ** (self.exponent_bits - 1) - 1
+        smallest_normal = (128 - bias) << 23
+        power = magnitude.clamp_(max=self.max).view(torch.int32) & 0x7F800000
+        power.clamp_(min=smallest_normal)
+        steps = magnitude.add_(power.view(torch.float32), alpha=2**dropped).view(torch.int32).sub_(power)
+        behind = power.bitwise_right_shift_(dropped)
+        return steps.add_(behind).sub_((dropped << 23) + (smallest_normal >> dropped))
+
+    def _stochastic(self, magnitude: Tensor, noise: Tensor) -> Tensor:
+        """Index of one of the two neighbours, the nearer one more probably."""
+        grid = self._table("magnitudes", magnitude.device)
+        below = (torch.bucketize(magnitude, grid, right=True, out_int32=True) - 1).clamp_(max=len(grid) - 1)
+        above = (below + 1).clamp_(max=len(grid) - 1)
+        low, high = grid[below], grid[above]
+        return torch.where(noise * (high - low) < magnitude - low, above, below)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        table = self._table("values", codes.device).to(dtype)
+        return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        # As in `_nearest`, with 1.5 M in place of M: around it float32 are as far apart on both sides, so signs need no
+        # care of their own.
+        power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
+        if noise is not None:
+            scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
+        return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
+
+    def step(self, scaled: Tensor) -> Tensor:
+        return self._power(scaled).mul_(2.0**-self.mantissa_bits)
+
+    def _power(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
+        """The power of two at or below each magnitude (float32); for zero and subnormals the smallest normal one."""
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        power = torch.bitwise_and(scaled.view(torch.int32), 0x7F800000, out=out)
+        return power.clamp_(min=(128 - bias) << 23).view(torch.float32)
+
+    def _table(self, name: str, device: torch.device) -> Tensor:
+        """Small constant tables, made once per device."""
+        key = f"{name}@{device}"
+        if key not in self._tables:
+            table = self.magnitudes()
+            if name == "values" and self.native is not None:
+                table = torch.arange(256, device="cpu").to(torch.uint8).view(self.native).float()
+            elif name == "values":
+                table = torch.cat([table, -table])
+            self._tables[key] = table.to(device)
+        return self._tables[key]
+
+
+@dataclass(frozen=True)
+class KeepFormat(Format):
+    """The tensor itself, in the 16 bits (or 32, in an FP32 run) that it has: nothing is encoded."""
+
+    @property
+    def significant_bits(self) -> int:
+        return 8
+
+
+_NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _format(name: str) -> Format:
+    """The format of that name (`gnmr.names.FORMATS`)."""
+    if name == "bf16":
+        return KeepFormat(name, 16, float("inf"))
+    if name.startswith("int"):
+        bits = int(name.removeprefix("int"))
+        return IntFormat(name, bits, 2.0 ** (bits - 1) - 1)
+    exponent, mantissa = map(int, name.removeprefix("e").split("m"))
+    native = _NATIVE.get(name)
+    # Without Inf and NaN every code is a number; PyTorch's own types have some.
+    largest = 2.0**2 ** (exponent - 1) * (2 - 2.0**-mantissa) if native is None else torch.finfo(native).max
+    return FloatFormat(name, 1 + exponent + mantissa, largest, exponent, mantissa, native)
+
+
+FORMATS: dict[str, Format] = {name: _format(name) for name in vocabulary.FORMATS}
+
+
+def get_format(name: str) -> Format:
+    """The format of that name. ValueError names the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"format {name!r} is not known: use one of {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,221 @@
+"""INT8 in the forward pass, for fine-tuning on frozen weights (5.3, E.3).
+
+The weight has a scale an output channel, the input a scale a token, made of the tensor at hand; fprop multiplies the
+codes, integers from -127 to 127, and scales their sums:
+
+    x_t = s_t X_t       s_t = max|x_t| / 127        w_o = c_o W_o       c_o = max|w_o| / 127
+    y_to = (sum_i X_ti W_oi) * (s_t * c_o) + b_o
+
+The sum is an int32 and exact; the rest is float32. **Choice 52**: one rounding to the input's dtype at the end, behind
+the bias, as in F.linear. dgrad reads the weight in its own 16 bits, or, under `llm_int8_dgrad`, codes times scale;
+grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weight there is none, and nothing of the
+input is kept.
+
+    int_mm       `torch._int_mm`: CPUs and NVIDIA GPUs on which it is found to add up exactly; on GPUs widths must be
+                 multiples of 8, and fewer than 32 tokens are filled up with zeros
+    simulated    codes in float32, 1024 of them at a time, whose sums float32 holds: the same integers, in any order
+
+Both give the same bits.
+
+Where the codes of the weight are (`weights`), with O outputs and I inputs, beside or instead of its 2 O I bytes:
+
+    online     nowhere: made of the weight in every forward pass, whether it is trainable or not. 0 bytes more
+    beside     kept besides the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
+               changed (a loaded state dict, an optimizer's step), moved or been replaced, and when code outside of this
+               package has read `module.weight`, which it may have written to through `.data` (peft merges adapters
+               so). A change through `.data` of a parameter from `parameters()`, or through an array of NumPy's, is
+               not noticed: convert again
+    instead    the weight is dropped and only O (I + 4) bytes are left. dgrad, the recovery path and evaluation read
+               codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight` holds the codes
+               (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is quantized. peft makes
+               the adapters of codes in float32: .to(torch.bfloat16) is for them; merging them is refused
+
+Outlier columns (LLM.int8(), arXiv 2208.07339): the columns (inputs) of x whose largest magnitude in this very tensor
+reaches a threshold, published as 6.0, stay in 16 bits. They are multiplied with the 16-bit weight's columns (`instead`:
+codes times scale), that product is added in float32, and neither the INT8 product nor the tokens' scales see them.
+Their number decides shapes: choosing them waits for the device, once for all readers of a tensor. Nothing else here
+waits, but for the check of the machine when the first model is converted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnmr.precision.cast import Reference
+from gnmr.precision.cast_stats import CastStats
+from gnmr.precision.formats import FORMATS
+from gnmr.precision.kernels.scaled_mm import width_missing
+from gnmr.precision.kernels.simulated import GemmContext
+from gnmr.precision.recipes import Cast, Recipe
+from gnmr.precision.scaling import count_nonfinite, largest_magnitude, scale_of
+
+_INT8 = FORMATS["int8"]
+PER_ROW = Cast(_INT8, "row")
+_EXACT = 1024
+"""Products of two codes that float32 adds up exactly: 1024 * 127^2 < 2^24."""
+MOST_INPUTS = (2**31 - 1) // 127**2
+"""And that an int32 holds."""
+_MULTIPLE, _ROWS = 8, 32
+
+
+class Integers(NamedTuple):
+    """A matrix (N, D) of codes, each row under its scale; of an input the columns in 16 bits, where it has any."""
+
+    codes: Tensor
+    """(N, D) int8; 0 in the columns below."""
+    scale: Tensor
+    """(N, 1) float32; NaN for a row with a NaN or an Inf."""
+    columns: Tensor | None = None
+    """(C,) int64."""
+    outliers: Tensor | None = None
+    """(N, C): those columns in their own dtype."""
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """(N, D): codes times scale, rounded to `dtype` once."""
+        return self.codes.to(torch.float32).mul_(self.scale).to(dtype)
+
+
+def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastStats]:
+    """`x` (N, D), any floating dtype, in INT8 under a scale a row, and the statistics of the cast.
+
+    `outliers`: columns with a magnitude from here on stay as they are; finding them waits for the device.
+    """
+    x, columns, kept = _without_outliers(x, outliers)
+    wide = x.to(torch.float32, copy=True)
+    largest = largest_magnitude(wide, (1,))
+    scale = scale_of(largest, _INT8, torch.float32)
+    codes = _INT8.round(wide.div_(scale)).to(torch.int8)
+    nonfinite = count_nonfinite(x, largest)
+    if kept is not None:  # delayed scales of another path look back on all of the tensor
+        largest = torch.maximum(largest, largest_magnitude(kept, (1,)).float())
+    return Integers(codes, scale, columns, kept), CastStats(largest, None, nonfinite)
+
+
+def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(`x` with 0 in the columns that stay in 16 bits, which these are, the columns); None, None: there are none."""
+    if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has none
+        return x, None, None
+    found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
+    if not len(found):
+        return x, None, None
+    return x.index_fill(1, found, 0), found, x.index_select(1, found)
+
+
+def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
+    """(M, N) int32: the rows of codes `a` (M, K) times those of `b` (N, K), int8 both; exact for K up to 133,144."""
+    rows = a.shape[0]
+    if real and a.shape[1] > 1:  # of a single input oneDNN writes nothing, and what comes back is any memory
+        if a.device.type == "cuda" and rows < _ROWS:
+            a = F.pad(a, (0, 0, 0, _ROWS - rows))
+        return torch._int_mm(a, b.t())[:rows]
+    sums, part = (torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32))
+    for some, others in zip(a.split(_EXACT, dim=1), b.split(_EXACT, dim=1), strict=True):
+        torch.mm(some.float(), others.float().t(), out=part)  # with `out` autocast leaves it in float32
+        sums += part.to(torch.int32)
+    return sums
+
+
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
+    """Why `torch._int_mm` cannot run the recipe in these linears on `device`; None: it can.
+
+    A GPU that this machine does not have can. The first time on a device it waits for it.
+    """
+    if not recipe.integer:
+        return f"the recipe {recipe.name} multiplies no integers, as llm_int8 does"
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    found = None if elsewhere else _device_missing(device)
+    if found is None and device.type == "cuda":
+        found = width_missing(linears, _MULTIPLE, "torch._int_mm", " on GPUs")
+    return found
+
+
+@cache
+def _device_missing(device: torch.device) -> str | None:
+    """Found out by trying: kernels for CPUs without integer instructions may saturate halfway."""
+    if device.type not in ("cpu", "cuda"):
+        return f"torch._int_mm runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
+    largest = torch.full((64, 64), 127, dtype=torch.int8, device=device)
+    try:
+        sums = [int(found) for sign in (1, -1) for found in products(largest, sign * largest, True).aminmax()]
+    except RuntimeError as error:
+        return f"torch._int_mm does not run on this {device.type} ({str(error).partition(chr(10))[0]})"
+    exact = 64 * 127**2
+    return None if sums == [exact, exact, -exact, -exact] else "torch._int_mm does not add up exactly on this machine"
+
+
+class IntContext(GemmContext):
+    """Its operands of fprop are `Integers`; its other casts are those of the simulation."""
+
+    weight_codes: Integers | None = None
+    """Codes of the weight where they are kept; None: they are made in this pass."""
+
+    def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
+        kept = self.weight_codes
+        # A cast of None still records the magnitude, for delayed scales of the other path.
+        found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
+        if kept is None:
+            return found, weight
+        read_by_dgrad = not weight.is_floating_point() or self.recipe.dgrad.weight == PER_ROW
+        return kept, (kept.codes, kept.scale) if read_by_dgrad else weight
+
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        output = products(x_fprop.codes, w_fprop.codes, self.recipe.backend == "int_mm").float()
+        output.mul_(x_fprop.scale * w_fprop.scale.t())
+        if x_fprop.columns is not None and x_fprop.outliers is not None:
+            if weight.is_floating_point():
+                columns = weight.index_select(1, x_fprop.columns)
+            else:
+                columns = Integers(weight.index_select(1, x_fprop.columns), w_fprop.scale).values(x.dtype)
+            output += x_fprop.outliers @ columns.t()
+        if bias is not None:
+            output += bias
+        return output.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
+        if cast.codes:
+            return integers(x, cast.outliers)
+        return super().quantize(x, cast, contraction_dim, reference, generator)
+
+    def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+        if not cast.codes:
+            return super().break_input(x, cast, contraction_dim, reference)
+        assert self.fault is not None
+        x, columns, kept = _without_outliers(x, cast.outliers)
+        values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
+        scale = scales[:, :1]
+        codes = (values / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
+        # An integer is always finite: what is not shows in the row's scale.
+        scale = torch.where(values.isinf().any(dim=1, keepdim=True), torch.inf, scale)
+        scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
+        return Integers(codes, scale.contiguous(), columns, kept), stats
+
+    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
+        if gemm != "fprop":
+            return super().operands(gemm, first, second)
+        casts = self.recipe.fprop
+        x, w = self.cast("input", first, casts.input), self.cast("weight", second, casts.weight)
+        return self.values(x).to(first.dtype), self.values(w).to(first.dtype).t()
+
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return saved[0] if len(saved) == 1 else Integers(*saved).values(dtype)
+
+    @staticmethod
+    def values(x: Any, every: int = 1) -> Tensor:
+        if not isinstance(x, Integers):
+            return GemmContext.values(x, every)
+        rows = x.codes[::every].float() * x.scale[::every]
+        if x.columns is not None and x.outliers is not None:
+            rows.index_copy_(1, x.columns, x.outliers[::every].float())
+        return rows

@@ -1,0 +1,279 @@
+"""FP8 GEMMs as the hardware runs them: backend scaled_mm (`backends.py`).
+
+scaled_mm runs GEMMs that cast nothing, and those whose operands both have
+
+    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer;
+                            E4M3 or E5M2, one of them E4M3
+    tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
+    mx                      `mxfp8`; E4M3: 10.0 (Blackwell) or newer
+
+Tiles and blocks ran on one H200 (docs/cost.md), mx never ran on hardware: `auto` chooses none of them,
+backend=scaled_mm does.
+
+The casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
+sums, and that a value's scale meets the product, so that nothing is rounded to bfloat16 in between. For scales
+that are powers of two and sums that float32 holds exactly both give the same bits. What is kept for backward is the
+codes: one byte an element, shared as in the simulation, and the scales.
+
+The hardware reads the first operand row by row and the second column by column; where a GEMM meets them the other way
+round the codes are transposed, one byte an element. Dimensions must be multiples of 16: widths are checked when the
+model is converted, and missing tokens are filled with zeros, which add nothing.
+
+Scales are one of a tensor, or one of a group of elements: 1x128 tiles, 128x128 blocks, or 1x32 under a power of two
+(mx). Groups go through `torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
+
+    tile    (lines, groups) float32, the lines of one group of columns next to each other; lines a multiple of 4
+    block   (groups, lines / 128) float32, groups filled up to a multiple of 4 and next to each other
+    mx      bytes (e8m0) in pieces of 128 lines x 4 groups, filled up with zeros, each piece as 32 x (4 x 4)
+
+A line is a row of the first operand or a column of the second, both of which lie in one piece along the dimension that
+the product contracts; a group is 128 or 32 elements of a line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnmr.names import GEMMS
+from gnmr.precision.cast import Reference, as_groups, as_matrix, scale_of_each, scaled
+from gnmr.precision.cast_stats import CastStats
+from gnmr.precision.formats import FloatFormat
+from gnmr.precision.kernels.simulated import GemmContext
+from gnmr.precision.recipes import MX, TILE, Cast, Gemm, Recipe
+
+MULTIPLE = 16
+"""What the hardware wants every dimension of an eight-bit product to be a multiple of."""
+E8M0 = torch.float8_e8m0fnu
+_FOUR = 4
+_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx", "mx_floor": "mx"}
+"""Scale: what its hardware is known by."""
+_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
+_TILE_CAPABILITY = (9, 0)
+_TILE_CUDA = (12, 9)
+
+
+def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device | None, auto: bool) -> str | None:
+    """Why scaled_mm cannot run the recipe in these linears on `device`; None: it can.
+
+    `device` None: one that has the hardware. `auto`: chosen automatically, so CPUs (which have it for tests) and
+    kernels that we have not run on hardware are left out.
+    """
+    if (unfit := _recipe_missing(recipe)) is not None:
+        return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
+    if (lacking := _device_missing(device, recipe, auto) or width_missing(linears)) is not None:
+        return lacking
+    unseen = [cast for cast in recipe.casts if _KINDS[cast.scale] != "tensor"]
+    if auto and unseen:
+        return f"it has {unseen[0]}, which is simulated unless it is asked for; backend=scaled_mm runs it"
+    return None
+
+
+def _recipe_missing(recipe: Recipe) -> str | None:
+    """What it does that scaled_mm cannot, as a predicate; None: it runs."""
+    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles, blocks and mx"
+    for name in GEMMS:
+        gemm: Gemm = getattr(recipe, name)
+        operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
+        for cast in gemm.casts:
+            real = isinstance(cast.format, FloatFormat) and cast.format.native is not None
+            real = real and not (cast.hadamard or cast.stochastic)
+            if not (real and cast.scale in _KINDS) or (_KINDS[cast.scale] != "tensor" and cast.format.name != "e4m3"):
+                return f"has {cast} in {name}, and {takes}"
+        if gemm.result is not None or len(operands) == 1:
+            return f"casts something else than both operands of {name}"
+        if {cast.format.name for cast in operands} == {"e5m2"}:
+            return f"has E5M2 for both operands of {name}, which no hardware multiplies"
+        if len({_KINDS[cast.scale] for cast in operands}) > 1 or [cast.scale for cast in operands] == ["block"] * 2:
+            return f"has {' and '.join(map(str, operands))} in {name}, which no hardware multiplies"
+    return None
+
+
+def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> str | None:
+    """What the device lacks for one of the scales of the recipe."""
+    for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
+        if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
+            continue
+        lacking = _tile_missing(device) if kind == "tile" else capability_missing(device, *_LEAST[kind])
+        if lacking is not None:
+            return lacking
+    return None
+
+
+def _tile_missing(device: torch.device) -> str | None:
+    needs = "needs a GPU of compute capability 9.0 (Hopper)"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{needs}, the model is on {device.type if torch.version.hip is None else 'a GPU of AMD'}"
+    if (found := torch.cuda.get_device_capability(device)) != _TILE_CAPABILITY:
+        return f"{needs}, this one has {found[0]}.{found[1]}"
+    if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
+        return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
+    return None
+
+
+def capability_missing(device: torch.device, least: tuple[int, int], known_as: str = "") -> str | None:
+    """Why `device` is no GPU of compute capability `least`; None: it is one."""
+    needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer{known_as}"
+    if device.type != "cuda":
+        return f"{needs}, the model is on {device.type}"
+    if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
+        return f"{needs}, this one is AMD's"
+    found = torch.cuda.get_device_capability(device)
+    return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
+
+
+def width_missing(
+    linears: dict[str, nn.Linear], multiple: int = MULTIPLE, reader: str = "FP8 hardware", where: str = ""
+) -> str | None:
+    """The first width of these linears that `reader` cannot read; None: it can read all."""
+    for name, linear in linears.items():
+        for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
+            if width % multiple:
+                return f"{name} has {width} {kind}, and {reader} needs a multiple of {multiple}{where}"
+    return None
+
+
+class Codes(NamedTuple):
+    """A matrix in a format of eight bits: codes * scale."""
+
+    codes: Tensor
+    """(N, D), of the format's own dtype."""
+    scale: Tensor
+    """A scalar in float32; or of each group, (N / height, D / width): float32 of tiles and blocks, e8m0 of mx."""
+
+    def t(self) -> Codes:
+        """The transpose: views."""
+        return Codes(self.codes.t(), self.scale.t())
+
+    def values(self) -> Tensor:
+        """(N, D) float32."""
+        scale = self.scale.float()
+        for dim, count in enumerate(self.scale.shape):
+            size = self.codes.shape[dim]
+            length = next(each for each in (1, MX, TILE) if -(-size // each) == count)
+            if length > 1:
+                scale = scale.repeat_interleave(length, dim).narrow(dim, 0, size)
+        return self.codes.float() * scale
+
+
+def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
+        return a @ b
+    if a.scale.dim():
+        return _group_product(a, b.t(), dtype)
+    # Rows of a and columns of b lie in one piece, and so does what fills them up.
+    rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
+    if short := -rows.shape[1] % MULTIPLE:
+        rows, columns = (_filled(each, 0, short) for each in (rows, columns))
+    return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+
+
+def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times the transpose of b (N, K), whose groups lie along K."""
+    count, groups = len(a.codes), a.scale.shape[1]
+    lines = TILE if _is_block(a) else MULTIPLE
+    found = []
+    for each, fill in ((a, -count % lines), (b, 0)):
+        mx = each.scale.dtype == E8M0
+        short = groups * (MX if mx else TILE) - each.codes.shape[1]
+        layout, scaling = (_mx, F.ScalingType.BlockWise1x32) if mx else (_tile, F.ScalingType.BlockWise1x128)
+        if _is_block(each):
+            layout, scaling = _block, F.ScalingType.BlockWise128x128
+        codes = _filled(each.codes.contiguous(), fill, short)
+        found.append((codes, layout(each.scale, len(codes)), scaling))
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if a.scale.dtype == E8M0 else F.SwizzleType.NO_SWIZZLE
+    (rows, scale_a, scaling_a), (columns, scale_b, scaling_b) = found
+    whole = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, swizzle, swizzle, output_dtype=dtype)
+    return whole[:count]
+
+
+def _is_block(a: Codes) -> bool:
+    return len(a.scale) != len(a.codes)
+
+
+def _filled(x: Tensor, lines: int, columns: int) -> Tensor:
+    """A contiguous matrix of one byte an element with so many lines and columns of zeros behind."""
+    return F.pad(x.view(torch.uint8), (0, columns, 0, lines)).view(x.dtype) if lines or columns else x
+
+
+def _tile(scale: Tensor, lines: int) -> Tensor:
+    """(lines, groups)."""
+    laid = scale.new_zeros(scale.shape[1], lines)
+    laid[:, : len(scale)] = scale.t()
+    return laid.t()
+
+
+def _block(scale: Tensor, _lines: int) -> Tensor:
+    """(groups, lines / 128)."""
+    groups = scale.shape[1]
+    laid = scale.new_zeros(len(scale), groups + -groups % _FOUR)
+    laid[:, :groups] = scale
+    return laid.t()
+
+
+def _mx(scale: Tensor, _lines: int) -> Tensor:
+    """In one dimension."""
+    whole = _filled(scale.contiguous(), -len(scale) % TILE, -scale.shape[1] % _FOUR)
+    pieces = whole.view(len(whole) // TILE, _FOUR, TILE // _FOUR, whole.shape[1] // _FOUR, _FOUR)
+    return pieces.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+class ScaledContext(GemmContext):
+    """Its casts give `Codes`."""
+
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Codes, CastStats]:
+        fmt = cast.format
+        assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
+        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+        return _codes(divided, scale, x, cast, fmt.native), CastStats(largest, saturated, self.nonfinite(x, largest))
+
+    def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
+        # A group has one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
+        fmt = cast.format
+        assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
+        values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
+        sound, _ = scale_of_each(x, cast, contraction_dim, reference)
+        each = as_groups(scales, cast, contraction_dim)
+        lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
+        scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
+        if cast.power_of_two:  # a fault's scale need not be a power of two; the next larger one holds its values
+            scale = scale.log2().ceil().exp2()
+        divided = as_groups(values, cast, contraction_dim) / scale
+        # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
+        divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
+        return _codes(divided, scale, x, cast, fmt.native), stats
+
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        output = product(x_fprop, w_fprop.t(), x.dtype)
+        return (output if bias is None else output + bias).view(*x.shape[:-1], -1)
+
+    def product(self, a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+        return product(a, b, dtype)
+
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | Codes:
+        return saved[0] if len(saved) == 1 else Codes(*saved)
+
+    @staticmethod
+    def values(x: Tensor | Codes, every: int = 1) -> Tensor:
+        return x[::every].float() if isinstance(x, Tensor) else x.values()[::every]
+
+
+def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
+    """Of numbers divided by their `scale`, both as `as_groups` gives them, those of `x` (N, D)."""
+    codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
+    if cast.scale in ("tensor", "delayed"):
+        return Codes(codes, scale.view(()))
+    found = scale[:, 0, :, 0]
+    return Codes(codes, found.to(E8M0) if cast.power_of_two else found)

@@ -1,0 +1,351 @@
+"""A linear operator whose operands are quantized as a recipe says, simulated on any machine.
+
+Fake quantization: an operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own
+dtype; the GEMMs then run in that dtype. What differs from hardware with such formats is the order of a GEMM's sums, and
+that a value times its scale is rounded to the dtype's mantissa (bfloat16: 8 bits; exact for scales that are powers of
+two, and for formats of up to 8 bits an error well below the format's own).
+
+- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout, whatever the granularity:
+  a low path never turns a non-finite number into a finite one.
+- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width: operators that read
+  the same tensor share it (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad
+  read in the same cast is kept in that cast, besides the parameter.
+- Saturated and non-finite elements are counted on the device, before the cast hides them.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnmr.names import OPERANDS
+from gnmr.precision.cast import Reference, quantize, rotated_dtype
+from gnmr.precision.cast_stats import AmaxHistory, Begun, CastStats
+from gnmr.precision.formats import KeepFormat
+from gnmr.precision.hooks import CastMeasurement, Casts, FaultInjection
+from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.precision.reads import Read
+from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.precision.scaling import count_nonfinite, largest_magnitude
+
+Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] | None
+"""What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
+
+
+Draws: TypeAlias = Callable[[int, int, int], torch.Generator]
+_READS_INPUT = ("wgrad", "fprop")
+"""By the dimension of the input that it contracts."""
+
+
+class GemmContext:
+    """One forward pass of an operator and its backward pass: their casts, and the statistics of these.
+
+    Args:
+        recipe: the casts.
+        amax: where counts and magnitudes are written.
+        index, name: the operator's.
+        fault: breaks the casts of the input.
+        sound: GEMMs whose casts it leaves as they are.
+        dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
+        no_side_effects: this pass is not the run's own, so at its end nothing is written.
+        draws: (the operator that draws, its operand, the dimension that is contracted) -> what a stochastic cast draws
+            from; None: it rounds to nearest.
+        begun: the delayed scales that were in force when the forward pass began; None: those of now.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        amax: AmaxHistory,
+        index: int,
+        name: str = "",
+        *,
+        fault: FaultInjection | None = None,
+        sound: frozenset[str] = frozenset(),
+        dry_run: bool = False,
+        no_side_effects: bool = False,
+        draws: Draws | None = None,
+        begun: Begun | None = None,
+    ) -> None:
+        self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
+        self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
+        self._draws, self._history = draws, amax.history if begun is None else begun.history
+        self._reader, self._begun = index, begun
+        self._found: dict[int, tuple[int, CastStats]] = {}
+        """By identity: two GEMMs may read the same cast."""
+        self._largest: dict[int, Tensor] = {}
+
+    def cast(
+        self,
+        operand: str,
+        x: Tensor,
+        cast: Cast | None,
+        contraction_dim: int = 1,
+        made: Casts | None = None,
+    ) -> Any:
+        """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
+        place = OPERANDS.index(operand)
+        observed = self.amax.history is not None and operand != "result" and not self._dry_run
+        if cast is None:
+            if observed and place not in self._largest:
+                self._largest[place] = largest_magnitude(x.float(), (0, 1))
+            return x
+        key = self.key(cast, contraction_dim)
+        broken = operand == "input" and self.fault is not None and _READS_INPUT[contraction_dim] not in self._sound
+        if broken:
+            key = *key, "broken"
+        found = None if made is None else made.get(key)
+        if found is None:
+            reference = None
+            if cast.scale == "delayed":
+                reference = partial(self.amax.delayed, self.index, place, cast.history, begun=self._begun)
+            if broken:
+                found = self.break_input(x, cast, contraction_dim, reference)
+            else:
+                generator = None
+                if cast.stochastic and self._draws is not None:
+                    reader = self._reader if operand == "input" else self.index  # whose cast others may share
+                    generator = self._draws(reader, place, contraction_dim if cast.directed else 2)
+                found = self.quantize(x, cast, contraction_dim, reference, generator)
+            if made is not None:
+                made[key] = found
+        values, stats = found
+        if self._dry_run:
+            return values
+        if stats.operator is None:
+            stats.operator = self.index
+        if observed and place not in self._largest:
+            self._largest[place] = stats.largest
+        self._found[id(stats)] = place, stats
+        return values
+
+    def quantize(
+        self,
+        x: Tensor,
+        cast: Cast,
+        contraction_dim: int,
+        reference: Reference,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, CastStats]:
+        """What the GEMMs read of `x`: here its values, in its own dtype."""
+        return quantize(x, cast, contraction_dim, reference, generator)
+
+    def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
+        """As `quantize`, of an input under the fault."""
+        assert self.fault is not None
+        values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
+        return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
+
+    def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
+        """(the weight as fprop reads it; what is kept of it for dgrad: its cast, or itself for a cast of its own)."""
+        made: Casts = {}
+        w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
+        dgrad = self.recipe.dgrad.weight
+        same = None if dgrad is None else made.get(self.key(dgrad, 0))
+        return w_fprop, weight if same is None else same[0]
+
+    def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        """The output, of operands as `cast` gives them; `x` and `weight` are what they were before."""
+        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
+        if self.recipe.fprop.result is None:
+            return output
+        result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)
+        return result.view(output.shape)
+
+    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
+        """The operands of `gemm` as its product reads them: product(*operands, dtype) is what it gives, before the
+        result is cast and the bias added.
+
+        `first`, `second`: input (T, I) and weight (O, I) of fprop, grad_output (T, O) and weight of dgrad, grad_output
+        and input of wgrad, not cast yet.
+        """
+        casts: Gemm = getattr(self.recipe, gemm)
+        if gemm == "fprop":
+            return self.cast("input", first, casts.input, 1), self.cast("weight", second, casts.weight, 1).t()
+        if gemm == "dgrad":
+            grad = self.cast("grad_output", first, casts.grad_output, 1)
+            return grad, self.cast("weight", second, casts.weight, 0)
+        grad = self.cast("grad_output", first, casts.grad_output, 0)
+        return grad.t(), self.cast("input", second, casts.input, 0)
+
+    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
+        """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
+        return count_nonfinite(x, largest)
+
+    def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """a (M, K) times b (K, N), as `cast` gives them, in `dtype`."""
+        result: Tensor = a @ b
+        return result.to(dtype)  # rotated operands of float16 are in float32
+
+    def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
+        """What a GEMM reads of the tensors that the graph held of a cast; `dtype`: the other operand's."""
+        return saved[0]
+
+    def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: Casts) -> Tensor:
+        """grad_weight (O, I) of grad_output (T, O) and the input (T, I) that was cast already."""
+        grad = self.cast("grad_output", grad_2d, self.recipe.wgrad.grad_output, 0, made)
+        result: Tensor = self.cast("result", self.product(grad.t(), x, dtype), self.recipe.wgrad.result)
+        return result
+
+    @staticmethod
+    def values(x: Any, every: int = 1) -> Tensor:
+        """The rows 0, every, 2 every, ... of what `cast` gave, as float32."""
+        rows: Tensor = x[::every]
+        return rows.float()
+
+    def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
+        """The casts of the tensor that was `read`, shared by its readers; those under a fault are not shared."""
+        self._reader = read.index
+        return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
+
+    def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
+        """What identifies `x_wgrad`, which is kept of the tensor that was `read`: see `PathLinear.read`."""
+        cast, name = self.recipe.wgrad.input, self.name
+        if cast is None:
+            return name if x_wgrad is None else place_of(x_wgrad)
+        if self.fault is not None:
+            return f"{name} (broken)"
+        return name if cast.scale == "delayed" else read.reader
+
+    def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
+        """Equal for casts that give the same numbers."""
+        draws = cast.stochastic and self._draws is not None
+        own = (self.index, id(self._history)) if cast.scale == "delayed" else None
+        return cast, contraction_dim if cast.directed else None, own, draws
+
+    def end(self) -> None:
+        """Once, when the last of its GEMMs is done."""
+        if not self._no_side_effects:
+            self.amax.write(self.index, self._found.values(), self._largest)
+        self._found.clear()
+        self._largest.clear()
+
+
+def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
+    casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
+    context: GemmContext = ctx.context
+    refuse_twice(context.name, context.recipe)
+    if is_sharded(grad_output):
+        raise ValueError(f"the gradient of a linear's output {SHARDED}")
+    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
+    ctx.holds_copy = False  # freed when this returns
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+    recipe, made = context.recipe, Casts()
+    grad_x = grad_weight = None
+    if need_x:
+        grad = context.cast("grad_output", grad_2d, recipe.dgrad.grad_output, 1, made)
+        if ctx.weight_is_cast:
+            read = context.restored(weights, grad_2d.dtype)
+        else:
+            read = context.cast("weight", weights[0], recipe.dgrad.weight, 0)
+        product = context.product(grad, read, ctx.x_dtype)
+        grad_x = context.cast("result", product, recipe.dgrad.result).view(ctx.x_shape)
+    if need_weight:
+        x_wgrad = context.restored(kept, grad_2d.dtype)
+        if isinstance(x_wgrad, Tensor):
+            x_wgrad = x_wgrad.reshape(-1, x_wgrad.shape[-1])
+        grad_weight = context.wgrad(grad_2d, x_wgrad, ctx.weight_dtype, made)
+        if ctx.measured is not None:
+            with torch.no_grad():
+                ctx.measured.add_backward(grad_2d, grad_weight, context, made)
+            ctx.measured = None
+    grad_bias = grad_2d.sum(dim=0) if need_bias else None
+    context.end()
+    return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
+class RecipeLinear(torch.autograd.Function):
+    """F.linear as `context` casts and multiplies, of an input that was cast already. Where nothing is cast it can be
+    differentiated twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: GemmContext,
+        x_fprop: Any,
+        x_wgrad: Any,
+        measured: CastMeasurement | None,
+    ) -> Tensor:
+        ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
+        ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
+        w_fprop, w_dgrad = context.cast_weight(weight)
+        weights = _tensors(w_dgrad)
+        ctx.weight_is_cast, ctx.num_weights = w_dgrad is not weight, len(weights)
+        kept = _tensors(x_wgrad)
+        if kept and casts_nothing(context.recipe):
+            kept = (x,)  # with its graph
+        ctx.save_for_backward(*weights, *kept)
+        return owned(context.fprop(x, x_fprop, weight, w_fprop, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return linear_backward(ctx, *grads)
+
+
+def owned(output: Tensor) -> Tensor:
+    """Return `output` as no view: a view that an autograd function returns cannot be changed in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+    return found
+
+
+def casts_nothing(path: ExecutionPath) -> bool:
+    """Return whether a linear on `path` computes what a plain one does."""
+    return isinstance(path, KeepFormat) or (isinstance(path, Recipe) and not path.casts)
+
+
+def refuse_twice(name: str, path: ExecutionPath) -> None:
+    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for and `path` has none."""
+    if torch.is_grad_enabled() and not casts_nothing(path):
+        raise RuntimeError(
+            f"{name}: second derivatives (create_graph=True) are not defined on the path {path.name}, whose casts have "
+            "none; run the forward pass within plan.high_precision()"
+        )
+
+
+def _tensors(x: Any) -> tuple[Tensor, ...]:
+    """Those of a cast, in the order in which `GemmContext.restored` takes them."""
+    return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def recipe_linear(
+    context: GemmContext,
+    read: Read,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    keeps: bool,
+    observe: Observe = None,
+) -> tuple[Tensor, str | Place]:
+    """(output, what is kept: see `PathLinear.read`) of a linear whose input was `read`, as `context` casts and
+    multiplies.
+
+    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
+    """
+    recipe, rows = context.recipe, x.detach().reshape(-1, x.shape[-1])
+    made = context.casts_of(read, x.dtype)
+    x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
+    x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+    measured = None if observe is None or not keeps else observe(rows, context, made)
+    output: Tensor = RecipeLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, measured)
+    if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
+        context.end()  # frozen, and so is all before it: no backward pass will
+    return output, context.kept_by(read, x_wgrad)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs: what runs forward in one is recomputed, by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1

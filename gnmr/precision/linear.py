@@ -1,0 +1,420 @@
+"""A linear operator that keeps only a compressed copy of its input for backward.
+
+The forward pass and the input gradient (`dgrad`) are exact. Of the operands of the weight gradient (`wgrad`) the saved
+input is quantized, per token, in the format of the path in force; that is the paper's act-quant stress (5.1, E.1):
+
+    y  = x W^T + b              fprop: x as it is             (site "forward": Q(x))
+    dx = dy W                   dgrad: exact
+    dW = dy^T Q(x)              wgrad: from the compressed copy
+
+Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
+keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
+
+A tensor is the same while it is the same object under the same version number and no operator reads it a second time,
+which begins another pass; copies live as long as it does, at most to the step's end or the next tensor that is read.
+What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
+DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
+
+Two hooks (`hooks.py`), on formats and on recipes (`kernels/`), are off by default: a probe that measures
+the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
+is never shared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.hooks import FaultInjection, GraphLinear, Measurement
+from gnmr.precision.kernels import (
+    GemmContext,
+    casts_nothing,
+    context_kind,
+    in_backward,
+    owned,
+    recipe_linear,
+    refuse_twice,
+)
+from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.precision.passes import Pass, keep, repeated
+from gnmr.precision.recipes import ExecutionPath, Recipe
+from gnmr.precision.scaling import decompress
+from gnmr.precision.shared import SharedState
+
+_INPUT = OPERANDS.index("input")
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear whose saved input is `copy`. Of a format that keeps the input it is differentiable twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fmt: Format,
+        quantized: bool,
+        measured: Measurement | None,
+        name: str,
+        *copy: Tensor,
+    ) -> Tensor:
+        ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
+        ctx.name = name
+        ctx.holds_copy, ctx.num_weights = ctx.needs_input_grad[1], 1
+        if isinstance(fmt, KeepFormat):
+            copy = (x,)
+        ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
+        if quantized and not isinstance(fmt, KeepFormat):
+            x = decompress(copy[0], copy[1], fmt, x.shape[-1], x.dtype).view(x.shape)
+        return owned(F.linear(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grads
+        refuse_twice(ctx.name, ctx.fmt)
+        if is_sharded(grad_output):
+            raise ValueError(f"the gradient of a linear's output {SHARDED}")
+        weight, *copy = ctx.saved_tensors
+        ctx.holds_copy = False  # freed when this returns
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = (grad_2d @ weight).view(ctx.x_shape) if need_x else None
+        grad_weight = None
+        if need_weight:
+            width = ctx.x_shape[-1]
+            if isinstance(ctx.fmt, KeepFormat):
+                x_2d = copy[0].reshape(-1, width)
+            else:
+                x_2d = decompress(copy[0], copy[1], ctx.fmt, width, ctx.x_dtype)
+            grad_weight = grad_2d.t() @ x_2d
+        grad_bias = grad_2d.sum(dim=0) if need_bias else None
+        if ctx.measured is not None:  # here, not in forward: checkpointing runs that twice
+            ctx.measured.add(grad_2d.detach())
+            ctx.measured = None
+        return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
+class PathLinear(nn.Linear):
+    """`nn.Linear` with two paths; `gnmr.precision.conversion` makes it of an existing linear, in place.
+
+    `recovered` says which path is in force and is all that a switch changes: nothing is reallocated.
+    """
+
+    plain_class = nn.Linear
+    """What `Plan.restore` makes of it again. Each class that a converted linear may have says it for itself."""
+
+    operator_name: str
+    index: int
+    """Place in the plan."""
+    low: ExecutionPath
+    recovery: ExecutionPath | None
+    pinned: tuple[str, ...]
+    """GEMMs that are on the recovery recipe on both paths."""
+    recovering: bool
+    """Whether the recovery path is in force, or of an operator with `gemms` any GEMM of it."""
+    recovered: frozenset[str]
+    """The GEMMs that are on the recovery path; without `gemms` all of them or none."""
+    gemms: tuple[str, ...]
+    """Those that are routed one by one (unit=gemm); else none."""
+    mixed: dict[frozenset[str], Recipe]
+    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a plan."""
+    shared: SharedState
+    fault: FaultInjection | None
+    """What may break the low path."""
+    read: tuple[int, str | Place, torch.dtype] | None
+    """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
+    same tensor, or of a tensor that is kept as it is its place."""
+    _node: weakref.ref[Any] | None
+    in_graphs: tuple[tuple[str, GraphLinear], ...] | None
+    """The recipes of the low and the recovery path, and what runs each in graphs of torch.compile's; None: between
+    them."""
+    tally: Tensor | None
+    """Leaf whose gradient are the counts of the casts in graphs."""
+
+    def switch(self, recovering: bool, gemm: str | None = None) -> None:
+        """Puts the operator, or one of its `gemms`, on the recovery (True) or low-cost path from its next forward pass
+        on."""
+        assert self.recovery is not None or not recovering, f"{self.operator_name} has no recovery path"
+        if gemm is None:
+            self.put(frozenset(self.gemms or GEMMS) if recovering else frozenset())
+        else:
+            self.put(self.recovered | {gemm} if recovering else self.recovered - {gemm})
+
+    def put(self, recovered: frozenset[str]) -> None:
+        """Puts these GEMMs on the recovery path and the others on the low-cost path."""
+        self.recovered, self.recovering = recovered, bool(recovered)
+
+    def path_of(self, recovered: frozenset[str]) -> ExecutionPath:
+        """The format or recipe that is in force with these GEMMs on the recovery path."""
+        if not recovered or self.recovery is None:
+            return self.low
+        return self.mixed[recovered] if self.gemms else self.recovery
+
+    @property
+    def converted(self) -> bool:
+        """Whether it has its paths; a class of one's own may be built before `convert` gives it any."""
+        return "shared" in self.__dict__
+
+    @property
+    def path(self) -> ExecutionPath:
+        """The format or recipe in force."""
+        warmup = self.shared.warmup if self.recovering else None
+        return self.path_of(self.recovered) if warmup is None else warmup
+
+    @property
+    def sound(self) -> frozenset[str]:
+        """GEMMs that a fault of the low path does not hit: those in recovery; without `gemms` all or none of them."""
+        return self.recovered if self.gemms and self.shared.warmup is None else frozenset(GEMMS * self.recovering)
+
+    @property
+    def routable(self) -> bool:
+        """Whether there is a recovery path, and pins leave it something to recover."""
+        return self.recovery is not None and not (self.pinned and self.low == self.recovery)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
+        if in_graph and (self.shared.high_precision or (self.recovering and self.shared.warmup is not None)):
+            return self.plain(input)
+        if in_graph and self._fits_graph(input):
+            keeps = torch.is_grad_enabled() and self.weight.requires_grad
+            linears, tally = self.in_graphs, self.tally
+            assert linears is not None and tally is not None
+            recipe, linear = linears[1] if self.recovering else linears[0]  # Dynamo of 2.11 has no index that is a bool
+            return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps, recipe)
+        return self._between_graphs(input)
+
+    def _fits_graph(self, input: Tensor) -> bool:
+        """Whether no probe or fault is at work, and there is a backward pass in which casts can be counted."""
+        measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
+        disturbed = self.fault is not None or bool(measuring) or self.shared.watch is not None
+        disturbed = disturbed or is_sharded(input, self.weight)  # refused there
+        counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
+        return counts and not disturbed and input.numel() > 0
+
+    # Where switching would make torch.compile specialise blocks on combinations of paths, and where copies are found by
+    # the identity of tensors.
+    @torch.compiler.disable
+    def _between_graphs(self, input: Tensor) -> Tensor:
+        begun = self._begin()
+        output, prices = self._on_path(input, begun), self.shared.prices
+        if prices is not None and prices.enabled and begun.path is not None:
+            prices.watch(self, input, output)
+        if self.shared.watch is not None:
+            self.shared.watch(self, input, output)
+        return output
+
+    def _begin(self) -> Pass:
+        """The pass that begins; where activation checkpointing runs one again, that one."""
+        again, around = repeated(self)
+        shared, begun = self.shared, again
+        if begun is None:
+            amax, path = shared.amax, None if shared.high_precision else self.path
+            history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
+            counts = (torch.is_grad_enabled() or bool(around)) and not shared.no_side_effects
+            begun = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
+        keep(self, begun, around)
+        return begun
+
+    def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
+        """`forward`, between graphs."""
+        shared, path = self.shared, begun.path
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        keeps = torch.is_grad_enabled() and weight.requires_grad
+        quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
+        if path is not None and (keeps or quantizes) and _transformed():
+            if casts_nothing(path):
+                return self.plain(input)
+            raise RuntimeError(
+                f"{self.operator_name}: torch.func's transforms (vmap, jvp, grad, ...) and forward-mode derivatives "
+                f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
+            )
+        if path is None or not (keeps or quantizes):
+            return self.plain(input)
+        self._check(input, weight)
+        if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
+            self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
+            return self.plain(input)
+        if shared.engine is not None and isinstance(path, Recipe):
+            self.read = (
+                (input.numel() // input.shape[-1], self.operator_name, autocast_dtype(input) or input.dtype)
+                if keeps
+                else None
+            )
+            self._node = None  # its graph is not ours to read
+            return shared.engine(self, self.operator_name, self.index, path, input)
+        x = input
+        if (dtype := autocast_dtype(x)) is not None:
+            # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight.to(dtype) if weight.is_floating_point() else weight
+        fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
+        if isinstance(path, Recipe):
+            output, kept_by = self._under_recipe(path, begun, input, x, weight, bias, keeps=keeps, fault=fault)
+        else:
+            output, kept_by = self._under_format(
+                path, begun, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
+            )
+        kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
+        self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
+        self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
+        return output
+
+    def plain(self, input: Tensor) -> Tensor:
+        """As `nn.Linear` (evaluation)."""
+        return F.linear(input, self.weight, self.bias)
+
+    def _check(self, input: Tensor, weight: Tensor) -> None:
+        """ValueError for what no path can compute with."""
+        if is_sharded(input, weight):
+            raise ValueError(f"{self.operator_name}: its input or weight {SHARDED}")
+        here = self.shared.device
+        if self.shared.stays and weight.device != here:
+            raise ValueError(
+                f"{self.operator_name} is on {weight.device} and was given its paths on {here}: move the model first, "
+                "then attach (or convert)"
+            )
+
+    def gemm_context(
+        self,
+        recipe: Recipe,
+        *,
+        weight: Tensor | None = None,
+        fault: FaultInjection | None = None,
+        sound: frozenset[str] = frozenset(),
+        dry_run: bool = False,
+        begun: Pass | None = None,
+    ) -> GemmContext:
+        """The pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales of now.
+
+        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
+        """
+        assert self.shared.amax is not None
+        return context_kind(recipe)(
+            recipe,
+            self.shared.amax,
+            self.index,
+            self.operator_name,
+            fault=fault,
+            sound=sound,
+            dry_run=dry_run,
+            no_side_effects=self.shared.no_side_effects,
+            draws=None if begun is None or self.shared.rounding is None else partial(self._generator, begun),
+            begun=begun,
+        )
+
+    def _generator(self, begun: Pass, reader: int, operand: int, dim: int) -> torch.Generator:
+        """What a stochastic cast of the pass draws from; `reader`: the operator whose cast it is (`Read.index`)."""
+        rounding = self.shared.rounding
+        assert rounding is not None
+        if begun.key is None:
+            begun.key = rounding.next_pass(self.index, begun.step)
+        return rounding.generator(*begun.key, reader, operand, dim)
+
+    def _under_recipe(
+        self,
+        recipe: Recipe,
+        begun: Pass,
+        input: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        keeps: bool,
+        fault: FaultInjection | None,
+    ) -> tuple[Tensor, str | Place]:
+        """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
+        path that is in force, whatever the operator's path."""
+        read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
+        sound: frozenset[str] = frozenset() if fault is None else begun.sound
+        broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
+        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound, begun=begun)
+        observe = None
+        if probe is not None and probe.enabled:
+            observe = partial(probe.measure_casts, self.index, read, fault)
+        return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
+
+    def _under_format(
+        self,
+        fmt: Format,
+        begun: Pass,
+        input: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        keeps: bool,
+        quantizes: bool,
+        fault: FaultInjection | None,
+    ) -> tuple[Tensor, str | Place]:
+        """As `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
+        shared = self.shared
+        copy: tuple[Tensor, ...]
+        kept_by: str | Place
+        read, draws = shared.read_of(input, self.operator_name, self.index), shared.rounding is not None
+        if quantizes and draws and in_backward() and not begun.kept:
+            raise RuntimeError(
+                f"{self.operator_name}: with site='forward' and rounding='stochastic' this kind of activation "
+                "checkpointing cannot be repeated exactly; use torch.utils.checkpoint, or rounding='nearest'"
+            )
+        if fault is not None and not begun.recovered:
+            copy, kept_by = fault.compress(input, fmt, draws), f"{self.operator_name} (broken)"
+        elif isinstance(fmt, KeepFormat):
+            copy, kept_by = (x.detach(),), place_of(x)
+        else:
+            generator = partial(self._generator, begun, read.index, _INPUT, 2) if draws else None
+            copy, kept_by = read.copy_of(input, fmt, generator), read.reader
+        measured = None
+        if keeps and shared.probe is not None and shared.probe.enabled:
+            measured = shared.probe.measure(self.index, read, input, x, fault, copy)
+        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
+        node = self._holding()
+        return () if node is None else node.saved_tensors[node.num_weights :]
+
+    @property
+    def holds(self) -> bool:
+        """Whether `kept` has something."""
+        return self._holding() is not None
+
+    def _holding(self) -> Any:
+        """The node of the last pass while it holds something, else None."""
+        node = self._node() if self._node is not None else None
+        return node if node is not None and node.holds_copy else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the last step, whole."""
+        return {**self.__dict__, **dict.fromkeys(("_node", "read", "fault", "in_graphs", "tally"))}
+
+    def extra_repr(self) -> str:
+        if not self.converted:
+            return super().extra_repr()
+        recovery = "none" if self.recovery is None else self.recovery.name
+        return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has operators on `x` compute in; None where it is off, and for float64, which it leaves alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
+    # The meta device has no autocast. (Dynamo of 2.11 cannot trace `is_autocast_available`.)
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None

@@ -1,0 +1,53 @@
+"""A tensor that several operators read, with the copies and casts that they share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnmr.precision.formats import Format
+from gnmr.precision.scaling import compress
+
+
+class Read:
+    """Copies, casts and measurements of one tensor. They are dropped with the tensor.
+
+    `reader` and `index` are the name and the place of the operator that read it first, on whatever path.
+    """
+
+    def __init__(self, x: Tensor, reader: str, index: int) -> None:
+        own = weakref.ref(self)
+
+        def let_go(_: object) -> None:
+            if (read := own()) is not None:
+                for known in (read.copies, read.casts, read.measured):
+                    known.clear()
+
+        self._tensor = weakref.ref(x, let_go)
+        self._version = -1 if x.is_inference() else x._version
+        self.reader, self.index = reader, index
+        self._readers = {reader}
+        self.copies: dict[str, tuple[Tensor, ...]] = {}
+        self.casts: dict[Any, Any] = {}
+        self.measured: dict[Any, Any] = {}
+
+    def joins(self, x: Tensor, reader: str) -> bool:
+        """Whether `x` is this tensor and new to `reader`, which is one of its readers then."""
+        if self._tensor() is not x or self._version != x._version or reader in self._readers:
+            return False
+        self._readers.add(reader)
+        return True
+
+    def copy_of(
+        self, x: Tensor, fmt: Format, generator: Callable[[], torch.Generator] | None = None
+    ) -> tuple[Tensor, ...]:
+        """`x`, which is this tensor, compressed in `fmt`: once for all its readers. `generator`: gives what is drawn
+        from."""
+        if fmt.name not in self.copies:
+            drawn = None if generator is None else generator()
+            self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, drawn)
+        return self.copies[fmt.name]

@@ -1,0 +1,150 @@
+"""What a conversion is asked for, checked without torch: the config's `paths` and the argument of `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gnmr.errors import one_of, positive, require, whole
+from gnmr.names import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS, listed
+
+if TYPE_CHECKING:
+    from gnmr.precision.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSpec:
+    """The two execution paths of a unit. ValueError, naming the field, for a senseless value."""
+
+    low: str = "int4"
+    """The low-cost path: a format of the saved activations, or a recipe (gnmr/precision/recipes.py)."""
+    recovery: str | None = "int8"
+    """The recovery path, of the same kind (bf16 is of both); null: a static run, units are monitored and never
+    routed."""
+    recipes: dict[str, Any] = field(default_factory=dict)
+    """Recipes of one's own, {name: {gemm: {operand: cast}}}, for low and recovery to name."""
+    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    """Patterns of the linears to exchange, with * and ?, matched at the end of the dotted name: down_proj is every
+    layer's, layers.2.* is not layer 20's. Under recipes they pass over output heads, gates of experts and linears tied
+    to an embedding."""
+    unit: str = "operator"
+    """What one decision moves: gemm (fprop, dgrad or wgrad of an operator, of those in recovers; under recipes),
+    operator, expert (all its operators), layer (an attention, or an MLP with all its experts) or block (5.2); of the
+    operators that targets chooses."""
+    site: str = "saved"
+    """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too. Recipes
+    say themselves what each GEMM reads."""
+    rounding: str = "nearest"
+    """nearest (ties to even) or, of formats, stochastic; recipes say it of each cast."""
+    group: int | None = None
+    """Of integer formats: the codes span the smallest to the largest value of each so many elements of a token, as
+    ActNN's (256); null: symmetric about 0, one scale a token."""
+    recovers: list[str] = field(default_factory=lambda: list(GEMMS))
+    """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
+    pins: dict[str, list[str]] = field(default_factory=dict)
+    """GEMMs that are always on the recovery recipe, {pattern of operators: [fprop, dgrad, wgrad]}; on bf16 where
+    recovery is null. Of formats a pin is the whole operator: all three GEMMs."""
+    backend: str = "auto"
+    """What runs a recipe (gnmr/precision/backends.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto:
+    a real one where device, recipe and widths allow it, else simulated."""
+    weights: str = "online"
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/kernels/int8.py): online (made in every forward
+    pass), beside or instead of the 16-bit weights; the latter two for frozen weights."""
+    outlier_threshold: float | None = None
+    """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
+    probe_tokens: int = 1
+    """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
+    price_tokens: int = 16
+    """The same where it needs their prices (evidence price, price_fprop, ...)."""
+
+    _SECTION: ClassVar[str] = ""
+    """What stands before a field's name where it is typed."""
+
+    @classmethod
+    def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
+        """The spec of these paths, each by name or as a `Recipe`; `more`: the other fields."""
+        own: dict[str, Any] = dict(more.pop("recipes", {}))
+        names: list[str | None] = []
+        for path in (low, recovery):
+            if path is None or isinstance(path, str):
+                names.append(path)
+                continue
+            if own.setdefault(path.name, path) != path:
+                raise ValueError(f"recipe {path.name}: there are two of this name; name one otherwise")
+            names.append(path.name)
+        return cls(low=names[0] or "", recovery=names[1], recipes=own, **more)
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "recovers"):
+            object.__setattr__(self, name, listed(name, getattr(self, name)))
+        whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
+        self._check_recipes()
+        recipes = (*RECIPES, *self.recipes)
+        choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
+        one_of(choices, low=self.low)
+        if self.recovery is not None:
+            one_of(choices, recovery=self.recovery)
+            kind = "a format" if self.low in FORMATS else "a recipe"
+            alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
+            right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
+            require(alike, "recovery", self.recovery, right)
+        some = self.recovers and set(self.recovers) <= set(GEMMS)
+        require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        self._check_pins()
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        one_of(UNITS, unit=self.unit)
+        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+        right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
+        require(self.unit != "gemm" or not formats, "unit", self.unit, right)
+        right = "backend=te runs the three GEMMs of an operator under one recipe; use scaled_mm or simulated"
+        require(self.unit != "gemm" or self.backend != "te", "unit", self.unit, right)
+        one_of(BACKENDS, backend=self.backend)
+        one_of(WEIGHTS, weights=self.weights)
+        positive(or_null=True, outlier_threshold=self.outlier_threshold)
+        for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
+            value = getattr(self, name)
+            one_of(choices, **{name: value})
+            right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
+            require(formats or value == choices[0], name, value, right)
+        if self.group is not None:
+            whole(group=self.group)
+            other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
+            right = f"belongs to integer formats (int2 ... int8, bf16 beside them); {(other or [self.low])[0]} is none"
+            require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
+
+    def _check_pins(self) -> None:
+        """GEMMs are put in their order, each once."""
+        right = "must be {pattern of operators: [GEMMs]}, as {down_proj: [fprop]}"
+        require(isinstance(self.pins, Mapping), "pins", self.pins, right)
+        pins = {}
+        for pattern, given in self.pins.items():
+            require(isinstance(pattern, str) and pattern, "pins", self.pins, right)
+            gemms = listed(f"pins.{pattern}", given)
+            some = gemms and set(gemms) <= set(GEMMS)
+            require(some, f"pins.{pattern}", given, f"must be some of {', '.join(GEMMS)}")
+            formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+            whole = not formats or set(gemms) == set(GEMMS)
+            right_whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
+            require(whole, f"pins.{pattern}", given, right_whole)
+            pins[pattern] = [gemm for gemm in GEMMS if gemm in gemms]
+        object.__setattr__(self, "pins", pins)
+
+    def _check_recipes(self) -> None:
+        """Imports torch only where recipes are declared."""
+        for name, one in self.recipes.items():
+            from gnmr.precision.recipes import Recipe
+
+            if not isinstance(one, Recipe):
+                try:
+                    Recipe.of(name, one)
+                except ValueError as error:
+                    raise ValueError(f"recipes: {error}") from error
+            elif name in FORMATS or name in RECIPES:
+                words = {gemm: casts for gemm, casts in one.words().items() if casts}
+                if words != RECIPES.get(name):
+                    raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
+
+
+def _integer(path: str) -> bool:
+    return path in FORMATS and path.startswith("int")

@@ -1,0 +1,163 @@
+"""The trigger from the first steps of a loop, and what controller and decision say of themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gnmr.control import NO_CAP, Controller, ControlSpec, Unit
+from gnmr.control.calibration import NO_TRIGGER, Calibration
+
+
+def controller(units: int = 4, **spec) -> Controller:
+    made = [Unit(f"u{i}", (torch.nn.Parameter(torch.zeros(2)),), lambda _: None) for i in range(units)]
+    return Controller(made, ControlSpec(**{"max_o": 2, **spec}))
+
+
+def play(it: Controller, steps: int, seed: int = 0):
+    """Norms that fluctuate so much that published thresholds are exceeded all the time."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(steps):
+        for unit, norm in zip(it.units, np.exp(draw.normal(size=len(it.units))), strict=True):
+            (parameter,) = unit.parameters
+            parameter.grad = torch.full((2,), norm / math.sqrt(2))
+        found.append(it.step())
+    return found
+
+
+def test_the_trigger_is_a_quantile_of_the_second_half():
+    of = Calibration(0.25, first=1, steps=4)
+    seen = np.array([True, True, True, False])
+    for step in (1, 2):
+        assert of.add(step, np.full(4, 100.0), seen) is None, "the first half counts for nothing"
+    assert of.add(3, np.array([1.0, 2.0, math.inf, 50.0]), seen) is None
+    assert of.add(4, np.array([3.0, 4.0, math.nan, 50.0]), seen) == 4.0  # of 1, 2, 3, 4
+
+
+def test_nothing_is_promoted_until_then_and_the_wanted_share_after():
+    it = controller(t_lock=1, max_o=4)
+    assert sum(d.candidate.sum() for d in play(it, 200)) > 80, "the published thresholds flood"
+    it = controller(t_lock=1, max_o=4)
+    it.calibrate(fraction=0.05, steps=100)
+    early = play(it, 100)
+    assert not any(d.active.any() for d in early) and 1 < it.trigger < NO_TRIGGER
+    later = play(it, 400, seed=1)
+    assert 0.02 < np.mean([d.risk > it.trigger for d in later]) < 0.08
+    assert all((d.candidate >= (d.risk > it.trigger)).all() for d in later)
+
+
+def test_a_norm_that_is_not_finite_promotes_while_it_calibrates():
+    it = controller()
+    it.calibrate(steps=10)
+    play(it, 3)
+    it.units[1].parameters[0].grad = torch.tensor([math.inf, 0.0])
+    decision = it.step()
+    assert decision.by_risk(decision.candidate) == ["u1"] == it.active
+
+
+def test_a_state_has_the_trigger_and_a_loop_goes_on_with_it():
+    it, other = controller(), controller()
+    it.calibrate(0.1, steps=20)
+    play(it, 20)
+    for one in (other, controller()):
+        one.calibrate(0.1, steps=20)
+        one.load_state_dict(it.state_dict())
+        assert one.trigger == it.trigger and "calibrating" not in repr(one)
+    assert not {"trigger", "calibration"} & controller().state_dict().keys(), "a loop without has the state that it had"
+
+
+@pytest.mark.parametrize("at", [1, 12, 19])
+@pytest.mark.parametrize("calls", [True, False], ids=["calibrates", "does not"])
+def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
+    """As if nothing had happened, whether or not the loop that goes on calls `calibrate` as before."""
+    torch.manual_seed(0)
+    rows = torch.rand(25, 4, 2)
+
+    def take(it, steps):
+        for row in rows[it.t : it.t + steps]:
+            for unit, gradient in zip(it.units, row, strict=True):
+                unit.parameters[0].grad = gradient
+            it.step()
+
+    whole, half, again = controller(), controller(), controller()
+    for one in (whole, half):
+        one.calibrate(0.1, steps=20)
+    take(whole, 25), take(half, at)
+    torch.save(half.state_dict(), tmp_path / "state.pt")
+    if calls:
+        again.calibrate(0.1, steps=20)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert "calibrating" in repr(again) and again.trigger == NO_TRIGGER and again.calibrated is None
+    take(again, 25 - at)
+    assert again.trigger == whole.trigger == again.calibrated and again.active == whole.active
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
+        ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
+        ({"calibration": {"fraction": 2, "first": 1, "steps": 20, "risks": torch.zeros(0)}}, "fraction=2"),
+        ({}, "was saved while calibrating; call calibrate"),
+    ],
+)
+def test_a_damaged_state_of_a_calibration_is_refused(change, told):
+    it, other = controller(), controller()
+    it.calibrate(0.1, steps=20)
+    state = {name: value for name, value in it.state_dict().items() if name != "calibration"} | change
+    with pytest.raises(ValueError, match=told):
+        other.load_state_dict(state)
+    assert other.trigger == 1.0 and "calibrating" not in repr(other)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "told"),
+    [
+        ({"routing": "ranked"}, {}, "routing='ranked' has no threshold"),
+        ({"signal": "random"}, {}, "random reads no evidence"),
+        ({}, {"fraction": 0}, "fraction=0: must be a share"),
+        ({}, {"fraction": 1}, "fraction=1: must lie between"),
+        ({}, {"steps": 1}, "steps=1: must be a whole number of at least 2"),
+    ],
+)
+def test_what_cannot_be_calibrated(spec, words, told):
+    with pytest.raises(ValueError, match=told):
+        controller(**spec).calibrate(**words)
+
+
+def test_without_a_risk_the_trigger_stays():
+    it = controller()
+    it.calibrate(steps=2)
+    with pytest.warns(UserWarning, match="no unit had a risk above 0; the trigger is 1"):
+        it.step(), it.step()
+    assert it.trigger == 1.0 and it.calibrated is None
+
+
+def test_a_decision_calls_candidates_locked_where_none_is_over_its_threshold():
+    it = controller(alpha=1.5, beta=None, t_lock=3)
+    found = []
+    for norm in (1.0, 1.0, 9.0, 1.0, 1.0):
+        for unit in it.units:
+            unit.parameters[0].grad = torch.full((2,), norm if unit.name == "u0" else 1.0)
+        found.append(repr(it.step()))
+    assert "0 candidates" in found[1] and "1 candidates" in found[2] and "1 locked, riskiest" in found[3]
+
+
+def test_controller_and_decision_say_what_they_are():
+    it = controller(alpha=1.0, beta=None)
+    assert repr(it) == "<Controller of 4 units, signal gnmr_delta, trigger 1, max_o=2; step 0: 0 in recovery>"
+    assert "signal gnmr_delta, ranked, budget=0.5; step 0" in repr(
+        controller(routing="ranked", budget=0.5, max_o=NO_CAP)
+    )
+    assert "of 4 units, static (always_low); step 0" in repr(controller(signal="always_low"))
+    *_, last = play(it, 5)
+    told = repr(last)
+    assert told.startswith("<Decision of step 5: ") and "of 4 units in recovery next" in told and len(told) < 200
+    metrics = last.metrics()
+    assert metrics["gnmr/active_next"] == last.active.sum() and metrics["gnmr/over_gnmr"] == last.over("gnmr")
+    assert metrics["gnmr/grad_norm"] == pytest.approx(np.linalg.norm(last.norm))
+    assert metrics["gnmr/risk_max"] == last.risk.max() and all(type(value) is float for value in metrics.values())

@@ -1,0 +1,594 @@
+"""The controller on scripted norms with exact sets, and what the paper leaves open."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contexts import context
+from torch import Tensor, nn
+
+from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
+from gnmr.control.signals import SIGNALS
+
+
+class Script:
+    """A controller over units a, b, c, ... that is fed norms by hand."""
+
+    def __init__(
+        self, num_units: int, max_o: int = 1, t_lock: int = 1, warmup_steps: int = 0, hold: int = 1, **signal
+    ) -> None:
+        self.on: dict[str, bool] = {}
+        self.switches = 0
+        units = [
+            Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
+        ]
+        signal = GnmrSignal(context(num_units), **signal)
+        self.controller = Controller(
+            units, ControlSpec(signal=signal, max_o=max_o, t_lock=t_lock, warmup_steps=warmup_steps, hold=hold)
+        )
+
+    def _switch(self, name: str):
+        def switch(recovering: bool) -> None:
+            self.on[name] = recovering
+            self.switches += 1
+
+        return switch
+
+    def __call__(self, *norms: float | None) -> Decision:
+        norm = torch.tensor([0.0 if n is None else n for n in norms], dtype=torch.float64)
+        observed = torch.tensor([n is not None for n in norms])
+        return self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}).to_host())
+
+    @property
+    def active(self) -> str:
+        return "".join(name for name, on in sorted(self.on.items()) if on)
+
+
+def test_algorithm_1_by_hand() -> None:
+    step = Script(1, alpha=1.5, beta=1.3, delta=2, eps=1e-12)
+    rows = [step(norm) for norm in (2.0, 4.0, 3.0, 6.0)]
+    # A: 2, 3, 3, 3.75.  GNMR: 1, 4/2, 3/3, 6/3.  Q of two: [1], [1,2], [2,1], so dGNMR: 1, 1, 1/1.5, 2/1.5
+    assert [r.columns["gnmr"][0] for r in rows] == pytest.approx([1, 2, 1, 2])
+    assert [r.columns["delta_gnmr"][0] for r in rows] == pytest.approx([1, 1, 1 / 1.5, 2 / 1.5])
+    assert [r.risk[0] for r in rows] == pytest.approx([1 / 1.3, 2 / 1.5, 1 / 1.5, 2 / 1.5])
+    assert step.controller.signal.history.mean[0].item() == pytest.approx(3.75)
+
+
+def test_the_set_of_step_t_is_in_force_in_step_t_plus_1() -> None:
+    step = Script(2, alpha=1.5, beta=None)
+    assert step(1, 1).active.tolist() == [False, False]
+    second = step(1, 2)
+    assert second.in_force.tolist() == [False, False]
+    assert second.active.tolist() == [False, True]
+    assert step.active == "b"
+    assert step(1, 1).in_force.tolist() == [False, True]
+
+
+def test_the_lock_keeps_a_unit_for_t_lock_more_steps_and_then_lets_go() -> None:
+    step = Script(2, alpha=1.5, beta=None, t_lock=2)
+    sets = [(step(1, norm), step.active)[1] for norm in (1, 10, 1, 1, 1)]
+    assert sets == ["", "b", "b", "b", ""]
+
+
+def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
+    step = Script(2, alpha=1.5, beta=None, t_lock=3)
+    step(1, 1)
+    assert (step(1, 10), step.active)[1] == "b"
+    decision = step(10, 1)  # b is a candidate by its lock, a by its risk
+    assert decision.candidate.tolist() == [True, True]
+    assert step.active == "a"
+    assert decision.lock.tolist() == [3, 0]
+    assert [(e.unit, e.event, e.cause) for e in decision.events] == [
+        ("a", "promote", "gnmr"),
+        ("b", "release", "max_o"),
+    ]
+
+
+def test_a_held_set_stays_until_its_steps_are_over() -> None:
+    step = Script(2, alpha=1.5, beta=None, hold=3)
+    # Decisions after steps 1, 4 and 7; what triggers between them is not looked at.
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), (9, 1), (1, 1), (9, 1), (1, 99), (1, 1), (1, 1))]
+    assert sets == ["", "", "", "a", "a", "a", "a"], "the lock keeps it for one more decision"
+    step(1, 1), step(1, 1), step(1, 1)
+    assert step.active == ""
+
+
+def test_holding_starts_where_the_warmup_ends() -> None:
+    step = Script(2, alpha=1.5, beta=None, warmup_steps=2, hold=2)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), (1, 9), (9, 1), (99, 1), (1, 1), (1, 1))]
+    assert sets == ["ab", "b", "b", "a", "a", "a"]
+
+
+def test_a_nonfinite_norm_does_not_wait_for_the_held_set() -> None:
+    step = Script(3, alpha=1.5, beta=None, max_o=2, hold=10)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1, 1), (1, math.nan, 1), (1, 1, 9))]
+    assert sets == ["", "b", "b"]
+
+
+def test_a_nonfinite_norm_takes_the_place_of_the_least_risky_held_unit_alone() -> None:
+    step = Script(4, alpha=1.5, beta=None, max_o=2, hold=2)
+    held = [(step(*norms), step.active)[1] for norms in ((1, 1, 1, 1), (1, 1, 1, 1), (9, 8, 1, 1), (2, 9, 7, math.nan))]
+    assert held == ["", "", "ab", "bd"], "a goes, b stays, and c, which triggers, waits"
+
+
+def test_a_held_unit_that_is_not_observed_stays() -> None:
+    step = Script(2, alpha=1.5, beta=None, hold=5)
+    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), *[(1, 1)] * 4, (9, 1), (None, 1), (None, 1))]
+    assert sets[-3:] == ["a", "a", "a"]
+
+
+def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history() -> None:
+    step = Script(3, alpha=1.5, beta=1.3, delta=1)
+    step(1, 1, 1)
+    before = {name: value.clone() for name, value in step.controller.signal.state_dict().items()}
+    decision = step(math.nan, 100, math.inf)
+    assert decision.by_risk(decision.candidate) == ["a", "c", "b"]  # equal risks in unit order, then the finite one
+    assert step.active == "a"
+    assert decision.events[0].cause == "nonfinite"
+    after = step.controller.signal.state_dict()
+    for name in after:
+        assert torch.equal(after[name][..., 0], before[name][..., 0])
+        assert torch.equal(after[name][..., 2], before[name][..., 2])
+    assert after["history.count"].tolist() == [1, 2, 1]
+
+
+def test_an_unobserved_unit_keeps_its_history_and_ranks_below_observed_ones() -> None:
+    step = Script(2, alpha=1.5, beta=None, max_o=1, t_lock=3)
+    step(1, 1)
+    assert (step(5, 1), step.active)[1] == "a"
+    before = step.controller.signal.history.mean.clone()
+    decision = step(None, 1)
+    assert step.active == "a", "kept by its lock alone"
+    assert step.controller.signal.history.mean[0] == before[0]
+    assert step.controller.signal.history.count.tolist() == [2, 3]
+    assert decision.observed.tolist() == [False, True]
+    step(None, 100)
+    assert step.active == "b", "any observed candidate ranks above it"
+
+
+def test_ties_are_broken_by_unit_order() -> None:
+    step = Script(4, alpha=1.5, beta=None, max_o=2)
+    step(1, 1, 1, 1)
+    step(1, 3, 3, 3)
+    assert step.active == "bc"
+
+
+def test_two_stage_thresholds() -> None:
+    step = Script(1, alpha=TwoStage(init=4.0, main=1.5, init_steps=3), beta=None)
+    sets = [(step(norm), step.active)[1] for norm in (1, 3, 6, 10)]
+    # GNMR: 1, 3, 3, 3; the threshold is 4 up to step 3 and 1.5 from step 4
+    assert sets == ["", "", "", "a"]
+
+
+def test_high_fidelity_warmup_puts_every_unit_on_the_recovery_path_and_fills_the_history() -> None:
+    step = Script(3, max_o=1, warmup_steps=2, alpha=1.5, beta=None)
+    assert step.active == "abc"
+    first = step(1, 1, 1)
+    assert first.in_force.all() and step.active == "abc"
+    assert [(e.step, e.event, e.cause) for e in first.events] == [(0, "promote", "warmup")] * 3
+    second = step(1, 9, 1)  # its set, in force in step 3, is the first that is decided
+    assert second.in_force.all() and step.active == "b"
+    assert {(e.unit, e.event, e.cause) for e in second.events} == {
+        ("a", "release", "warmup"),
+        ("c", "release", "warmup"),
+    }
+    assert step.controller.signal.history.count.tolist() == [2, 2, 2]
+
+
+def test_causes() -> None:
+    step = Script(2, alpha=1.5, beta=1.3, delta=1, max_o=2)
+    step(1, 1)
+    step(1, 1)
+    decision = step(1.45, 4.0)  # GNMR/alpha = 0.97 and 2.67, dGNMR/beta = 1.12 and 3.08
+    assert [(e.unit, e.cause) for e in decision.events] == [("a", "delta_gnmr"), ("b", "delta_gnmr")]
+    released = [*step(1.45, 4.0).events, *step(1.45, 4.0).events]
+    assert ("release", "lock") in [(e.event, e.cause) for e in released]
+
+
+@pytest.mark.parametrize("off", ["alpha", "beta"])
+def test_each_signal_can_be_switched_off(off: str) -> None:
+    step = Script(1, **{"alpha": 1.5, "beta": 1.3, "delta": 1, off: None})
+    step(1)
+    step(1)
+    decision = step(100)
+    column, threshold = ("delta_gnmr", 1.3) if off == "alpha" else ("gnmr", 1.5)
+    assert decision.risk[0] == pytest.approx(decision.columns[column][0] / threshold)
+    assert decision.over("gnmr" if off == "alpha" else "delta_gnmr") == 0
+
+
+def test_monitored_units_are_never_routed() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    controller = Controller(
+        [Unit("head", (parameter,))], ControlSpec(signal=GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
+    )
+    for norm in (1.0, 100.0, math.nan):
+        packet = controller.observe(
+            {"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])}
+        )
+        decision = controller.apply(packet.to_host())
+        assert not decision.active.any() and not decision.candidate.any()
+
+
+def test_only_units_that_change_are_switched() -> None:
+    step = Script(50, alpha=1.5, beta=None, max_o=1)
+    step(*[1.0] * 50)
+    before = step.switches
+    step(*[1.0] * 49, 9.0)
+    assert step.switches == before + 1
+
+
+def test_gradients_of_a_module_are_read_as_one_norm() -> None:
+    layers = [nn.Linear(3, 2).double() for _ in range(2)]
+    units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
+    controller = Controller(units, ControlSpec(signal=GnmrSignal(context(2)), max_o=2))
+    layers[0](torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+    decision = controller.step()
+    expected = math.sqrt(sum(p.grad.square().sum().item() for p in layers[0].parameters()))
+    assert decision.norm[0] == pytest.approx(expected, rel=1e-6)
+    assert decision.observed.tolist() == [True, False], "the second layer took no part"
+
+
+def test_a_loss_scale_is_taken_out() -> None:
+    layer = nn.Linear(3, 2)
+    controller = Controller(
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
+    )
+    (layer(torch.ones(1, 3)).sum() * 1024).backward()
+    scaled = controller.step(grad_scale=1024.0).norm[0]
+    layer.zero_grad()
+    layer(torch.ones(1, 3)).sum().backward()
+    assert scaled == controller.step().norm[0]
+
+
+def test_bf16_norms_are_accumulated_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.01)
+    controller = Controller(
+        [Unit("w", (parameter,), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
+    )
+    assert controller.step().norm[0] == pytest.approx(float(parameter.grad[0]) * 256, rel=1e-5)
+
+
+def random_rows(steps: int, num_units: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(steps, num_units, generator=generator, dtype=torch.float64).mul(2).exp()
+
+
+@pytest.mark.parametrize("hold", [1, 4])
+def test_state_dict_continues_exactly(hold: int) -> None:
+    rows = random_rows(30, 5)
+    whole = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
+    sets = [whole(*row.tolist()).by_risk(whole.controller._active) for row in rows]
+    first = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
+    for row in rows[:17]:
+        first(*row.tolist())
+    second = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
+    second.controller.load_state_dict(first.controller.state_dict())
+    assert second.active == first.active, "loading puts every unit on the path it had"
+    assert [second(*row.tolist()).by_risk(second.controller._active) for row in rows[17:]] == sets[17:]
+
+
+def test_foreign_states_are_refused() -> None:
+    state = Script(3).controller.state_dict()
+    with pytest.raises(ValueError, match="other units"):
+        Script(4).controller.load_state_dict(state)
+    with pytest.raises(ValueError, match="window"):
+        Script(3, delta=9).controller.load_state_dict(state)
+
+
+def state_with(**changed: object) -> dict[str, object]:
+    """Of a controller in mid-run, with some of it replaced."""
+    step = Script(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (1, 9, 1)):
+        step(*norms)
+    return {**step.controller.state_dict(), **changed}
+
+
+HISTORY = dict(Script(3).controller.signal.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"active": torch.tensor([True, True, False])}, "2 units are on the recovery path, max_o=1 allows 1"),
+        ({"active": torch.tensor([True, False])}, "active must be 3 whole numbers or flags, one a unit"),
+        ({"active": "yes"}, "active must be"),
+        ({"active": torch.ones(3)}, "active must be"),
+        ({"lock": torch.tensor([1])}, "lock must be 3 whole numbers"),
+        ({"lock": torch.tensor([0, 3, 0])}, "lock holds 3: must lie between 0 and 2 here"),
+        ({"lock": torch.tensor([0, -1, 0])}, "lock holds -1"),
+        ({"lock": None}, "lock must be"),
+        ({"t": -1}, "t=-1: must be a whole number"),
+        ({"t": 2.5}, "t=2.5"),
+        ({"signal": None}, "signal must map names to tensors"),
+        ({"signal": HISTORY | {"history.mean": torch.ones(2)}}, "'history.mean' has shape"),
+        ({"signal": HISTORY | {"history.mean": 3}}, "'history.mean' is a int"),
+        ({"signal": HISTORY | {"history.mean": torch.ones(3, dtype=torch.int64)}}, "'history.mean' is of torch.int64"),
+        ({"signal": HISTORY | {"history.mean": torch.full((3,), math.nan).double()}}, "mean must be finite"),
+        ({"signal": HISTORY | {"history.count": torch.tensor([1, -1, 0])}}, "count must be finite, and var and count"),
+        ({"signal": HISTORY | {"history.var": -torch.ones(3).double()}}, "var must be finite"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(changed: dict[str, object], told: str) -> None:
+    step = Script(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (5, 1, 1)):
+        step(*norms)
+    before, switches = copy.deepcopy(step.controller.state_dict()), step.switches
+    with pytest.raises(ValueError, match=re.escape(told)) as refused:
+        step.controller.load_state_dict(state_with(**changed))
+    assert "\n" not in str(refused.value)
+    assert step.switches == switches and step.active == "a"
+    assert_same(step.controller.state_dict(), before)
+    step.controller.load_state_dict(state_with())
+    assert step.active == "b"
+
+
+@pytest.mark.parametrize("name", ["t", "active", "lock", "signal"])
+def test_a_state_that_lacks_something_is_refused(name: str) -> None:
+    state = state_with()
+    del state[name]
+    with pytest.raises(ValueError, match=f"^state: has no {name}$"):
+        Script(3).controller.load_state_dict(state)
+
+
+def test_a_state_in_mid_warm_up_has_every_unit_on_the_recovery_path() -> None:
+    first, second = (Script(3, max_o=1, warmup_steps=3) for _ in range(2))
+    first(1, 1, 1)
+    second.controller.load_state_dict(first.controller.state_dict())
+    assert second.active == "abc"
+    with pytest.raises(ValueError, match="3 units are on the recovery path"):
+        Script(3, max_o=1).controller.load_state_dict(first.controller.state_dict())
+
+
+def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
+    assert state["t"] == other["t"]
+    for own, theirs in ((state, other), (state["signal"], other["signal"])):
+        assert all(torch.equal(v, theirs[name]) for name, v in own.items() if isinstance(v, Tensor))
+
+
+class Sticky(Script):
+    """Some of its switches fail."""
+
+    stuck = ""
+
+    def _switch(self, name: str):
+        switch = super()._switch(name)
+
+        def sticky(recovering: bool) -> None:
+            if name in self.stuck:
+                raise OSError(f"{name} is stuck")
+            switch(recovering)
+
+        return sticky
+
+
+def test_a_switch_that_raises_in_a_step_leaves_the_set_as_far_as_it_came() -> None:
+    step = Sticky(4, max_o=2, t_lock=2, alpha=1.5, beta=None)
+    step(1, 1, 1, 1)
+    step(9, 8, 1, 1)
+    assert step.active == "ab"
+    step.stuck = "d"
+    with pytest.raises(OSError, match="d is stuck"):
+        step(1, 1, 50, 40)  # a and b leave, c joins, d does not
+    controller = step.controller
+    assert step.active == "c" and controller.active == ["c"] and controller.t == 3
+    assert controller.state_dict()["lock"].tolist() == [0, 0, 2, 0]
+    step.stuck = ""
+    decision = step(1, 1, 1, 500)
+    assert decision.step == 4 and decision.in_force.tolist() == [False, False, True, False]
+    assert [(e.step, e.unit, e.event) for e in decision.events] == [
+        (3, "a", "release"),
+        (3, "b", "release"),
+        (3, "c", "promote"),
+        (4, "d", "promote"),
+    ]
+    assert step.active == "cd" and controller.active == ["c", "d"]
+
+
+def test_where_a_unit_cannot_leave_no_other_joins() -> None:
+    step = Sticky(2, max_o=1, alpha=1.5, beta=None)
+    step(1, 1)
+    step(1, 9)
+    step.stuck = "b"
+    with pytest.raises(OSError, match="b is stuck"):
+        step(50, 1)
+    assert step.active == "b" and step.controller.active == ["b"]
+
+
+def test_a_switch_that_raises_while_a_state_is_loaded_leaves_everything_as_it_was() -> None:
+    step = Sticky(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
+    for norms in ((1, 1, 1), (5, 1, 1)):
+        step(*norms)
+    before = copy.deepcopy(step.controller.state_dict())
+    step.stuck = "c"
+    with pytest.raises(OSError, match="c is stuck"):
+        step.controller.load_state_dict(state_with())
+    assert step.active == "a" and step.controller.active == ["a"]
+    assert_same(step.controller.state_dict(), before)
+
+
+def test_a_signal_that_raises_while_its_state_is_loaded_leaves_everything_as_it_was() -> None:
+    class Odd(GnmrSignal):
+        def load_state_dict(self, state):  # type: ignore[no-untyped-def]
+            self.history.mean = state["history.mean"]
+            if "bad" in state:
+                raise RuntimeError("half of it")
+            super().load_state_dict(state)
+
+    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in "abc"]
+    controller = Controller(units, ControlSpec(signal=Odd(context(3)), max_o=1, t_lock=2))
+    before = copy.deepcopy(controller.state_dict())
+    with pytest.raises(RuntimeError, match="half of it"):
+        controller.load_state_dict(state_with(signal=HISTORY | {"history.mean": torch.ones(3), "bad": 1}))
+    assert_same(controller.state_dict(), before)
+
+
+def test_a_step_whose_signal_raises_is_not_counted() -> None:
+    class Odd(GnmrSignal):
+        def observe(self, evidence, step):  # type: ignore[no-untyped-def]
+            return evidence["norm"]
+
+    controller = Controller(
+        [Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)], ControlSpec(signal=Odd(context(1)), max_o=1)
+    )
+    with pytest.raises(ValueError, match="must return the risk and a tuple of its columns"):
+        controller.step()
+    assert controller.t == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *[("alpha", v) for v in (0, -1.0, math.nan, math.inf, "1.5", True)],
+        *[("beta", v) for v in (0, -1.0)],
+        *[("delta", v) for v in (0, -1, 1.5)],
+        *[("max_o", v) for v in (0, -1, 2.0)],
+        *[("t_lock", v) for v in (0, -1)],
+        ("warmup_steps", -1),
+        ("hold", 0),
+        ("eps", 0.0),
+    ],
+)
+def test_senseless_values_are_refused_by_name(where: str, value: object) -> None:
+    with pytest.raises(ValueError, match=where):
+        Script(2, **{where: value})
+
+
+@pytest.mark.parametrize("max_o", [2, 5])
+def test_a_max_o_that_caps_nothing_warns(max_o: int) -> None:
+    with pytest.warns(UserWarning, match=f"max_o={max_o} caps nothing: all 2 units"):
+        step = Script(2, max_o=max_o, alpha=1.5, beta=None)
+    step(1, 1)
+    step(9, 9)
+    assert step.active == "ab"
+
+
+@pytest.mark.parametrize(
+    ("num_units", "signal", "max_o"),
+    [(2, "gnmr", 1), (1, "gnmr", 1), (2, "gnmr", NO_CAP), (2, "always_high", 2), (2, "always_low", 2)],
+)
+def test_a_max_o_that_caps_or_is_not_meant_to_says_nothing(num_units: int, signal: str, max_o: int) -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(num_units)]
+    units = [Unit(name, (parameter,), lambda _on: None) for name, parameter in zip("ab", parameters, strict=False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Controller(units, ControlSpec(signal=signal, max_o=max_o))
+
+
+@pytest.mark.parametrize(("record", "always"), [((), False), (("update_norm",), False), (("update_norm", "mse"), True)])
+def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], always: bool) -> None:
+    """The signal reads every third step; of recorded evidence, the paths' is needed in each."""
+    unit = Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)
+    controller = Controller([unit], ControlSpec(signal=SIGNALS["gap"](context(1), every=3), max_o=1), record=record)
+    evidence = dict.fromkeys(("norm", *controller.needs), torch.ones(1, dtype=torch.float64))
+    reads = []
+    for _ in range(4):
+        reads.append(controller.reads_next())
+        controller.observe(evidence | {"observed": torch.tensor([True])})
+    assert reads == [True, always, always, True]
+
+
+def test_units_need_parameters_and_different_ids() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        Unit("empty", ())
+    parameter = (nn.Parameter(torch.zeros(1)),)
+    with pytest.raises(ValueError, match="must differ"):
+        Controller([Unit("a", parameter), Unit("a", parameter)], ControlSpec(signal=GnmrSignal(context(2))))
+    with pytest.raises(ValueError, match="no units"):
+        Controller([], ControlSpec(signal=GnmrSignal(context(0))))
+
+
+def test_decision_arrays_are_the_steps_own() -> None:
+    step = Script(2, alpha=1.5, beta=None)
+    first = step(1, 1)
+    kept = first.active.copy(), first.in_force.copy()
+    step(1, 9)
+    step(1, 1)
+    np.testing.assert_array_equal(first.active, kept[0])
+    np.testing.assert_array_equal(first.in_force, kept[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_observing_does_not_wait_for_the_device() -> None:
+    layer = nn.Linear(8, 8, device="cuda")
+    controller = Controller(
+        [Unit("l", tuple(layer.parameters()), lambda _on: None)],
+        ControlSpec(signal=GnmrSignal(context(1, "cuda")), max_o=1),
+    )
+    layer(torch.ones(2, 8, device="cuda")).sum().backward()
+    controller.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packet = controller.observe(controller.measure())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert controller.apply(packet.to_host()).norm[0] > 0
+
+
+def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
+    class Ranked:
+        columns: tuple[str, ...] = ("score",)
+        needs: tuple[str, ...] = ()
+
+        def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return evidence["norm"] * 2, (evidence["norm"],)
+
+        def thresholds(self, step: int) -> tuple[float | None, ...]:
+            return (None,)
+
+        def state_dict(self) -> dict[str, Tensor]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Tensor]) -> None:
+            pass
+
+    parameter = nn.Parameter(torch.zeros(1))
+    controller = Controller([Unit("a", (parameter,), lambda _on: None)], ControlSpec(signal=Ranked(), max_o=1))
+    packet = controller.observe({"norm": torch.tensor([3.0]), "observed": torch.tensor([True])})
+    decision = controller.apply(packet.to_host())
+    assert decision.norm.dtype == np.float64
+    assert [(e.event, e.cause, e.risk) for e in decision.events] == [("promote", "risk", 6.0)]
+
+
+def test_ratios_of_finite_norms_never_put_infinity_into_the_window() -> None:
+    step = Script(1, alpha=1.5, beta=1.3, delta=2)
+    step(1e-9)
+    step(1e302)
+    assert step.controller.signal.window.values.isfinite().all()
+
+
+def test_units_of_different_sizes_have_the_norm_of_all_their_parameters() -> None:
+    groups = [[nn.Parameter(torch.zeros(n, 2)) for n in sizes] for sizes in ((1, 2, 3), (4,), (5, 6))]
+    for i, p in enumerate(p for group in groups for p in group):
+        p.grad = torch.full_like(p, float(i + 1))
+    controller = Controller(
+        [Unit(str(i), tuple(g)) for i, g in enumerate(groups)], ControlSpec(signal=GnmrSignal(context(3)))
+    )
+    expected = [math.sqrt(sum(p.grad.square().sum().item() for p in group)) for group in groups]
+    assert controller.step().norm.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_packet_brings_each_tensor_in_its_own_shape_and_all_its_digits() -> None:
+    packet = HostPacket({"rows": torch.rand(2, 3).bfloat16(), "flags": torch.tensor([True, False])})
+    packet.add("count", torch.tensor(2**53 - 1))
+    packet.add("loss", torch.tensor(0.1, requires_grad=True))
+    host = packet.to_host()
+    assert [host[name].tolist() for name in host] == [sent.tolist() for sent in packet.tensors.values()]
+    assert {name: str(values.dtype) for name, values in host.items()} == {
+        "rows": "float64",
+        "flags": "bool",
+        "count": "int64",
+        "loss": "float64",
+    }
+    host["rows"][:] = 0  # a copy
+    assert packet.tensors["rows"].any()
+    with pytest.raises(ValueError, match="loss: is in the packet already"):
+        packet.add("loss", torch.zeros(()))

@@ -1,0 +1,134 @@
+"""Evidence by hand: what micro-batches, updates, weights and Adam's second moment show of a unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contexts import context
+from torch import nn
+
+from gnmr.control import Controller, ControlSpec, GnmrSignal, Unit
+from gnmr.control.evidence import MicroNorms, UpdateNorms, missing, spike_share, weight_std
+
+
+def unit(*values: list[float], name: str = "u") -> Unit:
+    return Unit(name, tuple(nn.Parameter(torch.tensor(v)) for v in values))
+
+
+def accumulate(parameter: nn.Parameter, gradient: list[float]) -> None:
+    new = torch.tensor(gradient)
+    parameter.grad = new if parameter.grad is None else parameter.grad + new
+
+
+def test_micro_square_is_the_mean_over_the_micro_batches_own_gradients() -> None:
+    """Two micro-batches whose mean losses have gradients (3, 4) and (1, 0); each backward adds half of that."""
+    a, b = unit([0.0, 0.0], name="a"), unit([0.0], name="b")
+    micro = MicroNorms([a, b])
+    accumulate(a.parameters[0], [1.5, 2.0])
+    micro.add()
+    accumulate(a.parameters[0], [0.5, 0.0])
+    accumulate(b.parameters[0], [2.0])
+    micro.add()
+    assert micro.take().tolist() == [(25 + 1) / 2, 16 / 2]
+    for u in (a, b):
+        u.parameters[0].grad = None
+    accumulate(a.parameters[0], [1.0, 0.0])
+    micro.add()
+    micro.add()  # the second micro-batch left nothing
+    assert micro.take().tolist() == [(4 + 0) / 2, 0.0]
+
+
+def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
+    """Mean losses with gradients (3, 4) and (1, 0), over three quarters and one quarter of the step's targets."""
+    u = unit([0.0, 0.0])
+    controller = Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["micro_square"])
+    for share, gradient in ((0.75, [3.0, 4.0]), (0.25, [1.0, 0.0])):
+        accumulate(u.parameters[0], [share * g for g in gradient])
+        controller.micro_step(share)
+    assert controller.step().evidence["micro_square"].tolist() == [(25 + 1) / 2]
+
+
+def test_one_micro_batch_says_nothing_of_their_spread() -> None:
+    u = unit([0.0])
+    micro = MicroNorms([u])
+    accumulate(u.parameters[0], [1.0])
+    micro.add()
+    with pytest.raises(ValueError, match=r"needs two or more micro-batches a step, 1 came"):
+        micro.take()
+
+
+def test_update_norm_is_that_of_what_the_optimizer_changed() -> None:
+    u = unit([1.0, 2.0], [[0.5]])
+    updates = UpdateNorms([u])
+    updates.before()
+    with torch.no_grad():
+        u.parameters[0].add_(torch.tensor([3.0, 0.0]))
+        u.parameters[1].sub_(4.0)
+    assert updates.after().tolist() == [5.0]
+
+
+def test_weight_std_is_that_of_the_matrices() -> None:
+    assert weight_std([unit([100.0], [[1.0, -1.0], [3.0, -3.0]])]).tolist() == pytest.approx([5.0**0.5])
+
+
+def test_spike_share_counts_coordinates_over_5000_second_moments() -> None:
+    u = unit([0.0, 0.0, 0.0, 0.0])
+    (p,) = u.parameters
+    optimizer = torch.optim.AdamW([p], lr=0.0)
+    assert spike_share([u], optimizer).tolist() == [0.0]  # no second moment yet
+    p.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state[p]["step"] = torch.tensor(10.0)
+    optimizer.state[p]["exp_avg_sq"] = (1 - 0.999**10) * torch.tensor([1.0, 1.0, 1e-4, 0.0])
+    p.grad = torch.tensor([70.0, 71.0, 0.8, 0.0])  # 4900, 5041; 0.64 against 0.5; 0 against 0
+    assert spike_share([u], optimizer).tolist() == [0.5]
+
+
+def test_a_controller_says_what_it_was_not_given() -> None:
+    class NeedsMore(GnmrSignal):
+        needs = ("update_norm", "weight_std")
+
+    u = Unit("u", (nn.Parameter(torch.ones(2, 2)),), lambda _on: None)
+    controller = Controller([u], ControlSpec(signal=NeedsMore(context(1)), max_o=1))
+    u.parameters[0].grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"NeedsMore needs update_norm: hand it to step\(evidence=\.\.\.\)"):
+        controller.step()
+    decision = controller.step(evidence={"update_norm": torch.ones(1, dtype=torch.float64)})
+    assert decision.step == 1 and decision.norm.tolist() == [2.0]
+
+
+def test_recorded_evidence_comes_with_the_decision() -> None:
+    u = Unit("u", (nn.Parameter(torch.tensor([[1.0, -1.0]])),), lambda _on: None)
+    controller = Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["weight_std"])
+    u.parameters[0].grad = torch.ones(1, 2)
+    assert controller.step().evidence["weight_std"].tolist() == [1.0]
+    with pytest.raises(ValueError, match="evidence 'colour' is not known"):
+        Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["colour"])
+
+
+def test_missing() -> None:
+    assert missing(("norm", "mse"), ("norm",)) == ["mse"]
+
+
+def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_thresholds() -> None:
+    class Given(GnmrSignal):
+        columns = ("x",)
+
+        def thresholds(self, step: int) -> tuple[float | None, ...]:  # type: ignore[override]
+            return (2.0,)
+
+        def observe(self, evidence, step):  # type: ignore[no-untyped-def, override]
+            return evidence["norm"] / 2, (evidence["norm"],)
+
+    units = [Unit(n, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for n in "abcd"]
+    norm = torch.tensor([0.5, 0.0, 3.0, 5.0], dtype=torch.float64)
+    seen = {"norm": norm, "observed": torch.ones(4, dtype=torch.bool)}
+
+    def chosen(**options: float | bool) -> tuple[list[str], list[str], int]:
+        controller = Controller(units, ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
+        decision = controller.apply(controller.observe(seen).to_host())
+        return controller.active, [event.cause for event in decision.events], decision.over("x")
+
+    assert chosen() == (["c", "d"], ["x", "x"], 2)
+    assert chosen(trigger=2.0) == (["d"], ["x"], 1)
+    assert chosen(routing="ranked") == (["a", "c", "d"], ["rank", "x", "x"], 2)  # b has no risk at all

@@ -1,0 +1,420 @@
+"""Every signal against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnmr.control import Context, Controller, ControlSpec, TwoStage, Unit, build_signal
+from gnmr.control.signals import Cumulative, Ema, SignalBase, Window
+
+CPU = torch.device("cpu")
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def make(name: str, num_units: int = 1, names: tuple[str, ...] = (), cost: tuple[float, ...] = (), **options):
+    names = names or tuple(f"unit{i}" for i in range(num_units))
+    where = {key: options.pop(key) for key in ("max_o", "steps", "seed") if key in options}
+    signal = build_signal(name, options, Context(names, cost or (1.0,) * len(names), CPU, **where))
+    assert isinstance(signal, SignalBase)
+    signal.t = 0
+    return signal
+
+
+def feed(signal, norm: tuple[float, ...] | float = 1.0, **more: tuple[float, ...] | float):
+    """(risks, first column) of the next step; scalars are one unit's."""
+    signal.t += 1
+    rows = {
+        key: f64(*(value if isinstance(value, tuple) else (value,))) for key, value in {"norm": norm, **more}.items()
+    }
+    risk, columns = signal.observe(rows | {"observed": torch.ones(len(rows["norm"]), dtype=torch.bool)}, signal.t)
+    return risk.tolist(), (columns[0].tolist() if columns else [])
+
+
+def fed(signal, *norms: float) -> list[float]:
+    """The first column over steps of one unit's norms."""
+    return [feed(signal, norm)[1][0] for norm in norms]
+
+
+# Histories
+
+
+def test_cumulative_mean_and_std() -> None:
+    history = Cumulative(2, CPU)
+    for value in (1.0, 3.0, 8.0):
+        history.update(f64(value, 5.0), torch.tensor([True, value != 8.0]))
+    assert history.mean.tolist() == [4.0, 5.0]
+    assert history.std.tolist() == pytest.approx([math.sqrt((9 + 1 + 16) / 3), 0.0])
+    assert history.count.tolist() == [3, 2]
+
+
+def test_ema_is_the_plain_mean_first_and_fades_then() -> None:
+    history = Ema(1, CPU, decay=0.5)  # plain for 1 / (1 - 0.5) = 2 values
+    seen = []
+    for value in (1.0, 3.0, 4.0, 7.0):
+        history.update(f64(value), torch.tensor([True]))
+        seen.append((history.mean.item(), history.var.item()))
+    # From (2, 1): 4 is 2 above, so the mean goes to 3 and the variance to (1 + 2^2 / 2) / 2 = 1.5.
+    # From (3, 1.5): 7 is 4 above: 5 and (1.5 + 4^2 / 2) / 2 = 4.75.
+    assert seen == [(1.0, 0.0), (2.0, 1.0), (3.0, 1.5), (5.0, 4.75)]
+
+
+def test_window_forgets_what_is_older() -> None:
+    history = Window(1, CPU, 3)
+    seen = []
+    for value in (6.0, 2.0, 1.0, 3.0):
+        history.update(f64(value), torch.tensor([True]))
+        seen.append((history.mean.item(), history.std.item()))
+    assert seen[0] == (6.0, 0.0)
+    assert seen[1] == (4.0, 2.0)
+    assert seen[3] == pytest.approx((2.0, math.sqrt(2 / 3)))
+
+
+# The paper's signals
+
+
+def test_gnmr_by_hand() -> None:
+    # A before each step: none, 2, 3, 3, 3.75
+    assert fed(make("gnmr", eps=1e-12), 2, 4, 3, 6, 9) == pytest.approx([1, 2, 1, 2, 2.4])
+
+
+def test_gnmr_over_an_ema_and_a_window() -> None:
+    # decay 0.5: none, 2, 3, 3, 4.5.  window 2: none, 2, 3, 3.5, 4.5.
+    assert fed(make("gnmr", history="ema", decay=0.5), 2, 4, 3, 6, 9) == pytest.approx([1, 2, 1, 2, 2])
+    assert fed(make("gnmr", history="window", window=2), 2, 4, 3, 6, 9) == pytest.approx([1, 2, 1, 6 / 3.5, 2])
+
+
+def test_delta_gnmr_by_hand() -> None:
+    signal = make("delta_gnmr", beta=1.25, delta=2, eps=1e-12)
+    rows = [
+        signal.observe({"norm": f64(n), "observed": torch.tensor([True])}, t) for t, n in enumerate((2, 4, 3, 6), 1)
+    ]
+    # GNMR 1, 2, 1, 2; before steps 3 and 4 the window holds (1, 2) and (2, 1)
+    assert [columns[1].item() for _, columns in rows] == pytest.approx([1, 1, 1 / 1.5, 2 / 1.5])
+    assert [risk.item() for risk, _ in rows] == pytest.approx([0.8, 0.8, 1 / 1.5 / 1.25, 2 / 1.5 / 1.25])
+    assert signal.thresholds(1) == (None, 1.25)
+
+
+def test_gnmr_delta_takes_the_larger_of_both() -> None:
+    signal = make("gnmr_delta", alpha=TwoStage(2.0, 1.5, 1), beta=1.3, delta=1)
+    assert feed(signal, 1.0)[0] == pytest.approx([1 / 1.3])
+    assert feed(signal, 3.0)[0] == pytest.approx([3 / 1.3])  # GNMR 3, dGNMR 3 / 1
+    assert feed(signal, 3.0)[0] == pytest.approx([1.5 / 1.5])  # GNMR 3 / 2, dGNMR 1.5 / 3
+
+
+def test_two_sided_sees_a_collapse_and_keeps_the_ratio_itself() -> None:
+    one, two = make("gnmr_delta", delta=1), make("gnmr_delta", delta=1, two_sided=True)
+    assert [feed(one, n)[0][0] for n in (4.0, 1.0)] == pytest.approx([1 / 1.3, 0.25 / 1.3])
+    assert [feed(two, n)[0][0] for n in (4.0, 1.0)] == pytest.approx([1 / 1.3, 4 / 1.3])
+    assert two.window.values.tolist() == [[pytest.approx(0.25)]]
+    # The mean is 2.5, the last GNMR 0.25: a norm of 4 is 1.6 of the one and 6.4 of the other.
+    assert feed(two, 4.0)[0] == pytest.approx([6.4 / 1.3])
+
+
+def test_a_collapse_to_zero_is_large_and_finite() -> None:
+    for name in ("gnmr", "ema_ratio"):
+        signal = make(name, two_sided=True, eps=1e-8)
+        feed(signal, 3.0)
+        assert feed(signal, 0.0)[1] == pytest.approx([3e8])
+
+
+# Neighbours that read norms
+
+
+def test_ema_ratio_by_hand() -> None:
+    signal = make("ema_ratio", decay=0.5, eps=1e-12)
+    # 4 is twice the mean 2 and enters as 2.1, so the mean goes to 2.05, twice of which is 4.1.
+    assert fed(signal, 2, 4) == pytest.approx([1, 2])
+    assert signal.history.mean.tolist() == pytest.approx([2.05])
+    risk, column = feed(signal, 4.1)
+    assert (risk, column) == ([pytest.approx(2 / 1.05)], [pytest.approx(2)])
+    assert fed(make("ema_ratio", decay=0.5, clip=None), 2, 4, 6) == pytest.approx([1, 2, 2])
+
+
+def test_zscore_by_hand() -> None:
+    signal = make("zscore", 3, history="cumulative", warmup=2, eps=1e-12)
+    assert feed(signal, (1.0, 1.0, 1.0))[1] == feed(signal, (3.0, 3.0, 3.0))[1] == [0, 0, 0]
+    risk, z = feed(signal, (5.0, 1.0, 0.0))  # mean 2, deviation 1
+    assert z == pytest.approx([3, -1, -2])
+    assert risk[0] == pytest.approx(3 / 2.5)
+    assert 1 > risk[1] > risk[2] > 0, "below the mean is less of a risk the farther it is"
+    # 5 enters as 2 + 2.5^2 / 3
+    assert signal.history.mean.tolist() == pytest.approx([(1 + 3 + 2 + 6.25 / 3) / 3, 5 / 3, 4 / 3])
+    follows = make("zscore", history="cumulative", warmup=2, clipped=False)
+    fed(follows, 1, 3, 5)
+    assert follows.history.mean.tolist() == pytest.approx([3])
+    with pytest.raises(ValueError, match="clipped=1: must be true or false"):
+        make("zscore", clipped=1)
+
+
+def test_zscore_risk_is_continuous() -> None:
+    signal = make("zscore", 201, history="cumulative", warmup=2, eps=1e-12)
+    feed(signal, (1.0,) * 201), feed(signal, (3.0,) * 201)
+    risk, _ = feed(signal, tuple((2 + torch.linspace(-1, 1, 201, dtype=torch.float64)).tolist()))
+    steps = np.diff(risk)
+    assert (steps > 0).all() and (steps < 0.01001 / 2.5).all()
+
+
+# Neighbours that need more
+
+
+def test_gsnr_by_hand() -> None:
+    signal = make("gsnr", 2, threshold=2.0, eps=1e-12)
+    # GSNR 2^2 / (6 - 2^2) = 2, then 2^2 / (12 - 2^2) = 0.5: a quarter. The other unit's grows fourfold.
+    assert feed(signal, (2.0, 2.0), micro_square=(6.0, 12.0))[1] == [1, 1]
+    risk, column = feed(signal, (2.0, 2.0), micro_square=(12.0, 6.0))
+    assert column == pytest.approx([4, 0.25])
+    assert risk == pytest.approx([2, 0.125])
+    assert signal.history.mean.tolist() == pytest.approx([1.25, 1.25])
+
+
+def test_gsnr_of_micro_batches_that_agree_is_finite() -> None:
+    signal = make("gsnr", 2)
+    for _ in range(2):
+        risk, column = feed(signal, (0.1, 0.0), micro_square=(0.1**2 * (1 - 1e-15), 0.0))
+    assert column == pytest.approx([1, 1]) and all(0 < r < 1 for r in risk)
+
+
+NAMES = ("layers.0.attn.q_proj", "layers.0.attn.o_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "head")
+
+
+def test_jacobian_groups_units_by_their_parent() -> None:
+    signal = make("jacobian", names=NAMES, eps=1e-12)
+    # attention std(W_o) / std(x) = 2 / 4, MLP 3 * 4 / 2, head 6 / 3
+    weight, spread = (9.0, 2.0, 3.0, 4.0, 6.0), (4.0, 8.0, 2.0, 7.0, 3.0)
+    assert feed(signal, (1.0,) * 5, weight_std=weight, input_std=spread)[1] == [1] * 5
+    assert signal.history.mean.tolist() == pytest.approx([0.5, 0.5, 6, 6, 2])
+    # q's input narrows to half; up's doubles while down's weights grow sixfold; the head's own weights triple.
+    weight, spread = (1.0, 2.0, 3.0, 24.0, 18.0), (2.0, 1.0, 4.0, 1.0, 3.0)
+    risk, column = feed(signal, (1.0,) * 5, weight_std=weight, input_std=spread)
+    assert column == pytest.approx([2, 2, 3, 3, 3])
+    assert risk == pytest.approx([c / 1.05 for c in column])
+
+
+def test_jacobian_takes_half_a_group_for_no_group() -> None:
+    signal = make("jacobian", names=("layers.0.attn.o_proj", "layers.1.attn.q_proj"), eps=1e-12)
+    feed(signal, (1.0, 1.0), weight_std=(2.0, 3.0), input_std=(4.0, 1.0))
+    assert signal.history.mean.tolist() == pytest.approx([0.5, 3])
+
+
+def test_jacobian_of_units_of_several_operators_is_that_of_all_their_elements() -> None:
+    signal = make("jacobian", names=("layers.0", "layers.1.mlp", "layers.1.mlp.experts.3"), eps=1e-12)
+    feed(signal, (1.0,) * 3, weight_std=(2.0, 3.0, 1.0), input_std=(4.0, 1.0, 2.0))
+    assert signal.history.mean.tolist() == pytest.approx([0.5, 3, 0.5])
+
+
+def test_grad_to_noise_by_hand() -> None:
+    risk, column = feed(make("grad_to_noise", 3), (3.0, 6.0, 0.0), gap_low=(12.0, 12.0, 0.0))
+    assert column == pytest.approx([2, 1, 0])  # sqrt(3 * 12) = 6
+    assert risk[:2] == pytest.approx([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "risk"),
+    [
+        ("underflow", 0.06, 1.2),
+        ("mse", 3e-4, 3.0),
+        ("spike_share", 0.004, 4.0),
+        ("oracle", 7.0, 7.0),
+        ("gap_exact", 7.0, 7.0),
+    ],
+)
+def test_levels_by_hand(name: str, value: float, risk: float) -> None:
+    (need,) = make(name).needs
+    assert feed(make(name), **{need: value}) == ([pytest.approx(risk)], [value])
+    assert feed(make(name, threshold=2 * value), **{need: value})[0] == pytest.approx([0.5])
+    assert feed(make(name, threshold=value), **{need: value})[0] == [1.0], "at the threshold is not over it"
+    assert 0 < feed(make(name), **{need: 0.0})[0][0] < 1e-300, "a rank, and no trigger whatever the calibration"
+
+
+def test_price_is_the_geometric_mean_of_what_was_measured() -> None:
+    signal = make("price", 3, early=2, every=2, decay=0.5, threshold=2.0)
+    assert [signal.reads(step) for step in (1, 2, 3, 4, 5)] == [True, True, True, False, True]
+    risks = []
+    prices = ((4.0, 1.0, 0.0), (9.0, 9.0, -1.0), (8.0, torch.nan, 0.0), (0.0, 0.0, 5.0))
+    for step, price in enumerate(prices, start=1):
+        evidence = {"norm": torch.ones(3), "observed": torch.ones(3, dtype=torch.bool), "price": torch.tensor(price)}
+        risks.append(signal.observe({k: v if v.dtype == torch.bool else v.double() for k, v in evidence.items()}, step))
+    last = 48**0.5 / 2  # of 4, 9 and 8, the newest of which weighs half
+    expected = [[2, 0.5], [3, 1.5], [last, torch.inf], [last, 1.5]]
+    assert [risk.tolist()[:2] for risk, _ in risks] == [pytest.approx(one) for one in expected]
+    assert all(0 < risk[2] < 1e-300 for risk, _ in risks), "0 and less have no logarithm: a rank behind all others"
+
+
+def test_a_price_that_one_batch_makes_does_not_stay() -> None:
+    signal = make("price", 2, every=1)
+    for step in range(1, 21):
+        prices = torch.tensor([1e-3 if step != 3 else 0.5, 4e-3], dtype=torch.float64)
+        evidence = {"norm": torch.ones(2).double(), "observed": torch.ones(2, dtype=torch.bool), "price": prices}
+        risk, _ = signal.observe(evidence, step)
+    assert risk[0] < risk[1]
+
+
+def test_grad_norm_compares_units_with_each_other() -> None:
+    assert feed(make("grad_norm", threshold=2.0), 3.0) == ([1.5], [3.0])
+    assert feed(make("grad_norm"), 0.0)[0][0] > 0, "a rank"
+
+
+def test_gap_exact_keeps_its_last_measurement() -> None:
+    signal = make("gap_exact", every=2)
+    assert feed(signal, gap_exact=5.0)[0] == [5.0]
+    assert feed(signal)[0] == [5.0], "the gap need not be there"
+    assert feed(signal, gap_exact=math.nan)[0] == [math.inf]
+    assert feed(signal)[0] == [5.0]
+
+
+def test_update_norm_by_hand() -> None:
+    signal = make("update_norm", two_sided=True, eps=1e-12)
+    columns = [feed(signal, update_norm=u)[1][0] for u in (0.0, 2.0, 6.0, 0.0, 1.0)]
+    # A zero is an update that did not happen. Means before: none, none, 2, 4, 4.
+    assert columns == pytest.approx([1, 1, 3, 1, 4])
+    assert feed(make("update_norm"), update_norm=3.0)[0] == pytest.approx([1 / 1.5])
+
+
+# The gap estimate
+
+GAPS = {"gap_low": (10.0, 4.0, 2.0), "gap_recovery": (2.0, 1.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [("absolute", [8, 3, 0]), ("relative", [2, 12, 0]), ("per_byte", [4, 3, 0]), ("times_gnmr", [16, 1.5, 0])],
+)
+def test_gap_by_hand(variant: str, expected: list[float]) -> None:
+    signal = make("gap", 3, variant=variant, cost=(2.0, 1.0, 1.0), threshold=0.5, eps=1e-12)
+    feed(signal, (1.0, 1.0, 1.0), **GAPS)
+    risk, column = feed(signal, (2.0, 0.5, 1.0), **GAPS)
+    assert column == pytest.approx(expected)
+    assert risk == pytest.approx([2 * value for value in expected], rel=1e-6, abs=1e-300)
+    assert min(risk) > 0
+
+
+def test_gap_is_measured_in_every_kth_step_alone() -> None:
+    signal = make("gap", every=3, variant="relative")
+    assert [signal.reads(t) for t in (1, 2, 3, 4, 5)] == [True, False, False, True, False]
+    assert feed(signal, 2.0, gap_low=9.0, gap_recovery=1.0)[1] == [2]
+    assert feed(signal, 1.0)[1] == [8], "the gradient is this step's, the gap need not be there"
+    assert feed(signal, 4.0, gap_low=math.nan, gap_recovery=0.0) == ([0.5], [0.5])
+    assert feed(signal, 1.0, gap_low=3.0, gap_recovery=1.0)[1] == [2]
+
+
+def test_expected_error_of_the_weight_gradient() -> None:
+    """The identity behind gap_low, exactly: the mean over all signs of the tokens' errors."""
+    torch.manual_seed(0)
+    dy_TO, e_TI = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    squares = [((dy_TO * f64(*signs)[:, None]).T @ e_TI).square().sum() for signs in product((-1, 1), repeat=3)]
+    expected = (dy_TO.square().sum(dim=1) * e_TI.square().sum(dim=1)).sum()
+    assert torch.stack(squares).mean().item() == pytest.approx(expected.item())
+
+
+# Controls
+
+
+def chosen(signal, steps: int) -> np.ndarray:
+    """(steps, units) bool: R > 1."""
+    norm = (1.0,) * signal.num_units
+    return np.array([feed(signal, norm)[0] for _ in range(steps)]) > 1
+
+
+def test_always() -> None:
+    assert feed(make("always_low", 2), (1.0, math.nan))[0] == [0, 0]
+    assert feed(make("always_high", 2), (1.0, 1.0))[0] == [2, 2]
+
+
+def test_random_draws_the_budget_exactly_and_every_unit_alike() -> None:
+    seen = chosen(make("random", 10, max_o=2, share=0.05), 4000)
+    assert seen.sum() == 2000 and seen.sum(axis=1).max() == 1
+    assert (np.abs(seen.sum(axis=0) - 200) < 5 * math.sqrt(200)).all()
+    full = chosen(make("random", 10, max_o=2), 100)
+    assert (full.sum(axis=1) == 2).all()
+
+
+def test_random_depends_on_seed_and_step_alone() -> None:
+    rows = {"norm": torch.ones(6, dtype=torch.float64), "observed": torch.ones(6, dtype=torch.bool)}
+    first = [make("random", 6, seed=3).observe(rows, t)[0].tolist() for t in (1, 2, 3)]
+    assert first[2] == make("random", 6, seed=3).observe(rows, 3)[0].tolist()
+    assert first[1] != first[2] != make("random", 6, seed=4).observe(rows, 3)[0].tolist()
+
+
+BLOCKS = tuple(f"layers.{i}.{p}" for i in range(12) for p in ("q_proj", "o_proj"))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 1 / 6])
+@pytest.mark.parametrize("name", ["random", "round_robin", "first_last", "static_k"])
+def test_budgets_of_the_controls_are_met(name: str, share: float) -> None:
+    options = {"calibration_steps": 1} if name == "static_k" else {}
+    seen = chosen(make(name, names=BLOCKS, max_o=4, steps=1200, share=share, **options), 1200)
+    assert seen.sum() == round(share * seen.size)
+    on = np.flatnonzero(seen.any(axis=1))
+    steps_between = 1 / (share * 24) if name == "random" else 4 / 24 / share
+    assert np.diff(on).max() <= math.ceil(steps_between), "spread evenly"
+
+
+def test_static_k_makes_up_for_its_calibration() -> None:
+    seen = chosen(make("static_k", 10, max_o=2, calibration_steps=41, steps=200, share=0.1), 200)
+    assert seen[:40].sum() == 0 and seen.sum() == 200
+    unknown = chosen(make("static_k", 10, max_o=2, calibration_steps=41, share=0.1), 200)
+    assert unknown.sum() == 160, "half of the 160 steps from the choice on"
+
+
+def test_static_k_takes_the_highest_average_and_never_changes() -> None:
+    signal = make("static_k", 4, calibration_steps=3, k=2)
+    rows = [(1.0, 1.0, 1.0, 1.0), (2.0, 4.0, 1.0, 3.0), (1.5, 2.5, 2.0, 1.0), (9.0, 1.0, 9.0, 1.0)]
+    risks, averages = zip(*(feed(signal, row) for row in rows), strict=True)
+    # GNMR of step 2: 2, 4, 1, 3; the means are then 1.5, 2.5, 1, 2, and GNMR of step 3: 1, 1, 2, 0.5.
+    assert averages[2] == pytest.approx([4 / 3, 2, 4 / 3, 1.5])
+    assert risks == ([0] * 4, [0] * 4, [0, 2, 0, 2], [0, 2, 0, 2])
+
+
+def test_first_last_takes_both_ends_alike_under_the_cap() -> None:
+    names = ("head", *(f"model.layers.{i}.{p}" for i in (0, 2, 11) for p in ("q_proj", "o_proj")), "layers.5")
+    risk, _ = feed(make("first_last", names=names), (1.0,) * 8)
+    assert risk == [0, 2, 1.5, 0, 0, 2, 1.5, 0], "layers.2 is neither the first nor, as text is sorted, the last"
+    both, ends = [0, 2, 1.5, 2, 1.5, 2, 1.5, 2], {"names": names, "first": 2}
+    assert feed(make("first_last", **ends, last=2), (1.0,) * 8)[0] == both
+    assert feed(make("first_last", **ends, last=9), (1.0,) * 8)[0] == both, "more than there are"
+    assert feed(make("first_last", **ends, last=0), (1.0,) * 8)[0] == [0, 2, 1.5, 2, 1.5, 0, 0, 0]
+    assert feed(make("first_last", names=names, first=0), (1.0,) * 8)[0] == [0, 0, 0, 0, 0, 2, 1.5, 0]
+    with pytest.raises(ValueError, match="first=0 and last=0: one of them must be at least 1"):
+        make("first_last", names=names, first=0, last=0)
+
+
+@pytest.mark.parametrize(("num_units", "max_o", "every"), [(12, 4, 1), (7, 3, 1), (7, 3, 2), (3, 5, 1)])
+@pytest.mark.parametrize("part", [1.0, 0.5, 0.25])
+def test_round_robin_visits_all_units_equally(num_units: int, max_o: int, every: int, part: float) -> None:
+    at_once = min(num_units, max_o)
+    signal = make("round_robin", num_units, max_o=max_o, every=every, share=part * at_once / num_units)
+    seen = chosen(signal, round(20 * num_units * every / part))
+    assert seen.sum(axis=1).max() == at_once
+    assert len(set(seen.sum(axis=0))) == 1
+
+
+def test_round_robin_in_order() -> None:
+    seen = chosen(make("round_robin", 5, max_o=2, every=2), 6)
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[0, 1], [0, 1], [2, 3], [2, 3], [0, 4], [0, 4]]
+
+
+@pytest.mark.parametrize("name", ["random", "round_robin", "first_last"])
+@pytest.mark.parametrize("share", [0.05, 0.125])
+@pytest.mark.slow
+def test_a_share_is_spent_under_hold_too(name: str, share: float) -> None:
+    """Choices count, not steps: most steps only hold what an earlier one chose."""
+    hold, steps = 5, 1000
+    names = tuple(f"layers.{i}.proj" for i in range(8))
+    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in names]
+    context = Context(names, (1.0,) * 8, CPU, max_o=2, hold=hold)
+    controller = Controller(
+        units, ControlSpec(signal=build_signal(name, {"share": share}, context), max_o=2, t_lock=1, hold=hold)
+    )
+    evidence = {"norm": torch.ones(8, dtype=torch.float64), "observed": torch.ones(8, dtype=torch.bool)}
+    active = [controller.apply(controller.observe(evidence).to_host()).active for _ in range(steps)]
+    # Each choice is kept by its lock for one more, where others do not take its place.
+    assert share <= np.mean(active) <= 2 * share + 0.01

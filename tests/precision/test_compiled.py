@@ -1,0 +1,390 @@
+"""Converted linears inside of torch.compile's graphs (`Plan.compile`), against the same model without them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gnmr
+from gnmr.lab import models
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.precision import PathSpec, Plan, convert
+from gnmr.precision.recipes import Recipe
+
+pytestmark = pytest.mark.slow
+
+VOCAB, SEQ_LEN, LAYERS = 40, 32, 3
+GRAPHS = ["fp8_hybrid", "deepseek_v3", "sim_int8"]
+"""One scale a tensor, a tile or a token; floating-point numbers and integers. A minute of compiling each."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def model(name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    if name == "small":
+        return Small().to(dtype)
+    experts = {"experts": ExpertsConfig(number=4)} if name == "moe" else {}
+    config = ModelConfig(
+        name=name, hidden_size=128, intermediate_size=128, num_layers=LAYERS, num_heads=4, init_std=0.2, **experts
+    )
+    found = models.build(config, VOCAB, SEQ_LEN)
+    found.init_weights(torch.Generator().manual_seed(0))
+    return found.to(dtype)
+
+
+class SmallBlock(nn.Module):
+    """q and k read one tensor, o what they make of it: a graph that is compiled in a third of a LLaMA block's time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.o_proj = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.o_proj(self.q_proj(x) * self.k_proj(x).sigmoid())
+
+
+class Small(nn.Module):
+    """Blocks of three linears, for what is no matter of the architecture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, 64), nn.ModuleList(SmallBlock() for _ in range(LAYERS))
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters()):
+                parameter.normal_(std=1 if i == 0 else 0.2, generator=torch.Generator().manual_seed(i))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+def tokens(seed: int = 1, rows: int = 2) -> Tensor:
+    return torch.randint(VOCAB, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
+
+
+def step(net: nn.Module, plan: Plan, *batches: Tensor) -> list[Tensor]:
+    """Gradients of every parameter and what the casts met, of one step of these micro-batches."""
+    net.zero_grad()
+    for batch in batches or (tokens(),):
+        net(batch).float().square().mean().backward()
+    found = [p.grad.clone() for p in net.parameters() if p.grad is not None] + list(plan.saturation().values())
+    plan.end_step()
+    return found
+
+
+def pair(
+    low: str | Recipe, recovery: str | None, name: str = "llama", unit: str = "block", fullgraph: bool = True
+) -> tuple[tuple[nn.Module, Plan], tuple[nn.Module, Plan]]:
+    """The same model without and with compiled blocks."""
+    made = []
+    for _ in range(2):
+        net = model(name)
+        made.append((net, convert(net, PathSpec.of(low, recovery, unit=unit))))
+    net, plan = made[1]
+    plan.compile(net.layers, backend="aot_eager", fullgraph=fullgraph)
+    return made[0], made[1]
+
+
+def switch(plan: Plan, recovering: set[int]) -> None:
+    for i, group in enumerate(plan.units):
+        group.switch(i in recovering)
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def test_a_second_model_of_a_process_has_the_graphs_of_its_own_recipe() -> None:
+    """Dynamo keeps graphs by code, and has no guard on what a function encloses."""
+    mine = [Recipe.of("mine", {"fprop": {"input": word}}) for word in ("e4m3/tensor", "e2m1/tensor")]
+    found = []
+    for low in ("fp8_hybrid", "mxfp8", *mine):
+        (net, plan), (compiled, other) = pair(low, "bf16")
+        found.append(step(compiled, other))
+        assert other.in_graphs and same(found[-1], step(net, plan)), low
+    assert not any(same(one, other) for i, one in enumerate(found) for other in found[:i])
+
+
+@pytest.mark.filterwarnings("ignore:the recovery path")  # coarser, here and there
+@pytest.mark.parametrize("low", GRAPHS)
+def test_every_recipe_gives_the_same_gradients_and_counts_to_the_last_bit(low: str) -> None:
+    (net, plan), (compiled, other) = pair(low, "fp8_hybrid" if low != "fp8_hybrid" else "bf16")
+    assert other.in_graphs and not plan.in_graphs
+    for recovering in (set(), {0, 2}):
+        for each in (plan, other):
+            switch(each, recovering)
+        assert same(step(compiled, other), step(net, plan))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_a_block_type_has_one_graph_for_each_path_however_many_switches(name: str) -> None:
+    _, (net, plan) = pair("sim_e2m1", "fp8_hybrid", name)
+    step(net, plan)
+    assert graphs() == 1
+    for recovering in ({0}, {1, 2}, {0, 1, 2}, set(), {2}):
+        switch(plan, recovering)
+        step(net, plan)
+    assert graphs() == 2
+
+
+def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path() -> None:
+    _, (net, plan) = pair("mxfp8_floor", None, unit="operator")
+    step(net, plan)
+    assert graphs() == 1
+    with torch.no_grad(), plan.high_precision():
+        seen = net(tokens())
+        assert graphs() == 2
+    expected = model()
+    assert torch.equal(seen, expected(tokens()))
+    with torch.no_grad():  # evaluation on the low path tells of no casts
+        net(tokens())
+    assert not any(counts.any() for counts in plan.saturation().values())
+
+
+def test_counts_add_up_over_micro_batches_and_begin_anew_with_each_step() -> None:
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
+    two = tokens(1), tokens(2)
+    expected = step(net, plan, *two)
+    assert expected[-4].sum() > 0 and expected[-2].sum() > 0  # input and grad_output saturate
+    assert same(step(compiled, other, *two), expected)
+    compiled(tokens(3)).float().square().mean().backward()
+    other.end_step()  # of a step whose counts nobody read
+    assert same(step(compiled, other, *two), expected)
+
+
+def test_inf_and_nan_are_counted_and_come_back_as_nan() -> None:
+    (net, plan), (compiled, other) = pair("sim_e2m1", "bf16", "small")
+    for each in (net, compiled):
+        with torch.no_grad():
+            each.layers[1].k_proj.weight[3, 5] = torch.inf
+    found, expected = step(compiled, other), step(net, plan)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+    assert expected[-3][:, 1].sum() > 0  # of the weight
+
+
+def test_a_rehearsal_leaves_no_counts() -> None:
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
+    expected = step(net, plan)
+    compiled.zero_grad()
+    compiled(tokens()).float().square().mean().backward()
+    with other.no_side_effects():
+        compiled(tokens(2)).float().square().mean().backward()
+    assert same(list(other.saturation().values()), expected[-4:])
+
+
+def test_autocast_computes_as_between_the_graphs() -> None:
+    found = []
+    for compiles in (False, True):
+        net = model("small", torch.float32)
+        plan = convert(net, PathSpec.of("sim_e3m2", "fp8_hybrid", unit="block"))
+        if compiles:
+            plan.compile(net.layers, backend="aot_eager", fullgraph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(tokens()).float().square().mean()
+        loss.backward()
+        found.append([p.grad for p in net.parameters()] + list(plan.saturation().values()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_eight_bit_codes_go_into_graphs_too() -> None:
+    found = []
+    for compiles in (False, True):
+        net = model("small")
+        plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", unit="block", backend="scaled_mm"))
+        if compiles:
+            plan.compile(net.layers, backend="aot_eager", fullgraph=True)
+        found.append(step(net, plan))
+        switch(plan, {1})
+        found[-1] += step(net, plan)
+    assert plan.in_graphs and same(*found)
+
+
+def test_recomputed_blocks_count_once() -> None:
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16")
+    for each in (net, compiled):
+        each.activation_checkpointing = True
+    assert same(step(compiled, other), step(net, plan))
+
+
+def test_the_experts_of_a_mixture_stay_between_the_graphs_and_count() -> None:
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "moe", fullgraph=False)
+    for recovering in (set(), {1}):
+        for each in (plan, other):
+            switch(each, recovering)
+        assert same(step(compiled, other), step(net, plan))
+    kinds = [operator.operator_name.rpartition(".")[2] for operator in other.operators if operator.read is not None]
+    assert set(kinds) == {"up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("low", "recovery", "how"),
+    [
+        ("sim_e2m1", "fp8_hybrid", {"unit": "operator"}),  # seven operators: 128 combinations
+        ("sim_e2m1", "fp8_hybrid", {"unit": "layer"}),
+        ("fp8_delayed", "bf16", {}),
+        ("int4", "int8", {}),
+        ("llm_int8", "bf16", {}),
+    ],
+)
+def test_what_would_make_many_graphs_or_remembers_stays_between_them(low: str, recovery: str, how: dict) -> None:
+    found = []
+    for compiles in (False, True):
+        net = model()
+        plan = convert(net, PathSpec.of(low, recovery, **{"unit": "block"} | how))
+        if compiles:
+            why = plan.compile(net.layers, backend="aot_eager")
+        found.append(step(net, plan))
+    assert why and not plan.in_graphs and same(*found)
+    before = graphs()
+    for i in range(len(plan.units)):
+        switch(plan, {i})
+        step(net, plan)
+    assert graphs() == before
+
+
+def test_a_probe_and_a_fault_look_in_as_without_compilation() -> None:
+    seen = []
+    for net, plan in pair("sim_e2m1", "fp8_hybrid", "small", fullgraph=False):
+        faults = FaultSchedule(plan, Fault("noise", 8.0), ["layers.1.*"], 3, windows=[(2, 1)])
+        probe = plan.probe(["gap_low", "mse"])
+        found = []
+        for number in (1, 2, 3):
+            faults.begin_step(number)
+            probe.enabled = number == 3
+            probe.reset()
+            found += [*step(net, plan), *probe.read().values()]
+        seen.append(found)
+    assert same(*seen)
+    assert seen[0][-1].all()
+
+
+def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
+    (net, plan), (compiled, other) = pair("sim_e2m1", "fp8_hybrid", "small")
+    expected = step(net, plan)[:-4]
+    step(compiled, other)
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        copied(tokens()).float().square().mean().backward()
+        assert same([p.grad for p in copied.parameters()], expected)
+    other.restore()
+    compiled.zero_grad()
+    compiled(tokens()).float().square().mean().backward()
+    plain = model("small")
+    plain(tokens()).float().square().mean().backward()
+    assert same([p.grad for p in compiled.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_evaluation_is_one_graph_beside_a_probe_too() -> None:
+    _, (net, plan) = pair("sim_e2m1", "bf16", "small")
+    plan.probe(["mse"])
+    with torch.no_grad(), plan.high_precision():
+        net(tokens())
+    assert graphs() == 1
+
+
+def test_what_graphs_keep_cannot_be_read() -> None:
+    _, (_, plan) = pair("sim_e2m1", "bf16", "small")
+    with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):
+        plan.saved_bytes()
+    net = model("small")
+    plan = convert(net, PathSpec.of("sim_e2m1", "bf16", unit="block"))
+    assert plan.compile([]) is None and not plan.in_graphs
+    logits = net(tokens())
+    assert logits.requires_grad and plan.saved_bytes() > 0
+
+
+def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:
+    """q, frozen, casts the input that k and v read for fprop alone."""
+    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
+    for each in (net, compiled):
+        for layer in each.layers:
+            layer.q_proj.weight.requires_grad_(False)
+    expected = step(net, plan)
+    assert (expected[-4][:2, 0] > 0).all()
+    assert same(step(compiled, other), expected)
+
+
+def test_frozen_weights_and_nothing_to_train_before_them() -> None:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+    net.requires_grad_(False)
+    net[2].requires_grad_(True)
+    plan = convert(net, PathSpec.of("mxfp8_floor", None, targets=["*"]))
+    plan.compile([net], backend="aot_eager")
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert not net[:2](x).requires_grad
+    net(x).sum().backward()
+    counts = plan.saturation()
+    assert [p.grad is not None for p in net.parameters()] == [False, False, False, True, True]
+    assert counts["input"].sum() > 0
+
+
+def test_a_model_of_hugging_faces_under_a_controller() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    # A cache of keys and values, which training has no use for, would make a graph for each layer.
+    config = transformers.LlamaConfig(vocab_size=VOCAB, use_cache=False, **sizes)
+    decisions = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = transformers.LlamaForCausalLM(config)
+        controller = gnmr.attach(
+            net, low="sim_e2m1", recovery="bf16", unit="block", signal="gnmr", alpha=0.5, max_o=1, warmup_steps=0
+        )
+        if compiles:
+            controller.plan.compile(net.model.layers, backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        own = []
+        for seed in range(4):
+            net(tokens(seed), labels=tokens(seed)).loss.backward()
+            own.append(controller.step())
+            optimizer.step()
+            optimizer.zero_grad()
+        decisions.append(own)
+    assert graphs() == 2
+    for plain, compiled in zip(*decisions, strict=True):
+        assert (plain.norm == compiled.norm).all() and (plain.active == compiled.active).all()
+    assert any(decision.active.any() for decision in decisions[0])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.xdist_group("inductor")  # whose start takes ten seconds
+@pytest.mark.parametrize("low", ["sim_e2m1", "mxfp8", "mxfp4"])
+def test_inductor_rounds_to_the_same_values(low: str) -> None:
+    # In FP32, where nothing is left out between fused operations.
+    found = []
+    for compiles in (False, True):
+        net = nn.Sequential(nn.Linear(64, 32, bias=False))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            net[0].weight.normal_(generator=generator)
+        plan = convert(net, PathSpec.of(low, None, targets=["*"]))
+        if compiles:
+            plan.compile([net], fullgraph=True)
+        x = torch.randn(48, 64, generator=generator).requires_grad_()
+        y = net(x)
+        y.backward(torch.randn(48, 32, generator=generator))
+        found.append([y.detach(), x.grad, net[0].weight.grad, *plan.saturation().values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert graphs() == 1

@@ -1,0 +1,191 @@
+"""Which modules are exchanged, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from gnmr.precision import PathLinear, PathSpec, convert
+
+
+def net(layers: int = 3) -> nn.Module:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"up_proj": nn.Linear(4, 8), "down_proj": nn.Linear(8, 4)})
+
+    return nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(layers)), "lm_head": nn.Linear(4, 9)})
+
+
+def converted(model: nn.Module, *targets: str) -> list[str]:
+    plan = convert(model, PathSpec.of("int4", "int8", targets=targets))
+    found = [name for name, module in model.named_modules() if isinstance(module, PathLinear)]
+    assert found == [operator.operator_name for operator in plan.operators]
+    return found
+
+
+def test_patterns_end_at_component_borders() -> None:
+    assert converted(net(), "down_proj") == [f"layers.{i}.down_proj" for i in range(3)]
+    assert converted(net(21), "layers.2.*") == ["layers.2.up_proj", "layers.2.down_proj"]
+    assert converted(net(), "*_proj", "lm_head")[-1] == "lm_head"
+    assert converted(net(), "layers.1.up_proj") == ["layers.1.up_proj"]
+
+
+@pytest.mark.parametrize("pattern", ["wrong_proj", "proj", "layers.7.*", "layers"])
+def test_a_pattern_that_matches_nothing_is_refused_and_nothing_is_changed(pattern: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=rf"{pattern.replace('*', '.')}.*down_proj, lm_head, up_proj"):
+        convert(model, PathSpec.of("int4", "int8", targets=["down_proj", pattern]))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
+    model = net()
+    module, parameters, calls = model["layers"][0]["up_proj"], list(model.parameters()), []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    convert(model, PathSpec.of("int4", None))
+    assert model["layers"][0]["up_proj"] is module and isinstance(module, nn.Linear)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    module(torch.zeros(1, 4))
+    assert calls == [1]
+
+
+def test_restore_gives_plain_linears_back() -> None:
+    model = net()
+    convert(model, PathSpec.of("int4", "int8")).restore()
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert converted(model, "*_proj"), "and they can be converted again"
+
+
+def test_what_is_refused() -> None:
+    model = net()
+    convert(model, PathSpec.of("int4", None))
+    with pytest.raises(ValueError, match=r"layers\.0\.up_proj has two paths already \(attached twice\?\)"):
+        convert(model, PathSpec.of("int4", None))
+    for key, value in (("low", "int9"), ("recovery", "fp7"), ("site", "output"), ("rounding", "up")):
+        with pytest.raises(ValueError, match=value):
+            convert(net(), PathSpec.of(**{"low": "int4", "recovery": "int8", key: value}))
+    with pytest.raises(ValueError, match="no linear"):
+        convert(nn.Sequential(nn.ReLU()), PathSpec.of("int4", None))
+
+
+@pytest.mark.parametrize("shape", [(0,), (32,), (16, 4)])
+def test_a_shard_is_refused_and_nothing_is_changed(shape: tuple[int, ...]) -> None:
+    """What FSDP1 and ZeRO-3 leave in place of a weight."""
+    model = net()
+    model["layers"][1]["down_proj"].weight.data = torch.zeros(shape)
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.down_proj is sharded, its weight is \(.*in place of \(4, 8\): [^\n]+$"
+    ):
+        convert(model, PathSpec.of("int4", "int8"))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+class Quantized(torch.Tensor):
+    """As other libraries have them: bfloat16 by name."""
+
+
+def odd_weight(kind: str) -> nn.Parameter:
+    if kind == "quantized":
+        return nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16).as_subclass(Quantized), requires_grad=False)
+    return nn.Parameter(torch.zeros(4, 8, dtype=getattr(torch, kind)), requires_grad=False)
+
+
+@pytest.mark.parametrize("kind", ["complex64", "int8", "uint8", "float8_e4m3fn", "quantized"])
+@pytest.mark.parametrize("low", ["int4", "llm_int8"])
+def test_a_weight_that_is_no_plain_number_is_refused_and_nothing_is_changed(low: str, kind: str) -> None:
+    model = net()
+    model["layers"][1]["down_proj"].weight = odd_weight(kind)
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.down_proj has a weight of torch\.[^\n]+: two paths need plain [^\n]+$"
+    ):
+        convert(model, PathSpec.of(low, None, backend="simulated" if low == "llm_int8" else "auto"))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def mixture() -> nn.Module:
+    """With what a recipe keeps: a gate, a router, an output head and another, which is tied to the embedding."""
+    experts = {"gate": nn.Linear(4, 2), "gate_proj": nn.Linear(4, 8), "router": nn.Linear(4, 2)}
+    heads = {"lm_head": nn.Linear(4, 9), "head": nn.Linear(4, 9, bias=False)}
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "mlp": nn.ModuleDict(experts), **heads})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+@pytest.mark.parametrize("target", ["*", "mlp.*", "gate*"])
+def test_recipes_pass_over_heads_and_gates(target: str) -> None:
+    for low, recovery in (("sim_int4", None), ("sim_e2m1", "fp8_hybrid"), ("llm_int8", "bf16"), ("bf16", "sim_int8")):
+        with warnings.catch_warnings(action="ignore"):
+            assert [
+                o.operator_name for o in convert(mixture(), PathSpec.of(low, recovery, targets=target)).operators
+            ] == ["mlp.gate_proj"]
+    assert len(convert(mixture(), PathSpec.of("int4", "int8", targets=["*"])).operators) == 5, (
+        "formats convert what they are told to"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "kept"),
+    [("lm_head", "lm_head"), ("gate", "gate"), ("mlp.router", "router"), ("head", "head"), ("*head*", "head, lm_head")],
+)
+def test_a_recipe_converts_no_head_or_gate_by_its_name_either(target: str, kept: str) -> None:
+    model = mixture()
+    line = f"targets ['{target}']: recipes keep {kept} in 16 bits (output head and gates); name others"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        convert(model, PathSpec.of("sim_int4", None, targets=["gate_proj", target]))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+
+
+def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_nothing() -> None:
+    model = net()
+    plan = convert(model, PathSpec.of("int4", "int8"))
+    last = plan.operators[-1]
+    expected = model["lm_head"](last(torch.ones(2, 8)))
+    nn.utils.parametrizations.weight_norm(last)
+    with pytest.raises(ValueError, match=r"layers\.2\.down_proj has become a ParametrizedPathLinear since: undo that"):
+        plan.restore()
+    assert all(isinstance(operator, PathLinear) for operator in plan.operators)
+    nn.utils.parametrize.remove_parametrizations(last, "weight")
+    plan.restore()
+    assert all(type(operator) is nn.Linear for operator in plan.operators)
+    torch.testing.assert_close(model["lm_head"](last(torch.ones(2, 8))), expected)
+
+
+def test_the_plan_is_a_table_of_units_and_paths() -> None:
+    text = str(convert(net(), PathSpec.of("int4", "int8", targets=["*_proj", "lm_head"])))
+    assert text.splitlines()[0].split() == ["unit", "operator", "low", "path", "recovery", "path"]
+    assert "layers.*.up_proj  (3 units)" in text and "Linear 8 -> 4" in text and "lm_head" in text
+    assert "int4" in text and "int8" in text
+    assert "none (static)" in str(convert(net(), PathSpec.of("int4", None)))
+
+
+def test_the_precision_shows_in_the_models_repr() -> None:
+    model = net()
+    convert(model, PathSpec.of("e2m1", "e4m3", targets=["up_proj"]))
+    assert "low=e2m1, recovery=e4m3" in repr(model)
+
+
+def test_a_static_operator_cannot_be_switched() -> None:
+    model = net()
+    operator = convert(model, PathSpec.of("int4", None)).operators[0]
+    operator.switch(False)
+    with pytest.raises(AssertionError, match="no recovery path"):
+        operator.switch(True)
+
+
+def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plan = convert(model, PathSpec.of("int4", "int8"))
+    assert len(plan.operators) == 14
+    tokens = torch.randint(0, 64, (2, 16))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    rows = 2 * 16
+    assert plan.saved_bytes() == plan.predicted_bytes() == 2 * rows * (3 * (16 + 4) + (32 + 4))
+    loss.backward()
+    assert all(operator.weight.grad.isfinite().all() for operator in plan.operators)

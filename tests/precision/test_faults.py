@@ -1,0 +1,707 @@
+"""Every kind of fault by hand; who is hit, who is not, and that it comes out the same again."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
+from test_scaled_mm import DY, W, X
+from test_simulated import BY_HAND
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule, Window
+from gnmr.precision import FORMATS, PathSpec, Plan, convert
+from gnmr.precision.cast import quantize
+from gnmr.precision.cast_stats import CastStats
+from gnmr.precision.recipes import Cast, Recipe
+from gnmr.precision.scaling import compress, decompress, unpack
+
+FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
+ROW = [7.0, -3.5, 1.0, 0.4]  # in int4 its scale is 1
+CONF = Path(__file__).parents[2] / "conf" / "stress"
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def broken(fault: Fault, rows: Tensor, name: str = "int4", seed: int = 0, largest: float | None = None) -> Tensor:
+    """`rows` as they come back."""
+    fmt = FORMATS[name]
+    copy = fault.compress(rows, fmt, seeded(seed), largest=None if largest is None else torch.tensor(largest))
+    sound = compress(rows, fmt)
+    for ours, theirs in zip(copy, sound, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return decompress(*copy, fmt, rows.shape[1], rows.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "largest", "expected"),
+    [
+        (Fault("scale_up", 4), None, [8.0, -4.0, 0.0, 0.0]),  # scale 4: codes 1.75, -0.875, 0.25, 0.1
+        (Fault("scale_down", 4), None, [1.75, -1.75, 1.0, 0.5]),  # scale 1/4: codes 28, -14, 4, 1.6, clamped at 7
+        (Fault("stale_scale", 1), 3.5, [3.5, -3.5, 1.0, 0.5]),  # scale 3.5 / 7
+        (Fault("stale_scale", 2), 7.0, [3.5, -3.5, 1.0, 0.5]),
+        (Fault("stale_scale", 1), 14.0, [8.0, -4.0, 0.0, 0.0]),  # scale 2: codes 3.5, -1.75, 0.5 (to even), 0.2
+        (Fault("scale_up", 1), None, [7.0, -4.0, 1.0, 0.0]),  # as it should be
+    ],
+)
+def test_broken_scales_by_hand(fault: Fault, largest: float | None, expected: list[float], dtype: torch.dtype) -> None:
+    assert broken(fault, torch.tensor([ROW], dtype=dtype), largest=largest).tolist() == [expected]
+
+
+def test_broken_scales_by_hand_in_a_float_format() -> None:
+    """e2m1 is 0 0.5 1 1.5 2 3 4 6; the row's sound scale is 1."""
+    row = torch.tensor([[6.0, -2.9, 1.2, 0.2]])
+    assert broken(Fault("scale_up", 4), row, "e2m1").tolist() == [[6.0, -2.0, 2.0, 0.0]]  # 1.5, -0.725, 0.3, 0.05
+    assert broken(Fault("scale_down", 2), row, "e2m1").tolist() == [[3.0, -3.0, 1.0, 0.25]]
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_the_step_of_the_grid_is_the_distance_of_neighbours(name: str) -> None:
+    fmt = FORMATS[name]
+    values = fmt.values()
+    grid = values[values.isfinite()].unique()
+    below, above = grid[:-1], grid[1:]
+    if name.startswith("int"):
+        below, above = below[1:], above[1:]  # the lowest code is never produced
+    assert torch.equal(fmt.step((below + above) / 2), above - below)
+    assert torch.equal(fmt.step(torch.zeros(1)), grid[grid > 0][:1])
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e4m3"])
+def test_noise_of_some_steps_comes_before_rounding(name: str) -> None:
+    fmt = FORMATS[name]
+    rows = torch.full((4000, 2), 0.3 * fmt.max)
+    rows[:, 1] = fmt.max
+    step = fmt.step(rows[:1, :1].clone()).item()
+    came_back = broken(Fault("noise", 2.0), rows, name)
+    error = (came_back - rows)[:, 0] / step
+    assert error.abs().max() <= 2.5 + 1e-4 and error.abs().max() > 1.5
+    if name.startswith("int"):  # steps of the same size everywhere: variance (2 * 2)^2 / 12, rounding adds 1 / 12
+        assert error.mean().item() == pytest.approx(0.0, abs=0.1)
+        assert error.var().item() == pytest.approx(16 / 12 + 1 / 12, rel=0.1)
+    assert came_back.max() <= fmt.max
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_a_bit_flip_is_one_bit_of_one_code_of_each_hit_row(name: str) -> None:
+    fmt, rows = FORMATS[name], torch.randn(400, 10, generator=seeded())
+    packed, scale = Fault("bit_flip", share=0.25).compress(rows, fmt, seeded())
+    sound, sound_scale = compress(rows, fmt)
+    flipped = unpack(packed, fmt.bits, 10) ^ unpack(sound, fmt.bits, 10)
+    assert torch.equal(scale, sound_scale)
+    codes = flipped[flipped != 0].tolist()
+    assert len(codes) == 100 and (flipped != 0).sum(dim=1).max() == 1
+    assert set(codes) == {1 << bit for bit in range(fmt.bits)}, "any bit"
+    assert (flipped != 0).any(dim=0).all(), "of any code"
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_nan_and_inf_in_a_share_of_the_rows(name: str, kind: str) -> None:
+    rows = torch.randn(50, 8, generator=seeded())
+    came_back = broken(Fault(kind, share=0.1), rows, name)
+    bad = ~came_back.isfinite().all(dim=1)
+    assert bad.sum() == 5
+    assert torch.equal(came_back[~bad], decompress(*compress(rows, FORMATS[name]), FORMATS[name], 8, rows.dtype)[~bad])
+    assert came_back[bad].isnan().all() if kind == "nan" else came_back[bad].isinf().any(dim=1).all()
+
+
+@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"])
+def test_the_share_of_the_rows_is_exact_and_drawn_and_at_least_one(kind: str) -> None:
+    rows = torch.randn(200, 8, generator=seeded())
+
+    def hit(share: float, seed: int) -> Tensor:
+        sound = decompress(*compress(rows, FORMATS["int8"]), FORMATS["int8"], 8, rows.dtype)
+        return (broken(Fault(kind, 9.0, share), rows, "int8", seed, largest=1.0) != sound).any(dim=1)
+
+    assert hit(1.0, 0).all()
+    assert hit(0.05, 0).sum() == 10 and hit(1e-6, 0).sum() == 1
+    assert torch.equal(hit(0.05, 0), hit(0.05, 0)) and not torch.equal(hit(0.05, 0), hit(0.05, 1))
+
+
+@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"])
+def test_a_bad_row_does_not_come_back_finite_and_zeros_do_not_turn_bad(kind: str) -> None:
+    rows = torch.ones(3, 8)
+    rows[0, 1], rows[1, 1] = math.nan, math.inf
+    assert not broken(Fault(kind, 8.0), rows, largest=0.0)[:2].isfinite().any(dim=1).all()
+    if kind not in ("nan", "inf"):
+        assert broken(Fault(kind, 8.0), torch.zeros(3, 8), largest=0.0).isfinite().all()
+
+
+class Net(nn.Module):
+    """a and b read one tensor, c another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        return self.c(self.a(x) * self.b(x))
+
+
+def inputs(step: int = 0) -> Tensor:
+    return torch.randn(12, 16, generator=seeded(step)) * (1 + step)
+
+
+def make(low: str = "int4", recovery: str | None = "int8", **how) -> tuple[Net, Plan]:
+    net = Net()
+    return net, convert(net, PathSpec.of(low, recovery, targets=["a", "b", "c"], **how))
+
+
+def gradients(net: nn.Module, step: int = 0) -> dict[str, Tensor]:
+    net.zero_grad()
+    net(inputs(step)).square().mean().backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.dim() == 2}
+
+
+def armed(plan: Plan, kind: str = "scale_up", targets: tuple[str, ...] = ("a",), **options) -> FaultSchedule:
+    """A fault in step 2 of 4."""
+    schedule = FaultSchedule(plan, Fault(kind, **{"magnitude": 8.0, **options}), targets, 4, windows=[(2, 1)])
+    schedule.begin_step(2)
+    return schedule
+
+
+@pytest.mark.parametrize("low", ["int4", "e4m3"])
+@pytest.mark.parametrize("kind", ["scale_down", "noise", "bit_flip", "stale_scale"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_only_the_low_path_of_the_target_in_its_window_is_hit(low: str, kind: str, rounding: str) -> None:
+    net, plan = make(low, rounding=rounding)
+    start = plan.state_dict()
+
+    def run() -> dict[str, Tensor]:
+        plan.load_state_dict(start)
+        plan.shared.forget()
+        return gradients(net)
+
+    sound = run()
+    net.a.switch(True)
+    recovering = run()
+    net.a.switch(False)
+    schedule = armed(plan, kind)
+    hit = run()
+    assert not torch.equal(hit["a.weight"], sound["a.weight"])
+    assert torch.equal(hit["b.weight"], sound["b.weight"]), "another reader of the same tensor"
+    assert torch.equal(hit["c.weight"], sound["c.weight"])
+    net.a.switch(True)
+    for name, gradient in run().items():
+        assert torch.equal(gradient, recovering[name]), name
+    net.a.switch(False)
+    schedule.begin_step(3)
+    for name, gradient in run().items():
+        assert torch.equal(gradient, sound[name]), name
+
+
+def test_the_weight_gradient_reads_the_broken_copy_and_the_forward_pass_with_site_forward() -> None:
+    for site in ("saved", "forward"):
+        net = nn.Sequential(nn.Linear(4, 1, bias=False))
+        plan = convert(net, PathSpec.of("int4", None, targets=["0"], site=site))
+        with torch.no_grad():
+            net[0].weight.fill_(1.0)
+        armed(plan, "scale_up", ("0",))
+        y = net(torch.tensor([ROW]))
+        y.sum().backward()
+        # scale 8: codes 0.875, -0.4375, 0.125, 0.05
+        assert net[0].weight.grad.tolist() == [[8.0, 0.0, 0.0, 0.0]]
+        assert y.item() == pytest.approx(4.9 if site == "saved" else 8.0)
+        with torch.no_grad():
+            assert net(torch.tensor([ROW])).item() == pytest.approx(4.9 if site == "saved" else 8.0)
+            with plan.high_precision():
+                assert net(torch.tensor([ROW])).item() == pytest.approx(4.9)
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_bad_scale_reaches_the_weight_gradient_alone(kind: str) -> None:
+    net, plan = make()
+    armed(plan, kind, share=0.1)
+    hit = gradients(net)
+    assert not hit["a.weight"].isfinite().all()
+    assert hit["b.weight"].isfinite().all() and hit["c.weight"].isfinite().all()
+
+
+def test_the_bytes_stay_right() -> None:
+    net, plan = make()
+    x = inputs()
+    low_copy, c_copy = 12 * (8 + 4), 12 * (4 + 4)
+    y = net(x)
+    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
+    y.sum().backward()
+    schedule = armed(plan, targets=("a", "c"))
+    for _ in range(2):  # without a probe and with one
+        y = net(x)
+        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * low_copy + c_copy, "b's copy is not a's"
+        y.sum().backward()
+        plan.probe(["mse"])
+    schedule.begin_step(3)
+    y = net(x)
+    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_probe_describes_the_broken_low_path_on_either_path(tokens: int) -> None:
+    net, plan = make()
+    armed(plan, "noise")
+    probe = plan.probe(["gap_low", "mse"], tokens)
+    y = net(inputs())
+    kept = decompress(*net.a.kept(), FORMATS["int4"], 16, torch.float32)
+    sound = decompress(*net.b.kept(), FORMATS["int4"], 16, torch.float32)
+    y.square().mean().backward()
+    low = probe.read()
+    for i, values in enumerate((kept, sound)):
+        expected = (inputs() * 1.5 - values)[::tokens].square().mean().item()
+        assert low["mse"][i].item() == pytest.approx(expected, rel=1e-5)
+    probe.reset()
+    net.a.switch(True)
+    net(inputs()).square().mean().backward()
+    for key, values in probe.read().items():
+        torch.testing.assert_close(values, low[key])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["noise", "stale_scale"])
+@pytest.mark.parametrize("how", [{"site": "forward"}, {"low": "sim_e2m1"}, {"low": "fp8_delayed"}], ids=str)
+def test_a_recomputed_forward_pass_meets_the_same_fault(how: dict, kind: str, reentrant: bool) -> None:
+    results = []
+    for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=reentrant)):
+        net, plan = make(**how, recovery=None)
+        armed(plan, kind, ("*",))
+        run(net, inputs().requires_grad_()).square().sum().backward()
+        results.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_stale_scale_is_that_of_the_steps_before() -> None:
+    """Magnitudes 2, 4, 16, 1, 1, 1, history 2: the scale of steps 4 and 5 is 16 / 7, of step 6 1 / 7."""
+    net = nn.Sequential(nn.Linear(4, 1, bias=False))
+    plan = convert(net, PathSpec.of("int4", "int8", targets=["0"]))
+    schedule = FaultSchedule(plan, Fault("stale_scale", 1.0, history=2), ["0"], 6, windows=[(1, 1), (4, 3)])
+    scales = {}
+    for step, size in enumerate((2.0, 4.0, 16.0, 1.0, 1.0, 1.0), start=1):
+        schedule.begin_step(step)
+        net[0].switch(step == 3)  # what is remembered does not depend on the path
+        for part in (1.0, 0.5):  # micro-batches: the larger one counts
+            y = net(torch.full((3, 4), size * part))
+            scales[step] = net[0].kept()[1].flatten().tolist()
+            y.sum().backward()
+    assert scales[1] == pytest.approx([2 / 7] * 3), "without a history, the tensor's own"
+    assert scales[4] == scales[5] == pytest.approx([16 / 7] * 3)
+    assert scales[6] == pytest.approx([1 / 7] * 3)
+
+
+def test_a_bad_step_does_not_spoil_the_history() -> None:
+    net = nn.Sequential(nn.Linear(4, 1, bias=False))
+    schedule = FaultSchedule(
+        convert(net, PathSpec.of("int4", None, targets=["0"])), Fault("stale_scale"), ["0"], 9, windows=[(3, 1)]
+    )
+    for step, value in enumerate((2.0, math.nan, 8.0), start=1):
+        schedule.begin_step(step)
+        y = net(torch.full((1, 4), value))
+        scale = net[0].kept()[1].item()
+        y.sum().backward()
+    assert scale == pytest.approx(2 / 7)
+
+
+@pytest.mark.parametrize("kind", ["stale_scale", "noise", "bit_flip"])
+@pytest.mark.parametrize("how", [{}, {"rounding": "stochastic"}, {"low": "fp8_delayed", "recovery": "bf16"}], ids=str)
+def test_resuming_is_exact(kind: str, how: dict) -> None:
+    def start() -> tuple[Net, Plan, FaultSchedule]:
+        net, plan = make(**how)
+        schedule = FaultSchedule(plan, Fault(kind, 2.0, 0.5, history=3), ["a", "c"], 12, rate=200.0, duration=3, seed=4)
+        assert sum(schedule.at(step).any() for step in range(1, 13)) > 4
+        return net, plan, schedule
+
+    def steps(net: Net, plan: Plan, schedule: FaultSchedule, first: int, last: int) -> list[Tensor]:
+        found = []
+        for step in range(first, last + 1):
+            schedule.begin_step(step)
+            found += gradients(net, step % 5).values()
+            plan.end_step()
+        return found
+
+    net, plan, schedule = start()
+    whole = steps(net, plan, schedule, 1, 6)
+    states = plan.state_dict(), {key: value.clone() for key, value in schedule.state_dict().items()}
+    whole = steps(net, plan, schedule, 7, 12)
+    net, plan, schedule = start()
+    plan.load_state_dict(states[0])
+    schedule.load_state_dict(states[1])
+    assert all(torch.equal(a, b) for a, b in zip(steps(net, plan, schedule, 7, 12), whole, strict=True))
+
+
+def test_what_is_random_depends_on_seed_step_and_unit() -> None:
+    def error(seed: int, step: int, unit: str) -> Tensor:
+        net, plan = make()
+        schedule = FaultSchedule(plan, Fault("noise", 2.0), ["a", "b"], 9, windows=[(1, 9)], seed=seed)
+        schedule.begin_step(step)
+        _y = net(inputs())  # holds the graph
+        return decompress(*getattr(net, unit).kept(), FORMATS["int4"], 16, torch.float32)
+
+    first = error(0, 1, "a")
+    assert torch.equal(error(0, 1, "a"), first)
+    assert not any(torch.equal(error(*other), first) for other in ((1, 1, "a"), (0, 2, "a"), (0, 1, "b")))
+
+
+def test_the_truth_of_given_windows() -> None:
+    _, plan = make()
+    schedule = FaultSchedule(plan, Fault("noise", 2.0), ["a", "c"], 10, windows=[[8, 3], (2, 1)])
+    assert schedule.windows == [
+        Window("a", 2, 2, "noise", 2.0),
+        Window("c", 2, 2, "noise", 2.0),
+        Window("a", 8, 10, "noise", 2.0),
+        Window("c", 8, 10, "noise", 2.0),
+    ]
+    truth = [schedule.at(step).tolist() for step in range(1, 11)]
+    assert truth == [[step in (2, 8, 9, 10), False, step in (2, 8, 9, 10)] for step in range(1, 11)]
+
+
+def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() -> None:
+    _, plan = make()
+    steps, rate, duration = 20_000, 5.0, 50
+
+    def windows(seed: int, targets: tuple[str, ...] = ("*",)) -> list[Window]:
+        return FaultSchedule(plan, Fault("nan"), targets, steps, rate=rate, duration=duration, seed=seed).windows
+
+    drawn = windows(0)
+    assert len(drawn) == pytest.approx(3 * steps * rate / 1000, rel=0.1)
+    for unit in "abc":
+        spans = [(w.start, w.end) for w in drawn if w.unit == unit]
+        assert all(end < start for (_, end), (start, _) in pairwise(spans))
+        assert all(end - start + 1 == duration for start, end in spans if end < steps) and spans[-1][1] <= steps
+    assert windows(0) == drawn and windows(1) != drawn
+    assert windows(0, ("b",)) == [w for w in drawn if w.unit == "b"], "a unit's windows are its own"
+    schedule = FaultSchedule(plan, Fault("nan"), ["*"], 200, rate=1000.0)
+    assert len(schedule.windows) == 600 and all(schedule.at(step).all() for step in range(1, 201))
+    with pytest.warns(UserWarning, match="no window falls into the 3 steps"):
+        assert not np.any(FaultSchedule(plan, Fault("nan"), ["a"], 3, rate=1e-9).at(1))
+
+
+def test_what_is_refused() -> None:
+    _, plan = make()
+    _, kept = make("bf16", None)
+    with pytest.warns(UserWarning, match="coarser"):
+        _, recipe_kept = make("bf16", "fp8_hybrid")
+
+    def schedule(plan: Plan = plan, targets: tuple[str, ...] = ("a",), **when) -> None:
+        FaultSchedule(plan, Fault("noise"), targets, 10, **when)
+
+    with pytest.raises(ValueError, match=r"targets \['z_proj'\]: no unit has such a name; the units are a, b, c$"):
+        schedule(targets=("a", "z_proj"), windows=[(1, 1)])
+    for each in (kept, recipe_kept):
+        with pytest.raises(ValueError, match="low path is bf16: there is no quantizer to break"):
+            schedule(plan=each, windows=[(1, 1)])
+    for window in ((0, 1), (1, 0), (10, 2), (11, 1)):
+        with pytest.raises(ValueError, match=rf"window \[{window[0]}, {window[1]}\]: must lie within .* 1 to 10"):
+            schedule(windows=[window])
+    with pytest.raises(ValueError, match=r"window \[3, 2\]: begins before the one from step 1 has ended"):
+        schedule(windows=[(3, 2), (1, 3)])
+    for rate, duration in ((0.0, 1), (-1.0, 1), (101.0, 10), (1.0, 0), (math.nan, 1)):
+        with pytest.raises(ValueError, match=f"rate={rate}, duration={duration}"):
+            schedule(rate=rate, duration=duration)
+    for key, value in (("kind", "bits"), ("magnitude", 0), ("magnitude", math.nan), ("share", 0), ("history", 0)):
+        with pytest.raises(ValueError, match=f"{key}={value!r}"):
+            Fault(**{"kind": "noise", key: value})
+    assert all(operator.fault is None for operator in plan.operators)
+
+
+@pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_presets_hit_some_units_a_few_times(file: Path) -> None:
+    preset = yaml.safe_load(file.read_text())
+    if preset["kind"] == "none":
+        return
+    net = nn.ModuleDict({f"layers_{i}": nn.ModuleList(nn.Linear(1, 1) for _ in range(7)) for i in range(4)})
+    plan = convert(net, PathSpec.of("int4", "int8", targets=["*"]))
+    fault = Fault(preset["kind"], preset["magnitude"], preset["share"], preset["history"])
+    when = {key: preset[key] for key in ("windows", "rate", "duration")}
+    for steps in (300, 1000):
+        schedule = FaultSchedule(plan, fault, preset["targets"], steps, seed=0, **when)
+        assert 1 <= len(schedule.windows) <= 30
+        assert any(window.end < steps for window in schedule.windows)
+
+
+# ---- recipes ----
+
+KINDS = ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"]
+ALL_SCALES = ["tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d", "delayed"]
+ROTATED = [*ALL_SCALES, "nv/hadamard", "row/hadamard"]
+
+
+def spread(*shape: int, seed: int = 0) -> Tensor:
+    """Values over some orders of magnitude, so that groups have scales of their own."""
+    return torch.randn(shape, generator=seeded(seed)) * torch.randn(shape, generator=seeded(seed + 100)).exp()
+
+
+def broken_cast(fault: Fault, x: Tensor, word: str, dim: int, largest: float | None = None) -> tuple[Tensor, CastStats]:
+    cast = Cast.of(word)
+    assert cast is not None
+    values, _, met = fault.quantize(
+        x, cast, dim, None, seeded(), largest=None if largest is None else torch.tensor(largest)
+    )
+    return values, met
+
+
+def by_hand(x: Tensor, word: str, dim: int, hit: list[int], factor: float) -> tuple[Tensor, int]:
+    """The cast written out, with the scales of the rows `hit` times `factor`; and how many elements saturate."""
+    name, kind = word.split("/")
+    result, saturated, whole = x.clone(), 0, x.abs().max().item()
+    for rows, columns in groups(tuple(x.shape), kind, dim):
+        largest = x[rows, columns].abs().max().item()
+        scale = largest / MAX[name]
+        if kind == "mx_floor":
+            scale = 2.0 ** (math.floor(math.log2(largest)) - EXPONENT_OF_MAX[name])
+        if kind == "mx":
+            scale = 2.0 ** math.ceil(math.log2(scale))
+        if kind in ("nv", "nv2d"):
+            scale = scale_of_two_levels(largest, whole, name)
+        own = np.array([scale * factor if row in hit else scale for row in range(*rows.indices(len(x)))], np.float32)
+        scaled = x[rows, columns].numpy() / own[:, None]
+        saturated += int((np.abs(scaled) > MAX[name] * (1 + 1e-6)).sum())
+        result[rows, columns] = torch.from_numpy(nearest(scaled, name).astype(np.float32) * own[:, None])
+    return result, saturated
+
+
+@pytest.mark.parametrize("scale", ROTATED)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fault_that_breaks_nothing_is_the_sound_cast_to_the_last_bit(scale: str, dim: int) -> None:
+    x = spread(150, 140)  # no group's length divides both
+    x[3], x[140:, 130:] = 0, x[140:, 130:] * 1e-30
+    x[70, 9] = math.nan
+    for name in ("e2m1", "e4m3", "int8"):
+        cast = Cast.of(f"{name}/{scale}")
+        sound, met = quantize(x, cast, dim)
+        values, broken_met = broken_cast(Fault("scale_up", 1.0), x, f"{name}/{scale}", dim)
+        torch.testing.assert_close(values, sound, rtol=0, atol=0, equal_nan=True)
+        assert broken_met.nonfinite == met.nonfinite and broken_met.saturated == (met.saturated or 0)
+        torch.testing.assert_close(broken_met.largest.amax(), met.largest.amax(), equal_nan=True)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("scale_up", 8.0), ("scale_down", 1 / 8)])
+@pytest.mark.parametrize("scale", ["tensor", "row", "tile", "block", "mx", "mx_floor", "nv"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_broken_scales_are_those_of_the_share_of_the_rows(kind: str, factor: float, scale: str, dim: int) -> None:
+    x = spread(150, 140)
+    sound = quantize(x, Cast.of(f"e2m1/{scale}"), dim)[0]
+    values, met = broken_cast(Fault(kind, 8.0, 0.2), x, f"e2m1/{scale}", dim)
+    hit = (values != sound).any(dim=1).nonzero().flatten().tolist()
+    assert len(hit) == 30
+    expected, saturated = by_hand(x, f"e2m1/{scale}", dim, hit, factor)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
+    assert met.saturated == saturated and met.nonfinite == 0
+    assert (saturated > 5) == (kind == "scale_down" or scale in ("mx_floor", "nv"))
+
+
+@pytest.mark.parametrize("scale", ALL_SCALES)
+def test_a_stale_scale_is_the_casts_own_of_another_magnitude(scale: str) -> None:
+    x = spread(40, 64)
+    values, _ = broken_cast(Fault("stale_scale", 2.0), x, f"e4m3/{scale}", 0, largest=3.0)
+    # 2^-8 < 3 / 448 < 2^-7, and floor(log2 3) = 1
+    stale = 2.0**-7 if scale in ("mx", "mx_floor") else 3.0 / 448
+    expected = torch.from_numpy(nearest(x.numpy() / np.float32(stale / 2), "e4m3")).float() * np.float32(stale / 2)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
+    assert values.abs().max() == pytest.approx(448 * stale / 2) and x.abs().max() > 3
+
+
+@pytest.mark.parametrize("scale", ALL_SCALES)
+def test_noise_of_some_steps_comes_before_a_cast_rounds(scale: str) -> None:
+    x = torch.full((256, 128), 0.3) + 0.7 * (torch.arange(128) % 8 == 0)
+    x[::7] = 1.0  # every group's largest
+    values, met = broken_cast(Fault("noise", 2.0, 0.5), x, f"int8/{scale}", 0)
+    powers = scale in ("mx", "mx_floor")
+    step = (2.0**-6) if powers else 1 / 127
+    error = (values - x) / step
+    assert 1.5 < error.abs().max() <= 2.5 + 1e-3 and (error.abs().amax(dim=1) > 0.6).sum() == 128
+    assert (met.saturated > 0) == (not powers), "1 in a group's own scale is the format's largest value"
+    assert values.max() <= 127 * step + 1e-6
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e2m3", "e3m2"])
+@pytest.mark.parametrize("scale", ALL_SCALES)
+def test_a_bit_flip_is_one_bit_of_one_code_of_a_cast(name: str, scale: str) -> None:
+    fmt = FORMATS[name]
+    codes = torch.randint(2**fmt.bits, (200, 128), generator=seeded()).to(torch.uint8)
+    x = fmt.decode(codes, torch.float32).clamp(-fmt.max, fmt.max) + 0.0  # no negative zeros, which casts do not keep
+    x[:, ::16], x[::16] = fmt.max, fmt.max  # scales are 1
+    values, _ = broken_cast(Fault("bit_flip", share=0.25), x, f"{name}/{scale}", 0)
+    flipped = fmt.encode(values) ^ fmt.encode(x)
+    bits = flipped[flipped != 0].tolist()
+    assert len(bits) == 50 and (flipped != 0).sum(dim=1).max() == 1
+    assert set(bits) == {1 << bit for bit in range(fmt.bits)}
+
+
+@pytest.mark.parametrize("scale", ALL_SCALES)
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_nan_and_inf_in_a_share_of_the_rows_of_a_cast_are_counted(scale: str, kind: str) -> None:
+    x = spread(150, 140)
+    values, met = broken_cast(Fault(kind, share=0.1), x, f"e4m3/{scale}", 0)
+    bad = ~values.isfinite()
+    assert torch.equal(bad.all(dim=1), bad.any(dim=1)) and bad.any(dim=1).sum() == 15
+    assert values[bad.any(dim=1)].isnan().all() == (kind == "nan") and met.nonfinite == 15 * 140
+    sound = quantize(x, Cast.of(f"e4m3/{scale}"), 0)[0]
+    assert torch.equal(values[~bad], sound[~bad])
+
+
+@pytest.mark.parametrize("scale", ALL_SCALES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_do_not_turn_bad_in_a_cast_and_bad_numbers_stay(scale: str, kind: str) -> None:
+    x = torch.ones(3, 64)
+    x[0, 1], x[2, 1] = math.nan, math.inf
+    assert not broken_cast(Fault(kind, 8.0), x, f"e4m3/{scale}", 1, largest=0.0)[0][[0, 2], 1].isfinite().any()
+    if kind not in ("nan", "inf"):
+        assert broken_cast(Fault(kind, 8.0), torch.zeros(3, 64), f"e4m3/{scale}", 1, largest=0.0)[0].isfinite().all()
+
+
+WIDE = ["sim_e2m1", "fp8_hybrid", "fp8_delayed", "deepseek_v3", "mxfp8", "nv_blocks"]
+NV = {"fprop": {"input": "e2m1/nv", "weight": "e2m1/nv2d"}, "wgrad": {"input": "e2m1/nv", "grad_output": "e2m1/nv"}}
+OWN = {"nv_blocks": Recipe.of("nv_blocks", NV)}
+"""Without what is random: the weight gradients of two passes are compared."""
+BY_HAND = {**BY_HAND, "nv_blocks": (("e2m1/nv", "e2m1/nv2d", None), (None,) * 3, ("e2m1/nv", "e2m1/nv", None))}
+
+
+def readers(low: str, recovery: str | None = "bf16", **how) -> tuple[nn.ModuleDict, Plan]:
+    """a and b read one tensor, both without bias."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in "ab"})
+    return net, convert(net, PathSpec.of(OWN.get(low, low), recovery, targets=["a", "b"], **how))
+
+
+def outcome(net: nn.ModuleDict, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Of a its output and its weight's gradient, then those of b."""
+    shared, found = x.clone().requires_grad_() * 1, []
+    for linear in net.values():
+        y = linear(shared)
+        found += [y.detach(), *torch.autograd.grad(y, linear.weight, dy)]
+    return found
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("low", WIDE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recovers", [["fprop", "dgrad", "wgrad"], ["wgrad"]], ids=len)
+def test_only_a_recipes_target_on_its_low_path_in_its_window_is_hit(low: str, kind: str, recovers: list[str]) -> None:
+    net, plan = readers(low, recovers=recovers)
+    x, dy = spread(40, 128), spread(40, 128, seed=1)
+    sound = outcome(net, x, dy)
+    net["a"].switch(True)
+    recovering = outcome(net, x, dy)
+    net["a"].switch(False)
+    # Under a larger scale floating-point formats lose nothing before they underflow.
+    schedule = armed(plan, kind, share=0.5, magnitude=3000.0 if kind == "scale_up" else 8.0)
+    hit = outcome(net, x, dy)
+    rows = (hit[0] != sound[0]).any(dim=1).sum()
+    assert rows == 20 or (kind == "bit_flip" and 10 < rows < 20), "the forward pass, in the share of the rows"
+    assert not torch.equal(hit[1], sound[1]), "the weight gradient"
+    assert same(hit[2:], sound[2:]), "another reader of the same tensor"
+    repeated = outcome(net, x, dy)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(repeated, hit, strict=True))
+    assert hit[0].isfinite().all() == (kind not in ("nan", "inf")) or kind == "bit_flip"
+    net["a"].switch(True)
+    assert same(outcome(net, x, dy), recovering)
+    net["a"].switch(False)
+    schedule.begin_step(3)
+    assert same(outcome(net, x, dy), sound)
+
+
+@pytest.mark.parametrize("low", WIDE)
+def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low: str) -> None:
+    (x_fprop, w_fprop, y_result), _, (dy_wgrad, x_wgrad, w_result) = BY_HAND[low]
+    net, plan = readers(low)
+    x, dy = spread(40, 128), spread(40, 128, seed=1)
+    sound = outcome(net, x, dy)
+    of_b = plan.saturation()["input"][1].tolist()
+    plan.end_step()
+    if plan.shared.amax.history is not None:
+        plan.shared.amax.history.zero_()
+    armed(plan, "scale_down", share=0.5)
+    y, grad, *other = outcome(net, x, dy)
+    assert same(other, sound[2:])
+    hit = (y != sound[0]).any(dim=1).nonzero().flatten().tolist()
+    (forward, over), (backward, over_too) = (by_hand(x, x_fprop, 1, hit, 1 / 8), by_hand(x, x_wgrad, 0, hit, 1 / 8))
+    weight = net["a"].weight.detach()
+    assert torch.equal(y, slow_cast(nn.functional.linear(forward, slow_cast(weight, w_fprop, 1)), y_result, 1))
+    assert torch.equal(grad, slow_cast(slow_cast(dy, dy_wgrad, 0).t() @ backward, w_result, 1))
+    total = over + over_too if low in ("deepseek_v3", "mxfp8", "nv_blocks") else over
+    assert total > 100
+    shared = [0, 0] if low != "fp8_delayed" else of_b
+    counted = plan.saturation()["input"].tolist()
+    assert counted[0] == [total, 0]
+    if low == "nv_blocks":  # of itself some; a shared them before, now they are b's
+        assert counted[1][0] == by_hand(x, x_fprop, 1, [], 1)[1] + by_hand(x, x_wgrad, 0, [], 1)[1] > 0
+    else:
+        assert counted[1] == shared == [0, 0]
+    if plan.shared.amax.history is not None:
+        assert plan.shared.amax.history[0, 0, 0] == x.abs().max(), "what was there, not what became of it"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_hit_as_their_simulation(kind: str, low: str, share: float) -> None:
+    found, x = [], X.clone()
+    x[::3, 5] = x.max()
+    for backend in ("scaled_mm", "simulated"):
+        net = nn.ModuleDict({"a": nn.Linear(32, 48, bias=False)})
+        net["a"].weight.data.copy_(W)
+        plan = convert(net, PathSpec.of(low, "bf16", targets=["a"], backend=backend))
+        sound = outcome(net, x, DY)
+        armed(plan, kind, share=share, magnitude=4096.0 if kind == "scale_up" else 4.0)
+        found.append([*outcome(net, x, DY), plan.saturation()["input"]])
+        assert plan.low.backend == backend and not torch.equal(found[-1][0], sound[0])
+    (y, grad, counts), (simulated_y, simulated_grad, simulated_counts) = found
+    assert torch.equal(counts, simulated_counts) and (counts[0, 0] > 0) == (
+        kind in ("scale_down", "stale_scale", "noise")
+    )
+    if kind in ("nan", "inf"):
+        assert torch.equal(y.isfinite(), simulated_y.isfinite()) and not grad.isfinite().any()
+    else:
+        torch.testing.assert_close(y, simulated_y, rtol=1e-6, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(grad, simulated_grad, rtol=1e-6, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["simulated", "scaled_mm"])
+def test_a_broken_cast_is_kept_besides_the_sound_one(backend: str) -> None:
+    net, plan = readers("fp8_hybrid", backend=backend)
+    armed(plan)
+    one = 40 * 128 + 4 if backend == "scaled_mm" else 40 * 128 * 4
+    for probed in (False, True):
+        if probed:
+            plan.probe(["gap_low", "mse"])
+        shared = spread(40, 128).requires_grad_() * 1
+        total = net["a"](shared).sum() + net["b"](shared).sum()
+        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * one
+        total.backward()
+
+
+@pytest.mark.parametrize("low", WIDE)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: int) -> None:
+    x, dy, read = spread(40, 128), spread(40, 128, seed=1), []
+    for recovering in (False, True):
+        net, plan = readers(low)
+        sound = outcome(net, x, dy)
+        armed(plan, "scale_down", share=0.5)
+        if not recovering:
+            rows = (outcome(net, x, dy)[0] != sound[0]).any(dim=1).nonzero().flatten().tolist()
+        probe = plan.probe(["gap_low", "gap_recovery", "gap_exact", "underflow", "mse"], tokens)
+        net["a"].switch(recovering)
+        outcome(net, x, dy)
+        read.append({key: value.tolist() for key, value in probe.read().items()})
+    for key, value in read[0].items():
+        assert read[1][key] == pytest.approx(value, rel=1e-5), key
+    expected = (x - by_hand(x, BY_HAND[low][0][0], 1, rows, 1 / 8)[0])[::tokens].square().mean().item()
+    assert read[0]["mse"][0] == pytest.approx(expected, rel=1e-5) and expected > 10 * read[0]["mse"][1]
+    assert read[0]["gap_low"][0] > 3 * read[0]["gap_low"][1] and read[0]["gap_exact"][0] > read[0]["gap_exact"][1]

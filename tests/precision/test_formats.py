@@ -1,0 +1,144 @@
+"""Every code point of every format against an independent table, and rounding against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torchao_casts
+from torch import Tensor
+
+from gnmr.precision.formats import FORMATS, Format, get_format
+
+# OCP Microscaling Formats v1.0, tables of FP4 and FP6 (non-negative half, in the order of their codes).
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+E2M3 = [
+    *[0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875],
+    *[2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 3.75, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5],
+]
+E3M2 = [
+    *[0, 0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 1.75],
+    *[2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28],
+]
+FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
+
+
+def ieee(code: int, exponent_bits: int, mantissa_bits: int, nan_codes: set[int], inf_code: int | None) -> float:
+    """Value of an FP8 code by the rules of the OCP FP8 specification."""
+    sign = -1.0 if code >> 7 else 1.0
+    magnitude = code & 0x7F
+    if magnitude in nan_codes:
+        return math.nan
+    if magnitude == inf_code:
+        return sign * math.inf
+    exponent, mantissa = magnitude >> mantissa_bits, magnitude % 2**mantissa_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    return sign * math.ldexp(2**mantissa_bits + mantissa, exponent - bias - mantissa_bits)
+
+
+TABLES: dict[str, list[float]] = {
+    "int2": [-2, -1, 0, 1],
+    "int3": [-4, -3, -2, -1, 0, 1, 2, 3],
+    "int4": [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7],
+    "int8": list(range(-128, 128)),
+    "e2m1": E2M1 + [-v for v in E2M1],
+    "e2m3": E2M3 + [-v for v in E2M3],
+    "e3m2": E3M2 + [-v for v in E3M2],
+    "e4m3": [ieee(c, 4, 3, {0x7F}, None) for c in range(256)],
+    "e5m2": [ieee(c, 5, 2, {0x7D, 0x7E, 0x7F}, 0x7C) for c in range(256)],
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_every_code_point(name: str) -> None:
+    torch.testing.assert_close(
+        FORMATS[name].values(), torch.tensor(TABLES[name], dtype=torch.float32), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_bf16_holds_every_value_exactly(name: str) -> None:
+    codes = torch.arange(2 ** FORMATS[name].bits).to(torch.uint8)
+    exact = FORMATS[name].decode(codes, torch.bfloat16).float()
+    torch.testing.assert_close(exact, FORMATS[name].values(), rtol=0, atol=0, equal_nan=True)
+
+
+def brute_force(x: Tensor, fmt: Format) -> Tensor:
+    """Nearest value of the table, of two equally near ones that with the even code (without the sign bit)."""
+    table = {v: code for code, v in enumerate(TABLES[fmt.name]) if math.isfinite(v) and abs(v) <= fmt.max}
+    nearest = []
+    for value in x.double().tolist():
+        best = min(abs(value - v) for v in table)
+        ties = [v for v in table if abs(value - v) == best]
+        nearest.append(next((v for v in ties if table[v] % 2 == 0), ties[0]))
+    return torch.tensor(nearest, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_rounding_to_nearest_with_ties_to_even(name: str) -> None:
+    fmt = FORMATS[name]
+    values = torch.tensor(
+        sorted({v for v in TABLES[name] if math.isfinite(v) and abs(v) <= fmt.max}), dtype=torch.float32
+    )
+    middles = (values[:-1] + values[1:]) / 2  # exact in float32
+    generator = torch.Generator().manual_seed(0)
+    anywhere = (torch.rand(300, generator=generator) * 2 - 1) * fmt.max
+    small = (torch.rand(100, generator=generator) * 2 - 1) * min(values[values > 0].min() * 6, fmt.max)
+    x = torch.cat([values, middles, torch.nextafter(middles, values[1:]), torch.nextafter(middles, values[:-1])])
+    x = torch.cat([x, anywhere, small])
+    got = fmt.decode(fmt.encode(x.clone()), torch.float32)
+    torch.testing.assert_close(got, brute_force(x, fmt), rtol=0, atol=0)
+    assert torch.equal(fmt.round(x.clone()), got), "without the codes too"
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_a_nan_stays_one_when_rounded(name: str) -> None:
+    assert FORMATS[name].round(torch.tensor([math.nan, 1.0])).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [("e2m1", "f32_to_f4_unpacked"), ("e2m3", "f32_to_f6_e2m3_unpacked"), ("e3m2", "f32_to_f6_e3m2_unpacked")],
+)
+def test_codes_are_those_of_torchao(name: str, oracle: str) -> None:
+    kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
+    if not hasattr(kernels, oracle):
+        pytest.skip(f"this torchao has no {oracle}")
+    fmt = FORMATS[name]
+    x = torch.linspace(-fmt.max, fmt.max, 20011)
+    assert torch.equal(fmt.encode(x.clone()), getattr(kernels, oracle)(x))
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "e4m3", "e5m2"])
+def test_rounding_is_that_of_torchao_under_a_scale_of_one(name: str) -> None:
+    fmt = FORMATS[name]
+    x = torch.cat([torch.linspace(-fmt.max, fmt.max, 20011), torch.arange(-fmt.max, fmt.max) + 0.5])
+    values, scale = torchao_casts.quantized(x[None], name, (1, len(x)))
+    assert torch.equal(scale, torch.ones_like(scale))
+    assert torch.equal(fmt.decode(fmt.encode(x.clone()), torch.float32), values[0])
+    assert torch.equal(fmt.round(x.clone()), values[0])
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_stochastic_rounding_takes_a_neighbour_and_is_exact_on_average(name: str) -> None:
+    fmt = FORMATS[name]
+    generator = torch.Generator().manual_seed(1)
+    for value in (0.3 * fmt.max, -0.77 * fmt.max, fmt.max, 0.0):
+        x = torch.full((40000,), value)
+        noise = torch.rand(x.shape, generator=generator)
+        got = fmt.decode(fmt.encode(x.clone(), noise), torch.float32)
+        table = torch.tensor(
+            sorted(v for v in TABLES[name] if math.isfinite(v) and abs(v) <= fmt.max), dtype=torch.float32
+        )
+        below, above = table[table <= x[0]].max(), table[table >= x[0]].min()
+        assert set(got.unique().tolist()) <= {below.item(), above.item()}
+        spread = (above - below).item()
+        assert abs(got.double().mean().item() - x[0].item()) <= 5 * (spread / 2) / math.sqrt(len(x)) + 1e-6
+
+
+def test_unknown_formats_are_named() -> None:
+    with pytest.raises(ValueError, match=r"int9.*int4"):
+        get_format("int9")

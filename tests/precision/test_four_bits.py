@@ -1,0 +1,345 @@
+"""MXFP4 and NVFP4 code point for code point, at the edges of their scales, and against torchao."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from slow_casts import slow_cast
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.precision import RECIPES, PathSpec, Plan, convert
+from gnmr.precision.cast import SIGNS, quantize, rotated
+from gnmr.precision.recipes import Cast, Recipe
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The magnitudes (OCP MX 1.0, table 5); a code is the index and the sign."""
+# (a number, what it is rounded to): values, the midpoints (to the even code), and numbers on either side of them.
+ROUNDED = [(value, value) for value in E2M1]
+for i, (low, high) in enumerate(pairwise(E2M1)):
+    middle = (low + high) / 2
+    ROUNDED += [(middle, low if i % 2 == 0 else high), (middle * (1 - 2**-10), low), (middle * (1 + 2**-10), high)]
+ROUNDED += [(-number, -value) for number, value in ROUNDED]
+
+
+def cast(x: Tensor, word: str, dim: int = 1) -> Tensor:
+    return quantize(x, Cast.of(word), dim)[0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_code_point_and_tie_of_mxfp4_under_every_scale(dim: int) -> None:
+    """2^-126 to 2^125, which is what the magnitudes of float32 can ask for (E8M0's 2^-127: `casting`)."""
+    exponents = torch.arange(-126, 126)
+    numbers, values = torch.tensor(ROUNDED).t()
+    groups = torch.zeros(len(exponents), -(-len(numbers) // 31), 32)  # the last of each 32 decides on the scale
+    groups[:, :, 31] = 6
+    expected = groups.clone()
+    for place, (number, value) in enumerate(zip(numbers, values, strict=True)):
+        groups[:, place // 31, place % 31], expected[:, place // 31, place % 31] = number, value
+    scale = torch.tensor([2.0**e for e in exponents.tolist()]).view(-1, 1)
+    x, expected = groups.flatten(1) * scale, expected.flatten(1) * scale
+    got = cast(x, "e2m1/mx", 1) if dim == 1 else cast(x.t().contiguous(), "e2m1/mx", 0).t()
+    normal = expected.abs() >= torch.finfo(torch.float32).tiny  # CPUs may flush what lies below
+    assert torch.equal(got[normal], expected[normal]) and (got[~normal] - expected[~normal]).abs().max() < 2.0**-126
+
+
+def test_the_edges_of_mx_scales() -> None:
+    """A group of zeros, numbers below the smallest scale, subnormal ones, and the largest there are."""
+    largest = torch.finfo(torch.float32).max
+    x = torch.zeros(5, 32)
+    x[1, 0], x[1, 1] = 2.0**-126, 2.0**-128  # the scale is 2^-126 and not 2^-128: half of it is a tie
+    x[2] = 1e-44
+    x[3, 0], x[3, 1] = largest, 2.0**125
+    x[4, 0], x[4, 1] = -0.0, 1.0
+    got = cast(x, "e2m1/mx")
+    assert got[0].count_nonzero() == 0 and got[1, 0] == 2.0**-126 and got[1, 1] == 0 and got[2].count_nonzero() == 0
+    assert got[3, 0] == 6 * 2.0**125 and got[3, 1] == 2.0**125, "the largest magnitude saturates: 6, not 8"
+    assert got[4].tolist() == [0.0, 1.0, *([0.0] * 30)]
+    for bad in (math.nan, math.inf, -math.inf):
+        x[4, 7] = bad
+        assert cast(x, "e2m1/mx")[4].isnan().all() and cast(x, "e2m1/mx")[:4].isfinite().all()
+
+
+def test_groups_of_four_bits_that_the_edge_cuts() -> None:
+    """Tokens need not be a multiple of 32: the last group is smaller."""
+    x = torch.randn(77, 45, generator=torch.Generator().manual_seed(0))
+    for dim in (0, 1):
+        assert torch.equal(cast(x, "e2m1/mx", dim), slow_cast(x, "e2m1/mx", dim))
+
+
+# ---- NVFP4 ----
+
+E4M3 = [code / 8 * 2.0**-6 for code in range(8)]
+E4M3 += [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(8, 127)]
+"""The magnitudes from 0 to 448."""
+
+
+@pytest.mark.parametrize("exponent", [-100, -3, 0, 90])
+def test_every_code_point_of_nvfp4_under_every_block_scale(exponent: int) -> None:
+    """With the tensor's scale 2^exponent. Ties only where the block's scale is a power of two, so that its reciprocal
+    is exact."""
+    numbers = {False: [pair for pair in ROUNDED if pair[0] == pair[1] or pair[0] * 4 % 1], True: ROUNDED}
+    blocks, expected = [], []
+    for scale in E4M3[1:]:
+        own = numbers[math.log2(scale) % 1 == 0]
+        for start in range(0, len(own), 15):
+            block = [*own[start : start + 15], (6.0, 6.0)]
+            block += [(0.0, 0.0)] * (16 - len(block))
+            blocks.append([number * scale * 2.0**exponent for number, _ in block])
+            expected.append([value * scale * 2.0**exponent for _, value in block])
+    x, known = torch.tensor(blocks), torch.tensor(expected)
+    assert x.abs().max() == 6 * 448 * 2.0**exponent and torch.equal(cast(x, "e2m1/nv"), known)
+    assert torch.equal(cast(x.t().contiguous(), "e2m1/nv", 0).t(), known)
+    if exponent == 0:
+        square = torch.zeros(len(x) * 16, 16)  # each block with its elements in a column
+        square[:, 3] = x.flatten()
+        assert torch.equal(cast(square, "e2m1/nv2d")[:, 3], known.flatten())
+
+
+def test_the_edges_of_nvfp4_scales() -> None:
+    x = torch.zeros(8, 16)
+    assert cast(x, "e2m1/nv").count_nonzero() == 0, "nothing but zeros"
+    x[0, 0] = 6 * 448
+    x[1, :2] = torch.tensor([6 * 2.0**-9, 2.0**-9])  # the smallest subnormal scale
+    x[2, :2] = torch.tensor([6 * 2.0**-10, 2.0**-10])  # half of it: a tie, to 0
+    x[3, :2] = torch.tensor([6 * 1.5 * 2.0**-9, 2.0**-9])  # a tie, to 2^-8
+    x[4, :2] = torch.tensor([6 * 2.5 * 2.0**-9, 2.0**-9])  # a tie, to 2^-8: saturates at 12 * 2^-9
+    x[5] = -1e-44
+    x[6, :2] = torch.tensor([6 * 1.0625, 1.0])  # a tie, to 1
+    got, stats = quantize(x, Cast.of("e2m1/nv"), 1)
+    assert got[:2].equal(x[:2]) and not got[[2, 5, 7]].any()
+    assert got[3, :2].tolist() == [4 * 2.0**-8, 2.0**-9] and got[4, :2].tolist() == [6 * 2.0**-8, 2.0**-9]
+    assert got[6, :2].tolist() == [6.0, 1.0]
+    assert stats.saturated == 2, "what a scale that was rounded down cannot hold, and not what becomes 0"
+    tiny = torch.full((2, 16), 1e-44)
+    assert not cast(tiny, "e2m1/nv").any(), "no scale below 2^-126"
+    huge = torch.full((2, 16), torch.finfo(torch.float32).max)
+    torch.testing.assert_close(cast(huge, "e2m1/nv"), huge, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("word", ["e2m1/nv", "e2m1/nv2d"])
+def test_the_scale_of_a_tensor_is_that_of_its_finite_blocks(bad: float, word: str) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x[40, 40] = 100.0  # the largest one, in the block that turns bad
+    rest = x.clone()
+    if word == "e2m1/nv":
+        x[40, 41] = bad
+        rest[40, 32:48] = 0
+    else:
+        rest[32:48, 32:48] = 0
+        x[41, 41] = bad
+    got = cast(x, word)
+    assert got[40, 32:48].isnan().all() and got.isnan().sum() == (16 if word == "e2m1/nv" else 256)
+    assert torch.equal(got.nan_to_num(0.0), cast(rest, word))
+
+
+def scales_of_torchao(x: Tensor) -> Tensor:
+    """`x` in NVFP4 and back by torchao, whose block scales are at least 2^-6, the smallest normal E4M3 number."""
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    of_tensor = nvfp4.per_tensor_amax_to_scale(x.abs().amax())
+    return nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=of_tensor).dequantize(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvfp4_is_that_of_torchao(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3, 16:32] = 0
+    x[:, 5] = (x[:, 5] * 8).round() / 8
+    x[7, 7] = 6 * 448 * 2.0**-8  # the tensor's scale is a power of two, so that no order of rounding matters
+    assert torch.equal(cast(x, "e2m1/nv"), scales_of_torchao(x))
+    assert torch.equal(cast(x.t().contiguous(), "e2m1/nv", 0).t(), scales_of_torchao(x))
+    x[7, 7] = 11.0
+    ours, theirs = cast(x, "e2m1/nv").float(), scales_of_torchao(x).float()
+    step = theirs.abs().clamp(min=x.abs().max().item() / 448 / 6)
+    assert ((ours - theirs).abs() <= step / 2).all() and (ours != theirs).float().mean() < 5e-3, "float32's last digits"
+
+
+# ---- rotation and stochastic rounding ----
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("tokens", [64, 61, 5])
+def test_products_of_rotated_operands_are_what_they_were(tokens: int) -> None:
+    a, b = (torch.randn(tokens, width, generator=seeded(width), dtype=torch.float32) for width in (48, 32))
+    turned = rotated(a, 0), rotated(b, 0)
+    assert len(turned[0]) == len(turned[1]) == math.ceil(tokens / 16) * 16
+    torch.testing.assert_close(turned[0].t() @ turned[1], a.t() @ b)
+    torch.testing.assert_close(rotated(turned[0], 0, back=True)[:tokens], a)
+    torch.testing.assert_close(rotated(a.t().contiguous(), 1), turned[0].t())
+    assert not torch.equal(turned[0][:tokens], a) and set(SIGNS) == {1, -1}
+
+
+def test_the_rotation_spreads_an_outlier_and_a_bad_number_spoils_its_group_alone() -> None:
+    x = torch.zeros(40, 3)
+    x[20, 1] = 8
+    turned = rotated(x, 0)
+    assert (turned[16:32, 1].abs() == 2).all() and turned.count_nonzero() == 16
+    x[20, 1], x[39, 2] = math.nan, math.inf
+    got, stats = quantize(x, Cast.of("e2m1/nv/hadamard"), 0)
+    assert got.shape == (48, 3) and got[16:32, 1].isnan().all() and got[32:, 2].isnan().all()
+    assert got.isnan().sum() == 32 and stats.nonfinite == 2, "of the tensor as it came"
+
+
+@pytest.mark.parametrize("word", ["e2m1/nv", "e2m1/mx", "int4/row", "e4m3/tensor"])
+def test_stochastic_rounding_is_exact_in_the_mean_and_gives_neighbours(word: str) -> None:
+    generator = seeded()
+    x = torch.randn(8, 32, generator=generator)
+    if word == "e2m1/mx":
+        x[:, 0] = x.abs().amax(dim=1).log2().ceil().exp2()  # so that nothing saturates
+    nearest, drawing = Cast.of(word), Cast.of(f"{word}/stochastic")
+    if word == "e2m1/nv":  # the same: block scales that are exact
+        x[:, [0, 16]] = 6 * 2.0 ** torch.arange(-3.0, 5.0).view(-1, 1) * torch.tensor([1.0, 2.0])
+        x[0, 0] = 6 * 448
+    draws = torch.stack([quantize(x, drawing, 1, None, generator)[0] for _ in range(400)])
+    spread = draws.amax(0) - draws.amin(0)
+    allowed = torch.where(spread > 0, 5 * spread / 2 / 400**0.5, 0.01 * x.abs().amax())
+    assert ((draws.mean(0) - x).abs() <= allowed).all() and (spread > 0).float().mean() > 0.5
+    between = (draws.amin(0) <= x) & (x <= draws.amax(0))
+    assert ((spread == 0) | between).all() and all(len(each.unique()) <= 2 for each in draws.flatten(1).t())
+    assert torch.equal(quantize(x, drawing, 1)[0], quantize(x, nearest, 1)[0]), "without a generator"
+    exact = quantize(x, nearest, 1)[0]
+    assert torch.equal(quantize(exact, drawing, 1, None, generator)[0], exact), "what is a value already stays"
+
+
+def net_and_plan(low: str | Recipe = "nvfp4", width: int = 32, **how: Any) -> tuple[nn.Sequential, Plan]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, 48), nn.Linear(48, width))
+    return net, convert(net, PathSpec.of(low, how.pop("recovery", "bf16"), targets=["*"], **how))
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x.clone().requires_grad_()).square().mean().backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+X = torch.randn(3, 7, 32, generator=seeded(1))  # 21 tokens
+
+
+def test_a_plan_draws_from_a_generator_of_its_own_which_its_state_holds() -> None:
+    net, plan = net_and_plan()
+    torch.manual_seed(5)
+    before, first = torch.get_rng_state(), gradients(net, X)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not same(first, gradients(net, X)), "each micro-batch draws anew"
+    plan.end_step()
+    state = copy.deepcopy(plan.state_dict())
+    second = gradients(net, X)
+    assert not same(first, second), "each step draws anew"
+    other_net, other = net_and_plan()
+    assert same(gradients(other_net, X), first), "by the seed"
+    other.load_state_dict(state)
+    assert same(gradients(other_net, X), second), "and goes on from the state"
+    plain, without = net_and_plan("nvfp4_no_sr")
+    assert "rounding" not in without.state_dict() and same(gradients(plain, X), gradients(plain, X))
+    with pytest.raises(ValueError, match="the paths' state belongs to low=nvfp4, simulated"):
+        without.load_state_dict(state)
+
+
+def test_looking_on_draws_nothing() -> None:
+    """Passes without side effects, evaluation, dry runs of the probe, and steps on the recovery path."""
+    net, plan = net_and_plan()
+    assert plan.shared.rounding is not None
+
+    def drawn() -> object:
+        return plan.shared.rounding.mark()
+
+    start = drawn()
+    with torch.no_grad():
+        net(X)
+    with plan.no_side_effects():
+        once = gradients(net, X)
+    assert drawn() == start and same(gradients(net, X), once)
+    start = drawn()
+    probe = plan.probe(["gap_low", "gap_recovery", "gap_exact", "mse"])
+    for operator in plan.operators:
+        operator.switch(True)
+    gradients(net, X)
+    assert drawn() == start and (probe.read()["gap_exact"] > 0).all()
+    context = plan.operators[0].gemm_context(RECIPES["nvfp4"], dry_run=True)
+    nearest = context.cast("grad_output", X[0], RECIPES["nvfp4"].dgrad.grad_output, 1)
+    assert torch.equal(nearest, cast(X[0], "e2m1/nv")) and drawn() == start
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_draws_once(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net, x, use_reentrant=reentrant)
+
+    (plain, _), (net, _) = net_and_plan(), net_and_plan()
+    found = [(gradients(plain, X), gradients(Checkpointed(net), X)) for _ in range(2)]
+    assert all(same(*pair) for pair in found) and not same(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("low", ["nvfp4_no_sr", "mxfp4", "fp8_hybrid", "llm_int8"])
+def test_operands_give_the_gemms_anywhere(low: str) -> None:
+    """From outside of a pass, with nothing recorded: the product of both is what the pass computes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32, bias=False))
+    plan = convert(net, PathSpec.of(low, None, targets=["0"], backend="simulated"))
+    x, dy = torch.randn(21, 64, generator=seeded(1)), torch.randn(21, 32, generator=seeded(2))
+    weight = net[0].weight.detach()
+    context = plan.operators[0].gemm_context(RECIPES[low], dry_run=True)
+    of = {"fprop": (x, weight), "dgrad": (dy, weight), "wgrad": (dy, x)}
+    outside = [context.product(*context.operands(gemm, *both), torch.float32) for gemm, both in of.items()]
+    leaf = x.clone().requires_grad_()
+    y = net(leaf)
+    y.backward(dy)
+    for ours, theirs in zip([y.detach(), leaf.grad, net[0].weight.grad], outside, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("low", ["nvfp4", "nvfp4_no_rht"])
+def test_bytes_that_are_kept_of_tokens_that_blocks_do_not_divide(low: str) -> None:
+    net, plan = net_and_plan(low, width=64)
+    loss = net(torch.randn(21, 64)).sum()
+    tokens = 32 if low == "nvfp4" else 21  # filled up for the rotation
+    assert plan.saved_bytes() == plan.predicted_bytes() == tokens * (64 + 48) * 4
+    loss.backward()
+
+
+def test_the_probe_sees_the_tokens_and_not_their_rotation() -> None:
+    """The error of each token, by hand; strides give the rows 0, k, 2 k, ... of the same."""
+    net, plan = net_and_plan("nvfp4_no_sr")
+    found: list[Tensor] = []
+    plan.operators[0].register_full_backward_pre_hook(lambda _, grads: found.append(grads[0].flatten(0, 1)))
+    for tokens in (1, 4):
+        probe = plan.probe(["gap_low"], tokens)
+        gradients(net, X)
+        x, dy = X.flatten(0, 1), found[-1]
+        kept = [rotated(cast(each, "e2m1/nv/hadamard", 0), 0, back=True)[:21] for each in (x, dy)]
+        each = (x - kept[0]).square().sum(1) * dy.square().sum(1) + (dy - kept[1]).square().sum(1) * x.square().sum(1)
+        measured = each[::tokens]
+        expected = measured.sum().item() * len(each) / len(measured)
+        assert probe.read()["gap_low"][0].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_rotates_or_draws_stays_between_graphs() -> None:
+    for low, why in (("nvfp4", "nvfp4 draws random numbers"), ("nvfp4_no_sr", "nvfp4_no_sr rotates its operands")):
+        net, plan = net_and_plan(low, recovery=None, unit="operator")
+        assert plan.compile([net], backend="eager") == why
+
+
+def test_widths_that_blocks_of_16_do_not_divide_are_named() -> None:
+    with pytest.raises(ValueError, match="0 has 40 inputs: the recipe nvfp4 needs a multiple of 16"):
+        convert(nn.Sequential(nn.Linear(40, 32)), PathSpec.of("nvfp4", None, targets=["0"]))
+    with pytest.raises(ValueError, match="0 has 48 inputs: the recipe mxfp4 needs a multiple of 32"):
+        convert(nn.Sequential(nn.Linear(48, 32)), PathSpec.of("mxfp4", None, targets=["0"]))

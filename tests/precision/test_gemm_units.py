@@ -1,0 +1,368 @@
+"""unit=gemm: one GEMM of an operator changes its path by itself."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnmr import attach
+from gnmr.errors import UserError
+from gnmr.lab import config
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.names import GEMMS, RECIPES
+from gnmr.precision import PathSpec, Recipe, convert
+from gnmr.precision.units import module_of
+
+SETS = [frozenset(some) for some in chain.from_iterable(combinations(GEMMS, k) for k in range(4))]
+
+
+def model(width: int = 16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+
+def passes(net: nn.Module, width: int = 16) -> list[Tensor]:
+    """Loss and all gradients of a batch, of the input too."""
+    x = torch.randn(32, width, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    net.zero_grad(set_to_none=True)
+    loss = net(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("recovered", SETS, ids=lambda some: "+".join(gemm for gemm in GEMMS if gemm in some) or "none")
+@pytest.mark.parametrize(
+    ("low", "recovery", "backend"),
+    [
+        ("sim_e2m1", "bf16", "auto"),
+        ("sim_int4", "fp8_hybrid", "simulated"),
+        ("fp8_hybrid", "bf16", "scaled_mm"),
+        ("mxfp8", "sim_int4", "simulated"),
+    ],
+)
+def test_any_set_of_gemms_computes_as_a_recipe_that_says_so(
+    low: str, recovery: str, backend: str, recovered: frozenset[str]
+) -> None:
+    """Against a static plan of a recipe written out, to the bit."""
+    width = 32
+    ours, theirs = model(width), model(width)
+    plan = convert(ours, PathSpec(low=low, recovery=recovery, targets=["*"], unit="gemm", backend=backend))
+    for unit in plan.units:
+        unit.switch(unit.gemm in recovered)
+    words = {gemm: RECIPES[recovery if gemm in recovered else low].get(gemm, {}) for gemm in GEMMS}
+    written = Recipe.of("written", words)
+    convert(theirs, PathSpec.of(written, None, targets=["*"], backend=backend if written.casts else "auto"))
+    assert equal(passes(ours, width), passes(theirs, width))
+
+
+def test_units_of_one_operator_switch_by_themselves() -> None:
+    ours, theirs = model(), model()
+    plan = convert(ours, PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"], unit="gemm"))
+    plan.units[0].switch(True)  # 0:fprop
+    plan.units[5].switch(True)  # 2:wgrad
+    first, second = (operator.path for operator in plan.operators)
+    assert [first.name, second.name] == ["bf16 in fprop", "bf16 in wgrad"]
+    written = [
+        Recipe.of(f"w{i}", {g: RECIPES["sim_e2m1"][g] for g in GEMMS if g != own})
+        for i, own in ((0, "fprop"), (1, "wgrad"))
+    ]
+    for linear, recipe in zip((theirs[0], theirs[2]), written, strict=True):
+        convert(nn.Sequential(linear), PathSpec.of(recipe, None, targets=["*"]))
+    assert equal(passes(ours), passes(theirs))
+
+
+def test_a_switch_makes_nothing_new() -> None:
+    plan = convert(model(), PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"], unit="gemm"))
+    found = []
+    for _ in range(2):
+        for recovered in SETS:
+            for unit in plan.units:
+                unit.switch(unit.gemm in recovered)
+            assert all(operator.recovered == recovered for operator in plan.operators)
+            found.append([operator.path for operator in plan.operators])
+    for once, again in zip(found[: len(SETS)], found[len(SETS) :], strict=True):
+        assert all(a is b for a, b in zip(once, again, strict=True)) and once[0] is once[1]
+    assert len({id(paths[0]) for paths in found}) == len(SETS)
+
+
+def test_which_gemms_are_units() -> None:
+    def names(net: nn.Module | None = None, **more: object) -> list[str]:
+        spec = PathSpec(**{"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"], "unit": "gemm"} | more)
+        return [unit.name for unit in convert(model() if net is None else net, spec).units]
+
+    assert names() == [f"{i}:{gemm}" for i in (0, 2) for gemm in GEMMS]
+    assert names(recovers=["fprop"]) == ["0:fprop", "2:fprop"]
+    assert names(recovers=["wgrad", "fprop"]) == ["0:fprop", "0:wgrad", "2:fprop", "2:wgrad"]
+    assert names(low="llm_int8") == ["0:fprop", "2:fprop"]  # the paths are alike in the others
+    assert names(low="llm_int8_dgrad") == ["0:fprop", "0:dgrad", "2:fprop", "2:dgrad"]
+    assert names(recovery=None) == names()  # watched
+    frozen = model()
+    frozen[2].requires_grad_(False)
+    assert names(frozen) == ["0:fprop", "0:dgrad", "0:wgrad", "2:fprop", "2:dgrad"]
+
+
+def test_recovers_alone_is_what_is_routed() -> None:
+    ours, theirs = model(), model()
+    plan = convert(ours, PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"], unit="gemm", recovers=["fprop"]))
+    whole = convert(theirs, PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"], recovers=["fprop"]))
+    for unit in (*plan.units, *whole.units):
+        unit.switch(True)
+    assert equal(passes(ours), passes(theirs))
+
+
+def test_the_module_of_a_unit() -> None:
+    assert module_of("layers.3.mlp.up_proj:wgrad") == "layers.3.mlp.up_proj"
+    assert module_of("layers.3") == "layers.3" and module_of("odd:name") == "odd:name"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"low": "int4", "recovery": "int8"},
+            "unit=gemm: routes the GEMMs of recipes one by one, and low=int4 is a format",
+        ),
+        ({"low": "int4", "recovery": None}, "unit=gemm: routes the GEMMs of recipes"),
+        ({"low": "llm_int8", "recovers": ["wgrad"]}, "unit='gemm': llm_int8 and bf16 are alike in wgrad"),
+        (
+            {"low": "fp8_hybrid", "backend": "te"},
+            "unit=gemm: backend=te runs the three GEMMs of an operator under one recipe",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*recovery changes nothing")
+def test_refused_in_one_line(more: dict[str, object], said: str) -> None:
+    net = model()
+    before = copy.deepcopy(list(net))
+    with pytest.raises(ValueError) as found:
+        convert(net, PathSpec(**{"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"], "unit": "gemm"} | more))
+    assert said in str(found.value) and "\n" not in str(found.value)
+    assert [type(one) for one in net] == [type(one) for one in before]
+    if more.get("low") == "int4":
+        with pytest.raises(UserError, match=r"paths\.unit=gemm: routes the GEMMs"):
+            config.PathsConfig(unit="gemm", **more)
+
+
+@pytest.mark.parametrize("weights", ["online", "beside", "instead"])
+def test_integers(weights: str) -> None:
+    """fprop and dgrad of llm_int8_dgrad, with the codes wherever they are, against the recipes that say so."""
+    for recovered in ([], ["fprop"], ["dgrad"], ["fprop", "dgrad"]):
+        ours, theirs = model(), model()
+        for net in (ours, theirs):
+            net.requires_grad_(False)
+        plan = convert(
+            ours, PathSpec(low="llm_int8_dgrad", recovery="bf16", targets=["*"], unit="gemm", weights=weights)
+        )
+        for unit in plan.units:
+            unit.switch(unit.gemm in recovered)
+        words = {gemm: RECIPES["llm_int8_dgrad"][gemm] for gemm in ("fprop", "dgrad") if gemm not in recovered}
+        other = PathSpec.of("llm_int8_dgrad", Recipe.of("w", words), targets=["*"], weights=weights)
+        if weights == "instead" and "fprop" in recovered:
+            other = PathSpec(low="llm_int8_dgrad", recovery="bf16", targets=["*"], weights=weights)  # W8A16
+        for unit in convert(theirs, other).units:
+            unit.switch(True)
+        assert equal(passes(ours), passes(theirs)), recovered
+
+
+def test_delayed_scales_look_back_on_the_same_steps_whatever_is_recovered() -> None:
+    plans = []
+    for recovered in SETS:
+        net = model()
+        plan = convert(net, PathSpec(low="fp8_delayed", recovery="bf16", targets=["*"], unit="gemm"))
+        for unit in plan.units:
+            unit.switch(unit.gemm in recovered)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
+        net[0](x).sum().backward()
+        plan.end_step()
+        plans.append(plan)
+    histories = [plan.state_dict()["largest"][0] for plan in plans]
+    assert histories[0].any() and all(torch.equal(histories[0], other) for other in histories)
+
+
+# ---- controller ----
+
+
+def one_step(unit: str, *record: str, observe: str = "parameters", **more: object):
+    net = model()
+    controller = attach(
+        net, low="sim_e2m1", recovery="bf16", targets=["*"], unit=unit, observe=observe, record=record, max_o=1,
+        signal="always_low", **more,
+    )  # fmt: skip
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    for half in x.chunk(2):
+        (net(half).square().mean() / 2).backward()
+        controller.micro_step()
+    return controller.step(), controller
+
+
+@pytest.mark.parametrize("observe", ["parameters", "input_grad", "adapter"])
+def test_norms_are_those_of_the_operator_and_made_once(observe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_operator, _ = one_step("operator", observe=observe)
+    counted: list[int] = []
+    real = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda x, *more, **kw: counted.append(len(x)) or real(x, *more, **kw))
+    by_gemm, controller = one_step("gemm", observe=observe)
+    assert by_gemm.norm.tolist() == by_operator.norm.repeat(3).tolist() and by_gemm.observed.all()
+    assert counted == ([] if observe == "input_grad" else [4])
+    if observe == "input_grad":
+        assert sum(len(module._forward_hooks) for module in controller.plan.operators) == 2
+
+
+def test_evidence_goes_to_the_gemm_that_it_is_of() -> None:
+    names = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std", "weight_std", "micro_square")
+    ours, theirs = one_step("gemm", *names)[0].evidence, one_step("operator", *names)[0].evidence
+    alone = {"gap_low": 2, "gap_recovery": 2, "gap_exact": 2, "underflow": 0, "mse": 0}
+    for name in names:
+        expected = np.repeat(theirs[name], 3)
+        if name in alone:
+            expected[[i for i in range(6) if i % 3 != alone[name]]] = 0
+        assert ours[name].tolist() == expected.tolist(), name
+    assert theirs["gap_low"].all() and theirs["mse"].all()
+
+
+def test_the_true_gap_is_each_gemms() -> None:
+    gaps = []
+    for unit in ("operator", "gemm"):
+        net = model()
+        controller = attach(
+            net, low="sim_e2m1", recovery="bf16", targets=["*"], unit=unit, signal="always_low", max_o=1
+        )
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+        gaps.append(controller.true_gap(lambda net=net, x=x: net(x).square().mean().backward()))
+        assert not any(operator.recovered for operator in controller.plan.operators)
+    assert gaps[0].all() and gaps[1].tolist() == gaps[0].repeat_interleave(3).tolist()
+
+
+def test_a_state_holds_the_gemms_in_recovery() -> None:
+    def made():
+        return attach(
+            model(),
+            low="sim_e2m1",
+            recovery="bf16",
+            targets=["*"],
+            unit="gemm",
+            signal="gap",
+            routing="ranked",
+            max_o=2,
+        )
+
+    controller = made()
+    for _ in range(3):
+        controller._model(torch.randn(8, 16)).square().mean().backward()
+        controller.step()
+    other = made()
+    other.load_state_dict(controller.state_dict())
+    assert len(other.active) == 2 and other.active == controller.active
+    assert [o.recovered for o in other.plan.operators] == [o.recovered for o in controller.plan.operators]
+    with pytest.raises(ValueError, match="other units"):
+        attach(model(), low="sim_e2m1", recovery="bf16", targets=["*"], max_o=1).load_state_dict(
+            controller.state_dict()
+        )
+
+
+# ---- faults ----
+
+
+def schedule(unit: str, targets: list[str], **more: object) -> tuple[nn.Module, FaultSchedule]:
+    net = model()
+    plan = convert(net, PathSpec(**{"low": "sim_int4", "recovery": "bf16", "targets": ["*"], "unit": unit} | more))
+    return net, FaultSchedule(plan, Fault("scale_up", 50), targets, 400, rate=5, duration=20, seed=7)
+
+
+def test_windows_are_those_of_the_operators() -> None:
+    by_operator, by_gemm = (schedule(unit, ["*"])[1].windows for unit in ("operator", "gemm"))
+    whole = {(window.unit, window.start, window.end) for window in by_operator}
+    assert {(module_of(w.unit), w.start, w.end) for w in by_gemm} == whole and len(whole) > 2
+    assert {w.unit.rpartition(":")[2] for w in by_gemm} == {"fprop", "wgrad"} and len(by_gemm) == 2 * len(whole)
+    _, only = schedule("gemm", ["0"], recovers=["fprop"])
+    assert {w.unit for w in only.windows} == {"0:fprop"}
+
+
+def test_a_fault_hits_the_gemms_that_are_on_the_low_path() -> None:
+    """By hand: fprop recovered, the fault is in wgrad alone, and the other way round."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+
+    def of(recovered: set[str], armed: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16, bias=False))
+        plan = convert(net, PathSpec(low="sim_int4", recovery="bf16", targets=["*"], unit="gemm"))
+        faults = FaultSchedule(plan, Fault("scale_up", 50), ["*"], 10, windows=[[1, 1]])
+        for unit in plan.units:
+            unit.switch(unit.gemm in recovered)
+        faults.begin_step(1 if armed else 2)
+        y = net(x)
+        y.backward(torch.ones_like(y))
+        return y.detach(), net[0].weight.grad
+
+    for recovered, (in_fprop, in_wgrad) in {
+        (): (True, True),
+        ("fprop",): (False, True),
+        ("wgrad",): (True, False),
+        ("dgrad",): (True, True),
+        ("fprop", "wgrad"): (False, False),
+    }.items():
+        hit, sound = of(set(recovered), True), of(set(recovered), False)
+        assert torch.equal(hit[0], sound[0]) is not in_fprop, recovered
+        assert torch.equal(hit[1], sound[1]) is not in_wgrad, recovered
+    both, alone = of(set(), True), of({"fprop"}, True)
+    assert torch.equal(both[1], alone[1])  # the same rows
+
+
+@pytest.mark.parametrize(
+    ("targets", "more", "said"),
+    [
+        (["0:fprop"], {}, "no operator has such a name; the operators are"),
+        (["*"], {"recovers": ["dgrad"]}, "no GEMM that reads it is routed"),
+    ],
+)
+def test_faults_that_are_refused(targets: list[str], more: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        schedule("gemm", targets, **more)
+
+
+# ---- pins ----
+
+
+def test_pinned_gemms_are_watched_and_the_others_routed() -> None:
+    ours, theirs = model(), model()
+    spec = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"], "unit": "gemm"}
+    plan = convert(ours, PathSpec(**spec, recovers=["fprop", "dgrad"], pins={"0": ["fprop"], "2": ["wgrad"]}))
+    assert [(unit.name, unit.routable) for unit in plan.units] == [
+        ("0:fprop", False),
+        ("0:dgrad", True),
+        ("2:fprop", True),
+        ("2:dgrad", True),
+    ]
+    area = 16 * 32  # of either operator
+    assert plan.spent()[0] == 2 * area / (6 * area)
+    for unit in plan.units:
+        if unit.name in ("0:dgrad", "2:fprop"):
+            unit.switch(True)
+    assert plan.spent()[0] == 4 * area / (6 * area)
+    low = RECIPES["sim_e2m1"]
+    written = [Recipe.of("w0", {"wgrad": low["wgrad"]}), Recipe.of("w2", {"dgrad": low["dgrad"]})]
+    for linear, recipe in zip((theirs[0], theirs[2]), written, strict=True):
+        convert(nn.Sequential(linear), PathSpec.of(recipe, None, targets=["*"]))
+    assert equal(passes(ours), passes(theirs))
+
+
+def test_the_controller_leaves_pinned_gemms_where_they_are() -> None:
+    net = model()
+    controller = attach(
+        net, low="sim_e2m1", recovery="bf16", targets=["*"], unit="gemm", pins={"0": list(GEMMS)}, max_o=6,
+        signal="always_high",
+    )  # fmt: skip
+    net(torch.randn(8, 16)).square().mean().backward()
+    controller.step()
+    assert controller.active == ["2:fprop", "2:dgrad", "2:wgrad"] and controller.plan.spent()[0] == 1

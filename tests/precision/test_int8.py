@@ -1,0 +1,672 @@
+"""INT8 in the forward pass: by hand, against slow integers, real against simulated; where codes of weights are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from slow_casts import slow_cast, slow_integer_linear
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gnmr
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.names import WEIGHTS
+from gnmr.precision import RECIPES, PathSpec, Plan, backends, convert, int8_linear
+from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.kernels import int8
+from gnmr.precision.kernels.int8 import integers, products
+
+BF16 = torch.bfloat16
+FROZEN = ("beside", "instead")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
+    """Rows over some orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(shape[0], *(1,) * (len(shape) - 1), generator=generator).exp()
+    return (torch.randn(shape, generator=generator) * spread).to(dtype)
+
+
+def linear(inputs: int = 40, outputs: int = 24, dtype: torch.dtype = BF16, trainable: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, outputs)).to(dtype).requires_grad_(trainable)
+
+
+def converted(low: str = "llm_int8", recovery: str | None = "bf16", **more: Any) -> tuple[nn.Sequential, Plan]:
+    net = linear()
+    return net, convert(net, PathSpec.of(low, recovery, targets=["0"], **more))
+
+
+def passed(net: nn.Module, x: Tensor, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(output, input gradient)."""
+    leaf = x.clone().requires_grad_()
+    y = net(leaf)
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    assert leaf.grad is not None
+    return y.detach(), leaf.grad
+
+
+# ---- the product ----
+
+
+@pytest.mark.parametrize("backend", ["int_mm", "simulated"])
+@pytest.mark.parametrize("low", ["llm_int8", "llm_int8_dgrad"])
+def test_two_tokens_three_inputs_two_outputs_by_hand(backend: str, low: str) -> None:
+    x = torch.tensor([[63.5, -32.0, 0.75], [15.875, 0.0, 0.3125]])  # scales 0.5, 0.125: 127 -64 1.5 and 127 0 2.5
+    w = torch.tensor([[31.75, 0.25, -8.0], [-127.0, 63.0, 10.5]])  # scales 0.25, 1: 127 1 -32 and -127 63 10.5
+    net = linear(3, 2, torch.float32)
+    net[0].weight.data.copy_(w)
+    net[0].bias.data.copy_(torch.tensor([1.0, -1.0]))
+    plan = convert(net, PathSpec.of(low, None, targets=["0"], backend=backend))
+    assert plan.low.backend == backend
+    dy = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    y, dx = passed(net, x, dy)
+    # Ties go to the even integer: 1.5 to 2, 2.5 to 2, 10.5 to 10.
+    sums = torch.tensor([[127 * 127 - 64 - 64, -127 * 127 - 64 * 63 + 20], [127 * 127 - 64, -127 * 127 + 20]])
+    scales = torch.tensor([[0.125, 0.5], [0.03125, 0.125]])
+    assert torch.equal(y, sums * scales + torch.tensor([1.0, -1.0]))
+    if low == "llm_int8_dgrad":
+        w[1, 2] = 10.0
+    assert torch.equal(dx, dy @ w)
+
+
+@pytest.mark.parametrize("width", [1, 8, 40, 1024, 1025, 2500])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33])
+def test_real_and_simulated_sums_are_the_same_integers(tokens: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    a, b = (torch.randint(-127, 128, (n, width), dtype=torch.int8, generator=generator) for n in (tokens, 9))
+    a[0], b[0], b[1] = 127, 127, -127  # the largest sums that there are
+    expected = a.long() @ b.long().t()
+    for real in (True, False):
+        sums = products(a, b, real)
+        assert sums.dtype == torch.int32 and torch.equal(sums, expected.int()), real
+    assert expected.max() == 127**2 * width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("backend", ["int_mm", "simulated"])
+def test_a_linear_is_the_slow_one_of_integers(dtype: torch.dtype, backend: str) -> None:
+    net = linear(1100, 6, dtype)
+    x = normal(2, 5, 1100, seed=1, dtype=dtype)
+    x[0, 3] = 0
+    expected = slow_integer_linear(x.view(10, 1100), net[0].weight, net[0].bias).view(2, 5, 6)
+    convert(net, PathSpec.of("llm_int8", None, targets=["0"], backend=backend))
+    y = net(x)
+    assert y.dtype == dtype and torch.equal(y, expected)
+    plain = F.linear(x, net[0].weight, net[0].bias).float()
+    assert (y.float() - plain).norm() < 0.02 * plain.norm()
+
+
+def test_it_is_torchaos_dynamic_int8_but_for_rounding() -> None:
+    """Its scales are max / 127.5; both lie equally far from the exact product."""
+    quantization = pytest.importorskip("torchao.quantization")
+    net, x = linear(256, 64, torch.float32), normal(32, 256, seed=1, dtype=torch.float32)
+    exact, theirs = net(x), copy.deepcopy(net)
+    with warnings.catch_warnings(action="ignore"):
+        quantization.quantize_(theirs, quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False))
+        outside = theirs(x)
+    convert(net, PathSpec.of("llm_int8", None, targets=["0"]))
+    ours = net(x)
+
+    def sqnr(found: Tensor, true: Tensor) -> float:
+        return float(20 * torch.log10(true.norm() / (found - true).norm()))
+
+    assert sqnr(ours, exact) > 38 and abs(sqnr(ours, exact) - sqnr(outside, exact)) < 0.7 and sqnr(ours, outside) > 36
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_number_spoils_its_token_or_channel_and_no_other(bad: float) -> None:
+    net, plan = converted()
+    x = normal(5, 40, seed=1)
+    x[2, 7] = bad
+    y, _ = passed(net, x)
+    assert y.isnan().any(dim=1).tolist() == [False, False, True, False, False] and y[2].isnan().all()
+    assert plan.saturation()["input"].tolist() == [[0, 1]]
+    net[0].weight.data[3, 1] = bad
+    assert net(normal(5, 40)).isnan().any(dim=0).nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("backend", ["int_mm", "simulated"])
+def test_autocast_rounds_no_sums(backend: str) -> None:
+    net = linear(1100, 6, torch.float32)
+    x = normal(10, 1100, dtype=torch.float32)
+    convert(net, PathSpec.of("llm_int8", None, targets=["0"], backend=backend))
+    with torch.autocast("cpu", dtype=BF16):
+        y = net(x)
+    assert torch.equal(y, slow_integer_linear(x.to(BF16), net[0].weight.to(BF16), net[0].bias.to(BF16)))
+
+
+# ---- backward, and what is kept ----
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("low", ["llm_int8", "llm_int8_dgrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_dgrad_by_hand_with_a_frozen_weight(low: str, weights: str, dtype: torch.dtype) -> None:
+    net = linear(dtype=dtype)
+    weight = net[0].weight.detach().clone()
+    plan = convert(net, PathSpec.of(low, "bf16", targets=["0"], weights=weights))
+    x, dy = normal(7, 40, seed=1, dtype=dtype), normal(7, 24, seed=2, dtype=dtype)
+    y, dx = passed(net, x, dy)
+    codes = slow_cast(weight, "int8/row", 0)
+    assert torch.equal(y, slow_integer_linear(x, weight, net[0].bias))
+    assert torch.equal(dx, dy @ (weight if low == "llm_int8" and weights != "instead" else codes))
+    plan.operators[0].switch(True)
+    recovered = codes if weights == "instead" else weight  # W8A16, or BF16
+    y, dx = passed(net, x, dy)
+    assert torch.equal(y, F.linear(x, recovered, net[0].bias)) and torch.equal(dx, dy @ recovered)
+
+
+def test_a_trainable_weight_has_wgrad_in_16_bits_and_keeps_one_input_for_all_readers() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).to(BF16)
+    plan = convert(net, PathSpec.of("llm_int8", "bf16", targets=["a", "b"]))
+    x, dy = normal(2, 9, 40, seed=1).requires_grad_() * 1, normal(2, 9, 24, seed=2)
+    y, z = net["a"](x), net["b"](x)
+    assert plan.saved_bytes() == plan.predicted_bytes() == 18 * 40 * 2 and plan.extra_bytes() == 0
+    ((y * dy).sum() + z.sum()).backward()
+    assert torch.equal(net["a"].weight.grad, dy.view(18, 24).t() @ x.detach().view(18, 40))
+    assert torch.equal(net["a"].bias.grad, dy.view(18, 24).sum(dim=0)) and plan.saved_bytes() == 0
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("low", ["llm_int8", "llm_int8_dgrad"])
+@pytest.mark.parametrize("recovering", [False, True])
+def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: str, weights: str, recovering: bool):
+    net, plan = converted(low, weights=weights, outlier_threshold=1.0)
+    plan.operators[0].switch(recovering)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = net(normal(18, 40, seed=1).requires_grad_())
+    assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 0
+    weight = net[0]._parameters["weight"]
+    held = {weight.data_ptr()}  # read as the module's attribute, codes would be made again
+    if weights != "online":
+        held |= {tensor.data_ptr() for tensor in net[0].kept_codes(weight)[:2]}
+    assert saved and {tensor.data_ptr() for tensor in saved} <= held
+
+
+def test_readers_of_one_tensor_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast: list[tuple[int, ...]] = []
+    for module in (int8, int8_linear):
+        monkeypatch.setattr(module, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
+    net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).requires_grad_(False)
+    plan = convert(net, PathSpec.of("llm_int8_dgrad", "llm_int8", targets=["a", "b"], weights="beside"))
+    plan.operators[1].switch(True)
+    assert sorted(cast) == [(8, 40), (24, 40)]
+    x = torch.randn(5, 40)
+    net["a"](x), net["b"](x)
+    assert cast[2:] == [(5, 40)]
+    net["a"](x), net["b"](x)  # another pass, for which the tensor may have been written anew
+    assert cast[3:] == [(5, 40)]
+
+
+def test_checkpointing_and_no_tokens() -> None:
+    for weights in WEIGHTS:
+        net, plan = converted(weights=weights)
+        leaf = normal(6, 40, seed=1).requires_grad_()
+        checkpoint(net, leaf, use_reentrant=False).sum().backward()
+        assert torch.equal(leaf.grad, passed(net, leaf.detach())[1])
+        for _ in range(2):
+            assert passed(net, leaf.detach()[:0])[0].shape == (0, 24)
+            plan.operators[0].switch(True)
+
+
+# ---- where the codes are ----
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_bytes_and_what_the_plan_prints(weights: str) -> None:
+    _, plan = converted(weights=weights)
+    own, codes = 24 * 40 * 2, 24 * (40 + 4)
+    expected = {"online": (own, 0), "beside": (own, codes), "instead": (0, codes)}[weights]
+    assert plan.weight_bytes() == expected
+    operator = plan.operators[0]
+    held = [] if weights == "online" else operator.kept_codes(operator.weight)[:2]
+    assert sum(tensor.nbytes for tensor in held) == expected[1]
+    text = str(plan)
+    assert f"weights {weights}: {expected[0]:,} bytes in their own dtype, {expected[1]:,} of INT8 codes" in text
+    assert "llm_int8, int_mm" in text and ("W8A16" in text) == (weights == "instead") and weights in repr(operator)
+
+
+@pytest.mark.parametrize("outliers", [None, 2.0])
+def test_online_beside_and_instead_are_one_product(outliers: float | None) -> None:
+    x = normal(9, 40, seed=1)
+    results = []
+    for weights in WEIGHTS:
+        net, _ = converted("llm_int8_dgrad", weights=weights, outlier_threshold=outliers)
+        results.append(passed(net, x))
+        with torch.autocast("cpu", dtype=BF16):
+            net.float()
+            results.append(tuple(t.to(BF16) for t in passed(net, x)))
+    for y, dx in results[1:] if outliers is None else results[1:4]:  # else `instead` has other columns
+        assert torch.equal(y, results[0][0]) and torch.equal(dx, results[0][1])
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_evaluation_and_restore_are_plain(weights: str) -> None:
+    plain, x = linear(), normal(9, 40, seed=1)
+    if weights == "instead":
+        plain[0].weight.data.copy_(slow_cast(plain[0].weight, "int8/row", 0))
+    net, plan = converted(weights=weights)
+    expected, (_, dx) = plain(x), passed(plain, x)
+    assert not torch.equal(net(x), expected)
+    with plan.high_precision():
+        assert torch.equal(net(x), expected) and torch.equal(passed(net, x)[1], dx)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert net(x).dtype == torch.float16
+    for _ in range(2):
+        plan.restore()
+        assert type(net[0]) is nn.Linear and vars(net[0]).keys() == vars(plain[0]).keys()
+        assert net.state_dict().keys() == plain.state_dict().keys()
+        assert all(
+            torch.equal(a, b) for a, b in zip(net.state_dict().values(), plain.state_dict().values(), strict=True)
+        )
+        assert not net[0].weight.requires_grad
+
+
+def test_the_state_dict_of_codes_beside_the_weight_is_the_plain_one_and_stale_codes_are_made_again() -> None:
+    net, _ = converted(weights="beside")
+    other = linear()
+    with torch.no_grad():
+        other[0].weight.mul_(-3).add_(0.01)
+    x = normal(9, 40, seed=1)
+    expected = slow_integer_linear(x, other[0].weight, other[0].bias)
+    assert net.state_dict().keys() == other.state_dict().keys()
+    before = net(x)
+    net.load_state_dict(other.state_dict())
+    assert torch.equal(net(x), expected) and not torch.equal(before, expected)
+    with torch.no_grad():
+        net[0].weight.copy_(linear()[0].weight)
+    assert torch.equal(net(x), before)
+    net.load_state_dict(other.state_dict(), assign=True)
+    net.requires_grad_(False)
+    assert torch.equal(net(x), expected)
+    made = net[0]._beside
+    net(x)
+    assert net[0]._beside is made, "once"
+    net[0].weight.data.mul_(2)
+    doubled = slow_integer_linear(x, net[0].weight, net[0].bias)
+    assert torch.equal(net(x), doubled) and not torch.equal(doubled, expected), "no version number shows it"
+    net[0].weight.data.div_(2)
+    copied = pickle.loads(pickle.dumps(net))
+    assert torch.equal(copied(x), expected) and torch.equal(copy.deepcopy(net)(x), expected)
+    wide = net.float()(x.float())
+    assert torch.equal(wide, slow_integer_linear(x.float(), other[0].weight.float(), other[0].bias.float()))
+    net.requires_grad_(True)
+    with pytest.raises(ValueError, match="weights='beside': 0 is trainable by now; convert with weights='online'"):
+        net(x.float())
+
+
+def test_the_state_dict_of_codes_instead_of_the_weight() -> None:
+    net, _ = converted(weights="instead")
+    x = normal(9, 40, seed=1)
+    expected, state = net(x), net.state_dict()
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    assert found == {
+        "0.weight": (torch.int8, (24, 40)),
+        "0.weight_scale": (torch.float32, (24, 1)),
+        "0.bias": (BF16, (24,)),
+    }
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    with pytest.raises(RuntimeError, match="weight_scale"):
+        linear().load_state_dict(state)
+    other, _ = converted(weights="instead")
+    other[0].weight.zero_()
+    assert not torch.equal(other(x), expected)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), expected)
+    # A 16-bit checkpoint is quantized.
+    other[0].weight.zero_()
+    other.load_state_dict(linear().state_dict())
+    assert torch.equal(other(x), expected) and other[0].weight.dtype == torch.int8
+    # And .to(dtype) is for what was in 16 bits.
+    assert other.to(torch.float16)[0].weight_scale.dtype == torch.float32
+    assert torch.equal(other.to(BF16)(x), expected) and torch.equal(pickle.loads(pickle.dumps(other))(x), expected)
+
+
+def test_a_weight_that_another_module_shares_stays_its_own() -> None:
+    model = nn.ModuleDict({name: nn.Linear(40, 24, bias=False) for name in "ab"}).requires_grad_(False)
+    model["b"].weight = model["a"].weight
+    before = model["a"].weight.clone()
+    convert(model, PathSpec.of("llm_int8", None, targets=["b"], weights="instead"))
+    assert torch.equal(model["a"].weight, before) and model["b"].weight.dtype == torch.int8
+
+
+# ---- outlier columns ----
+
+
+def heavy(rows: int = 9) -> Tensor:
+    x = normal(rows, 40, seed=1).clamp_(-3, 3)
+    x[2, 5], x[4, 31], x[0, 0] = 60.0, -6.0, 5.96875  # below 6 by one step of bfloat16
+    return x
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_columns_from_the_threshold_on_are_multiplied_in_16_bits(weights: str) -> None:
+    net, plan = converted(weights=weights, outlier_threshold=6.0)
+    x = heavy()
+    y, dx = passed(net, x)
+    _, _, columns, outliers = integers(x, 6.0)[0]
+    assert columns.tolist() == [5, 31] and torch.equal(outliers, x[:, [5, 31]])
+    rest = x.clone()
+    rest[:, columns] = 0
+    weight = linear()[0].weight
+    part = slow_cast(weight, "int8/row", 0) if weights == "instead" else weight
+    expected = slow_integer_linear(rest.float(), weight) + (outliers @ part[:, columns].t()).float()
+    assert torch.equal(y, (expected + net[0].bias.float()).to(BF16))
+    assert torch.equal(dx, torch.ones_like(y) @ part)
+    assert "llm_int8, int_mm, columns from 6 in 16 bits" in str(plan)
+
+
+def test_what_they_are_good_for() -> None:
+    x, errors = heavy().float(), []
+    exact = linear(dtype=torch.float32)(x)
+    for threshold in (None, 6.0):
+        net = linear(dtype=torch.float32)
+        convert(net, PathSpec.of("llm_int8", None, targets=["0"], outlier_threshold=threshold))
+        errors.append((net(x) - exact)[2].norm())
+    assert errors[1] < errors[0] / 10  # of the token with a 60 among numbers up to 3
+
+
+def test_no_column_is_off_and_all_columns_are_a_plain_linear_within_rounding() -> None:
+    x = heavy()
+    off = passed(converted()[0], x)
+    for threshold in (1e30, 100.0):
+        y, dx = passed(converted(outlier_threshold=threshold)[0], x)
+        assert torch.equal(y, off[0]) and torch.equal(dx, off[1])
+    y, dx = passed(converted(outlier_threshold=1e-6)[0], x)
+    plain = passed(linear(), x)
+    assert torch.equal(dx, plain[1])
+    assert ((y - plain[0]).abs() <= 2**-7 * plain[0].abs() + 2**-8).all()
+
+
+def test_an_infinite_outlier_does_not_come_back_finite() -> None:
+    x = heavy()
+    x[1, 3] = math.inf
+    y = converted(outlier_threshold=6.0)[0](x)
+    assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
+
+
+# ---- what runs it ----
+
+
+def test_widths_that_gpus_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_device_missing", lambda _device: None)
+    recipe, on_gpu = RECIPES["llm_int8"], SimpleNamespace(device=torch.device("cuda"))
+    for inputs, outputs, said in ((40, 12, "0 has 12 outputs"), (20, 16, "0 has 20 inputs")):
+        linears: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=inputs, out_features=outputs)}
+        with pytest.raises(
+            ValueError, match=f"backend='int_mm': {said}, and torch._int_mm needs a multiple of 8 on GPUs"
+        ):
+            backends.with_backend(recipe, "int_mm", linears, on_gpu.device)
+        assert backends.with_backend(recipe, "auto", linears, on_gpu.device) is recipe
+    fits: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=40, out_features=16)}
+    assert backends.with_backend(recipe, "auto", fits, on_gpu.device).backend == "int_mm"
+
+
+def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = int8._device_missing.__wrapped__
+    assert tried(torch.device("cpu")) is None
+    assert "runs on CPUs and NVIDIA GPUs, the model is on meta" in tried(torch.device("meta"))
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.float() @ b.float()).clamp(max=1_000_000).int())
+    assert tried(torch.device("cpu")) == "torch._int_mm does not add up exactly on this machine"
+
+    def missing(_a: Tensor, _b: Tensor) -> Tensor:
+        raise RuntimeError("not implemented\nsecond line")
+
+    monkeypatch.setattr(torch, "_int_mm", missing)
+    assert tried(torch.device("cpu")) == "torch._int_mm does not run on this cpu (not implemented)"
+    monkeypatch.setattr(int8, "_device_missing", tried)
+    with pytest.raises(ValueError, match=r"^backend='int_mm': .*not implemented\); use backend='simulated'$"):
+        converted(backend="int_mm")
+    assert "llm_int8, simulated" in str(converted()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"weights": "elsewhere"}, "weights=elsewhere: must be one of online, beside, instead"),
+        ({"outlier_threshold": 0.0}, "outlier_threshold=0.0: must be a positive number or null"),
+        ({"outlier_threshold": math.nan}, "outlier_threshold=nan: must be a positive number"),
+        ({"backend": "scaled_mm"}, "backend='scaled_mm': the recipe llm_int8 has int8/row/codes in fprop, and"),
+        ({"low": "fp8_hybrid", "backend": "int_mm"}, "the recipe fp8_hybrid multiplies no integers, as llm_int8 does"),
+        (
+            {"recovery": "fp8_hybrid", "weights": "instead"},
+            "weights='instead': the recipe fp8_hybrid casts a weight of which only INT8 codes are left; use bf16",
+        ),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], line: str) -> None:
+    net = linear()
+    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match=line) as raised:
+        convert(net, PathSpec.of(**{"low": "llm_int8", "recovery": "bf16", "targets": ["0"], **arguments}))
+    assert "\n" not in str(raised.value) and type(net[0]) is nn.Linear and net[0].weight.dtype == BF16
+
+
+@pytest.mark.parametrize("weights", FROZEN)
+def test_trainable_weights_have_no_codes_to_keep(weights: str) -> None:
+    net = linear(trainable=True)
+    with pytest.raises(ValueError, match=f"weights='{weights}': 0 is trainable, .* freeze it .* use weights='online'$"):
+        convert(net, PathSpec.of("llm_int8", "bf16", targets=["0"], weights=weights))
+    assert type(net[0]) is nn.Linear
+
+
+def test_sums_that_an_int32_does_not_hold_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(133_145, 1, device="meta"))
+    with pytest.raises(ValueError, match="0 has 133145 inputs: int32 sums of INT8 products hold 133,144"):
+        convert(net, PathSpec.of("llm_int8", None, targets=["0"]))
+    assert 133_144 * 127**2 < 2**31 <= 133_145 * 127**2
+
+
+def test_settings_without_effect_are_a_warning() -> None:
+    for arguments, said in (({"weights": "beside"}, "weights='beside'"), ({"outlier_threshold": 6.0}, "threshold=6.0")):
+        for low in ("int4", "sim_int8", "bf16"):
+            with pytest.warns(UserWarning, match=f"{said}: has no effect without a recipe of integers"):
+                assert not isinstance(
+                    convert(linear(), PathSpec.of(low, None, targets=["0"], **arguments)).operators[0], Int8Linear
+                )
+    with warnings.catch_warnings(action="error"):
+        converted("llm_int8_dgrad", weights="instead", recovers=["fprop"])
+    with pytest.warns(
+        UserWarning, match=r"recovers=\['dgrad'\]: llm_int8 has these as bf16 has them: recovery changes"
+    ):
+        convert(linear(), PathSpec.of("bf16", "llm_int8", targets=["0"], recovers=["dgrad"]))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("recovers", [["fprop"], ["dgrad"], ["fprop", "dgrad"]], ids=str)
+def test_some_gemms_recovered(weights: str, recovers: list[str]) -> None:
+    net, plan = converted("llm_int8_dgrad", weights=weights, recovers=recovers)
+    plan.operators[0].switch(True)
+    weight, x, dy = linear()[0].weight, normal(9, 40, seed=1), normal(9, 24, seed=2)
+    codes = slow_cast(weight, "int8/row", 0)
+    own = codes if weights == "instead" else weight
+    y, dx = passed(net, x, dy)
+    expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
+    assert torch.equal(y, expected)
+    assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
+
+
+def test_an_integer_product_with_other_gemms_simulated() -> None:
+    """Of the low path sim_int4 fprop is recovered."""
+    net = linear(trainable=True)
+    plan = convert(net, PathSpec.of("sim_int4", "llm_int8", targets=["0"], recovers=["fprop"]))
+    plan.operators[0].switch(True)
+    x, dy = normal(9, 40, seed=1), normal(9, 24, seed=2)
+    y, dx = passed(net, x, dy)
+    assert torch.equal(y, slow_integer_linear(x, net[0].weight, net[0].bias))
+    cast = slow_cast(dy, "int4/row", 1)
+    assert torch.equal(dx, slow_cast(cast @ slow_cast(net[0].weight, "int4/row", 0), "int4/row", 1))
+    assert torch.equal(net[0].weight.grad, slow_cast(cast.t() @ slow_cast(x, "int4/row", 0), "int4/row", 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 16, 17, 31, 33])
+def test_on_a_gpu_both_backends_give_the_same_bits(tokens: int) -> None:
+    made = []
+    for backend in ("int_mm", "simulated"):
+        net = linear(2048, 64).cuda()
+        convert(net, PathSpec.of("llm_int8", None, targets=["0"], backend=backend))
+        made.append(net(normal(tokens, 2048, seed=1).cuda()).cpu())
+    assert torch.equal(*made) and torch.equal(
+        made[0], slow_integer_linear(normal(tokens, 2048, seed=1), *_own(2048, 64))
+    )
+
+
+def _own(inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    return linear(inputs, outputs)[0].weight, linear(inputs, outputs)[0].bias
+
+
+# ---- LoRA ----
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).to(BF16).requires_grad_(False)
+    )
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=kinds), autocast_adapter_dtype=False)
+    return adapted.to(BF16)  # adapters of codes are made in float32
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_under_lora(before: bool, weights: str) -> None:
+    model, options = llama(), {"unit": "block", "weights": weights}
+    if before:
+        plan = convert(model, PathSpec.of("llm_int8", "bf16", **options))
+        model = with_adapters(model)
+    else:
+        model = with_adapters(model)
+        plan = convert(model, PathSpec.of("llm_int8", "bf16", targets=["*_proj.base_layer"], **options))
+    assert [group.name for group in plan.units] == ["model.layers.0", "model.layers.1"]
+    assert plan.operators[0].operator_name == "model.layers.0.self_attn.q_proj" and len(plan.operators) == 14
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert len(adapters) == 28 and all("lora" in name and p.dtype == BF16 for name, p in adapters.items())
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(2))
+    ran: set[str] = set()
+
+    def note(module: Int8Linear, *_: Any) -> None:
+        ran.add(f"{module.operator_name[:14]} {module.path.name}")
+
+    hooks = [operator.register_forward_hook(note) for operator in plan.operators]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(3):
+        plan.units[1].switch(step == 2)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        assert plan.saved_bytes() == plan.predicted_bytes() == 0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.end_step()
+        losses.append(loss.item())
+    assert ran == {"model.layers.0 llm_int8", "model.layers.1 llm_int8", "model.layers.1 bf16"}
+    assert losses[2] < losses[0]
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[name], p) for name, p in frozen.items())
+    assert not any(torch.equal(now[name], p) for name, p in adapters.items())
+    for hook in hooks:
+        hook.remove()
+    # Evaluation is that of a model that was never converted, and its adapters load into this one.
+    plain = with_adapters(llama())
+    trained = {name: p for name, p in model.state_dict().items() if "lora" in name}
+    plain.load_state_dict(trained, strict=False)
+    if weights == "instead":
+        for name, module in plain.named_modules():
+            if name.endswith("base_layer"):
+                module.weight.copy_(slow_cast(module.weight, "int8/row", 0))
+    with torch.no_grad(), plan.high_precision():
+        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    plan.restore()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_attach_takes_the_settings(weights: str) -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8).requires_grad_(False), "head": nn.Linear(8, 8)})
+    with pytest.warns(UserWarning, match="1 of 1 units have no trainable parameter"):
+        controller = gnmr.attach(
+            model, low="llm_int8", recovery="bf16", max_o=1, weights=weights, outlier_threshold=6.0
+        )
+    operator = model["q_proj"]
+    assert isinstance(operator, Int8Linear) and operator.weights == weights
+    assert operator.low.fprop.input.outliers == 6.0
+    controller.detach()
+    assert type(operator) is nn.Linear
+
+
+# ---- faults and the probe ----
+
+
+@pytest.mark.parametrize("threshold", [None, 3.0])
+@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "noise", "bit_flip", "stale_scale", "nan", "inf"])
+def test_a_fault_breaks_the_input_s_codes(kind: str, threshold: float | None) -> None:
+    """Columns in 16 bits have no codes to break."""
+    x = normal(10, 40, dtype=torch.float32)
+    net = linear(dtype=torch.float32)
+    plan = convert(net, PathSpec.of("llm_int8", None, targets=["0"], outlier_threshold=threshold))
+    sound = net(x.requires_grad_()).detach()
+    schedule = FaultSchedule(plan, Fault(kind, 3.0, share=0.5), ["0"], steps=2, windows=[(2, 1)], seed=1)
+    schedule.begin_step(1)
+    assert torch.equal(net(x), sound)
+    schedule.begin_step(2)
+    found = net(x).detach()
+    hit = (found != sound).any(dim=1) | ~found.isfinite().all(dim=1)
+    assert hit.sum() == 5 or (kind in ("noise", "bit_flip", "stale_scale") and 0 < hit.sum() <= 5)
+    injector = net[0].fault
+    cast = plan.low.fprop.input
+    columns = (x.abs().amax(dim=0) >= (threshold or math.inf)).nonzero()[:, 0]
+    inner = x.detach().index_fill(1, columns, 0)
+    values, *_ = injector.for_step(x, remember=False).quantize(inner, cast, 1, None)
+    weight = integers(net[0].weight.detach())[0].values(torch.float32)
+    expected = values @ weight.t() + net[0].bias.detach()
+    expected += x.detach()[:, columns] @ net[0].weight.detach()[:, columns].t()
+    finite = expected.isfinite().all(dim=1)
+    torch.testing.assert_close(found[finite], expected[finite], rtol=1e-4, atol=1e-4)
+    assert not found[~finite].isfinite().any() and (finite.all() != (kind in ("nan", "inf")))
+
+
+def test_the_probe_sees_the_error_of_the_codes() -> None:
+    x = normal(12, 40, dtype=torch.float32)
+    net = linear(dtype=torch.float32, trainable=True)
+    plan = convert(net, PathSpec.of("llm_int8", "bf16", targets=["0"], outlier_threshold=3.0))
+    probe = plan.probe(["mse", "underflow", "gap_low"])
+    net(x).sum().backward()
+    columns = (x.abs().amax(dim=0) >= 3.0).nonzero()[:, 0]
+    assert 0 < len(columns) < 40
+    values = slow_cast(x.index_fill(1, columns, 0), "int8/row", 1)
+    values[:, columns] = x[:, columns]
+    told = {name: float(value) for name, value in probe.read().items()}
+    assert told["mse"] == pytest.approx(float((values - x).square().mean()), rel=1e-5)
+    assert told["underflow"] == pytest.approx(float(((values == 0) & (x != 0)).float().mean()))
+    assert told["gap_low"] == 0, "wgrad reads the input in 16 bits"
+
+
+def test_frozen_weights_have_nothing_to_measure() -> None:
+    _, plan = converted()
+    with pytest.raises(ValueError, match="mse: measured where a weight gradient is made, and all weights are frozen"):
+        plan.probe(["mse"])

@@ -1,0 +1,519 @@
+"""The compressed linear against arithmetic written out by hand; what it keeps, measured and predicted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.precision import FORMATS, PathLinear, PathSpec, Plan, convert
+from gnmr.precision.scaling import compress, decompress
+
+FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
+ROWS, WIDTH = 2 * 24, 32
+
+
+class Block(nn.Module):
+    """Attention and MLP in miniature: q, k, v read one tensor, gate and up another."""
+
+    def __init__(self, width: int = WIDTH, bias: bool = False) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"):
+            setattr(self, name, nn.Linear(width, width, bias=bias))
+        self.down_proj = nn.Linear(width, width, bias=bias)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.o_proj(F.scaled_dot_product_attention(self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        h = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+def model(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(bias=bias), Block(bias=bias)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).float().square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def single(name: str, bias: bool, dtype: torch.dtype, site: str = "saved") -> tuple[nn.Linear, PathLinear]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 16, bias=bias)).to(dtype)
+    low = copy.deepcopy(plain)
+    convert(low, PathSpec.of(name, None, targets=["0"], site=site))
+    return plain[0], low[0]
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_dgrad_are_exact_and_wgrad_uses_the_compressed_input(name, bias, dtype) -> None:
+    plain, low = single(name, bias, dtype)
+    x = inputs(dtype)
+    grad_output = torch.randn(2, 24, 16).to(dtype)
+    results = []
+    for linear in (plain, low):
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        output.backward(grad_output)
+        results.append((output.detach(), leaf.grad, linear.weight.grad, linear.bias.grad if bias else None))
+    (y, dx, dw, db), (y_low, dx_low, dw_low, db_low) = results
+    assert torch.equal(y, y_low) and torch.equal(dx, dx_low)
+    assert not bias or torch.equal(db, db_low)
+
+    flat, fmt = x.reshape(-1, WIDTH), FORMATS[name]
+    x_hat = decompress(*compress(flat, fmt), fmt, WIDTH, dtype)
+    torch.testing.assert_close(dw_low, grad_output.reshape(-1, 16).t() @ x_hat)
+    assert not torch.equal(dw, dw_low)
+
+
+@pytest.mark.parametrize("name", ["int4", "e4m3"])
+def test_site_forward_reads_the_quantized_input_in_the_forward_pass_too(name: str) -> None:
+    plain, low = single(name, True, torch.float32, site="forward")
+    x = inputs()
+    fmt = FORMATS[name]
+    x_hat = decompress(*compress(x.reshape(-1, WIDTH), fmt), fmt, WIDTH, x.dtype).view_as(x)
+    expected = F.linear(x_hat, plain.weight, plain.bias)
+    assert torch.equal(low(x), expected)
+    with torch.no_grad():
+        assert torch.equal(low(x), expected), "without gradients too"
+        low.shared.high_precision = True
+        assert torch.equal(low(x), plain(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
+    plain = model(bias, dtype)
+    kept = copy.deepcopy(plain)
+    convert(kept, PathSpec.of("bf16", None))
+    for ours, theirs in zip(gradients(kept, inputs(dtype)), gradients(plain, inputs(dtype)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_off_is_off_under_autocast() -> None:
+    plain = model(True)
+    kept, low = copy.deepcopy(plain), copy.deepcopy(plain)
+    convert(kept, PathSpec.of("bf16", None))
+    convert(low, PathSpec.of("int8", None))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(plain, inputs())
+        for ours, theirs in zip(gradients(kept, inputs()), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        for ours, theirs in zip(gradients(low, inputs()), expected, strict=True):
+            assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    plain = model(True, torch.float64)
+    kept = copy.deepcopy(plain)
+    convert(kept, PathSpec.of("bf16", None))
+    x = inputs(torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(x)
+        assert expected.dtype == torch.float64
+        assert torch.equal(kept(x), expected)
+
+
+def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
+    output = net(inputs(dtype))
+    kept = plan.saved_bytes()
+    assert kept == plan.predicted_bytes()
+    output.float().sum().backward()
+    assert plan.saved_bytes() == 0, "nothing is held after backward"
+    return kept
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_bytes_are_those_of_the_memory_model(name: str, dtype: torch.dtype) -> None:
+    net = model(dtype=dtype)
+    plan = convert(net, PathSpec.of(name, None))
+    scale = 2 if dtype == torch.bfloat16 else 4
+    per_row = WIDTH * dtype.itemsize if name == "bf16" else WIDTH * FORMATS[name].bits // 8 + scale
+    copies = 4 * 2  # a block's q/k/v, o, gate/up and down inputs; two blocks
+    assert kept_bytes(net, plan, dtype) == copies * ROWS * per_row
+
+
+def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
+    """Independent of the plan's own bookkeeping: every tensor that autograd packs, counted by storage."""
+
+    def graph_bytes(net: nn.Module, plan: Plan) -> tuple[int, int]:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = net(inputs(torch.bfloat16))
+        whole = sum(storages.values())
+        output.float().sum().backward()
+        output = net(inputs(torch.bfloat16))
+        return whole, plan.saved_bytes()
+
+    nets = [model(dtype=torch.bfloat16) for _ in range(2)]
+    (high, high_plan), (low, low_plan) = (
+        graph_bytes(net, convert(net, PathSpec.of(name, None)))
+        for net, name in zip(nets, ("bf16", "int4"), strict=True)
+    )
+    assert high - low == high_plan - low_plan > 0
+
+
+def test_readers_of_one_tensor_share_a_copy_only_on_the_same_path() -> None:
+    net = model(dtype=torch.bfloat16)
+    plan = convert(net, PathSpec.of("int4", "int8"))
+    low = kept_bytes(net, plan, torch.bfloat16)
+    low_copy, high_copy = ROWS * (WIDTH // 2 + 2), ROWS * (WIDTH + 2)
+    assert low == 8 * low_copy
+    net[0].q_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 8 * low_copy + high_copy, "k and v still need the 4-bit copy"
+    net[0].k_proj.switch(True)
+    net[0].v_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 7 * low_copy + high_copy
+    net[1].down_proj.switch(True)
+    assert kept_bytes(net, plan, torch.bfloat16) == 6 * low_copy + 2 * high_copy
+
+
+def test_extra_bytes_follow_the_papers_equations() -> None:
+    net = model(dtype=torch.bfloat16)
+    plan = convert(net, PathSpec.of("int4", "int8"))
+    before = kept_bytes(net, plan, torch.bfloat16)
+    net[0].o_proj.switch(True)  # its input is its own: nothing is shared, the scale stays
+    extra = kept_bytes(net, plan, torch.bfloat16) - before
+    assert extra == plan.extra_bytes() == (8 - 4) / 8 * ROWS * WIDTH
+    assert plan.extra_bytes_bound(3) == 3 * extra
+    assert plan.extra_bytes() <= plan.extra_bytes_bound(1)
+
+
+def test_one_tensor_changed_in_place_is_compressed_again() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    plan = convert(net, PathSpec.of("int4", None, targets=["a", "b"]))
+    x = torch.randn(4, 8)
+    first = net["a"](x)
+    x.mul_(3)
+    second = net["b"](x)
+    assert plan.saved_bytes() == 2 * 4 * (4 + 4)
+    (first.sum() + second.sum()).backward()
+    fmt = FORMATS["int4"]
+    x_hat = decompress(*compress(x, fmt), fmt, 8, x.dtype)
+    torch.testing.assert_close(net["b"].weight.grad, torch.ones(4, 8).t() @ x_hat)
+
+
+def backend(low: str) -> str:
+    """What says nothing about it: a simulation that is asked for, and for formats none."""
+    return "auto" if low in FORMATS else "simulated"
+
+
+def refilled(how: str) -> tuple[Tensor, Callable[[float], None]]:
+    """(a tensor of ones, what fills it without a new version number)."""
+    array = np.ones((4, 32), dtype=np.float32)
+    x = torch.from_numpy(array) if how == "array" else torch.ones(4, 32)
+    if how == "array of a tensor":
+        array = x.numpy()
+    before = x._version
+
+    def fill(value: float) -> None:
+        if how == "data":
+            x.data.fill_(value)
+        else:
+            array[:] = value
+        assert x._version == before
+
+    return x, fill
+
+
+@pytest.mark.parametrize("how", ["array", "array of a tensor", "data"])
+@pytest.mark.parametrize("low", ["int8", "llm_int8", "fp8_hybrid"])
+def test_a_buffer_that_is_refilled_is_cast_anew_in_each_pass(low: str, how: str) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
+    convert(net, PathSpec.of(low, None, targets=["a", "b"], backend=backend(low)))
+    x, fill = refilled(how)
+    total, of_ones = torch.zeros(8, 32), [net[name](torch.ones(4, 32)) for name in "ab"]
+    for value in (1.0, 3.0):  # two micro-batches of one step
+        fill(value)
+        total += 4 * value
+        outputs = [net[name](x) for name in "ab"]
+        for output, ones in zip(outputs, of_ones, strict=True):
+            torch.testing.assert_close(output, value * ones, rtol=1e-3, atol=1e-3)
+            output.sum().backward()
+        for name in "ab":
+            torch.testing.assert_close(net[name].weight.grad, total, rtol=0.05, atol=0)
+    with torch.no_grad():
+        answers = [(fill(value), net["a"](x).clone())[1] for value in (1.0, 2.0)]
+    torch.testing.assert_close(answers[1], 2 * answers[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("low", ["int4", "bf16", "llm_int8"])
+def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
+    """So its readers share nothing; the memory model knows."""
+    net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
+    plan = convert(net, PathSpec.of(low, None, targets=["a", "b"], backend=backend(low)))
+    x, fill = refilled("array")
+    ones = net["b"](torch.ones(4, 32)).detach()
+    first = net["a"](x)
+    if low != "bf16":  # that keeps the array itself, as nn.Linear does
+        fill(2.0)
+    second = net["b"](x)
+    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    (first.sum() + second.sum()).backward()
+    value = 2.0 if low != "bf16" else 1.0
+    torch.testing.assert_close(second, value * ones, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(net["b"].weight.grad, torch.full((8, 32), 4 * value), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("low", ["int8", "llm_int8"])
+def test_what_was_cast_of_a_tensor_goes_with_it(low: str) -> None:
+    """Nobody calls `end_step` while a model answers."""
+    net = nn.Sequential(nn.Linear(32, 8))
+    plan = convert(
+        net, PathSpec.of(low, None, targets=["0"], site="forward" if low == "int8" else "saved", backend=backend(low))
+    )
+    with torch.no_grad():
+        x = torch.ones(4, 32)
+        net(x)
+        read = plan.shared._last
+        assert read.copies or read.casts
+        del x
+        assert not read.copies and not read.casts
+
+
+@pytest.mark.parametrize("low", ["bf16", "llm_int8", "int4"])
+def test_views_of_one_storage_count_once_where_they_are_kept_as_they_are(low: str) -> None:
+    net = nn.ModuleDict({name: nn.Linear(16, 8) for name in "abc"} | {"part": nn.Linear(8, 8)})
+    plan = convert(net, PathSpec.of(low, None, targets=["a", "b", "c", "part"], backend=backend(low)))
+    x = torch.randn(2, 3, 16, requires_grad=True) * 1
+    outputs = [net["a"](x), net["b"](x.view(6, 16)), net["c"](x.clone()), net["part"](x[..., :8])]
+    assert plan.saved_bytes() == plan.predicted_bytes()
+    if low == "bf16":
+        assert plan.saved_bytes() == 2 * 6 * 16 * 4
+    sum(output.sum() for output in outputs).backward()
+    assert plan.saved_bytes() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_input_reaches_the_weight_gradient(bad: float) -> None:
+    for name in FORMATS:
+        _, low = single(name, False, torch.float32)
+        x = inputs()
+        x[0, 0, 0] = bad
+        low.zero_grad()
+        low(x).nan_to_num().sum().backward()  # finite grad_output: only the saved copy can carry it
+        assert not low.weight.grad.isfinite().all(), name
+
+
+def test_a_frozen_weight_keeps_nothing() -> None:
+    net = model()
+    plan = convert(net, PathSpec.of("int4", None))
+    for operator in plan.operators:
+        operator.weight.requires_grad_(False)
+    x = inputs().requires_grad_()
+    net(x).sum().backward()
+    assert x.grad is not None and plan.predicted_bytes() == 0
+
+
+def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
+    plain = model()
+    net = copy.deepcopy(plain)
+    plan = convert(net, PathSpec.of("int2", None, site="forward"))
+    with torch.no_grad():
+        assert not torch.equal(net(inputs()), plain(inputs()))
+        with plan.high_precision():
+            assert torch.equal(net(inputs()), plain(inputs()))
+    assert plan.saved_bytes() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    net = model()
+    convert(net, PathSpec.of("int4", "int8"))
+    expected = gradients(net, inputs())
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.net:
+                x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
+            return x
+
+    for ours, theirs in zip(gradients(Checkpointed(), inputs()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_pass_that_draws_is_recomputed_as_it_was(reentrant: bool) -> None:
+    x, found = torch.randn(4, 8, requires_grad=True), []
+    for run in (lambda net: net(x), lambda net: checkpoint(net, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        convert(net, PathSpec.of("int4", None, targets=["?"], site="forward", rounding="stochastic"))
+        found.append(torch.autograd.grad(run(net).square().sum(), net[0].weight) if not reentrant else None)
+        if reentrant:
+            run(net).square().sum().backward()
+            found[-1] = (net[0].weight.grad,)
+    assert torch.equal(found[0][0], found[1][0])
+    plain, again = [], []
+    for run, kept in ((lambda net: net(x), plain), (lambda net: checkpoint(net, x, use_reentrant=reentrant), again)):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        net.load_state_dict({"0.weight": torch.eye(8) / 3, "0.bias": torch.zeros(8)})
+        convert(net, PathSpec.of("int4", None, targets=["?"], site="forward", rounding="stochastic"))
+        outputs = [run(net) for _ in range(3)]
+        for output in outputs:
+            output.square().sum().backward()
+            kept.append(net[0].weight.grad.clone())
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)), "each draws what it drew"
+
+
+@pytest.mark.parametrize("low", ["int4", "bf16", "mxfp8"])
+def test_predicted_bytes_under_autocast(low: str) -> None:
+    """Of weights in float32, as Trainers have them."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    plan = convert(net, PathSpec.of(low, None, targets=["?"]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = net(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("low", ["int4", "mxfp8"])
+def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(32, 32))
+    plan = convert(net, PathSpec.of(low, None, targets=["?"]))
+    monkeypatch.setattr("gnmr.precision.kernels.simulated.quantize", None)
+    monkeypatch.setattr("gnmr.precision.reads.compress", None)
+    net(torch.randn(0, 32, requires_grad=True)).sum().backward()
+    assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
+    assert plan.predicted_bytes() == plan.saved_bytes() == 0
+
+
+def test_a_state_of_another_site_or_backend_is_refused() -> None:
+    def plan(low: str, **how: str) -> Plan:
+        return convert(nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", **how))
+
+    for one, other in (
+        (plan("int4"), plan("int4", site="forward")),
+        (plan("fp8_hybrid", backend="simulated"), plan("fp8_hybrid", backend="scaled_mm")),
+    ):
+        with pytest.raises(ValueError, match="the paths' state belongs to"):
+            other.load_state_dict(one.state_dict())
+
+
+def test_a_model_that_moved_to_another_device_is_told() -> None:
+    for how in ({"low": "fp8_hybrid", "backend": "simulated"}, {"low": "int4", "rounding": "stochastic"}):
+        net = nn.Sequential(nn.Linear(32, 32))
+        convert(net, PathSpec.of(recovery=None, targets="?", **how))
+        net.to("meta")
+        with pytest.raises(ValueError, match=r"^0 is on meta and was given its paths on cpu: move the model first"):
+            net(torch.ones(2, 32, device="meta"))
+
+
+@pytest.mark.parametrize("low", ["int4", "fp8_delayed"])
+def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
+    rounding = "stochastic" if low == "int4" else "nearest"
+    plan = convert(
+        nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", rounding=rounding, backend=backend(low))
+    )
+    name = "rounding" if low == "int4" else "largest"
+    before, good = plan.state_dict(), plan.state_dict()
+    bad: list[object] = [None, 3, torch.zeros(3, dtype=torch.uint8), "x"]
+    bad += [torch.full_like(good[name], torch.nan), -torch.ones_like(good[name])] if name == "largest" else []
+    for value in bad:
+        with pytest.raises(ValueError, match=r"^the paths' state is damaged \([^\n]*\)$"):
+            plan.load_state_dict({**good, name: value})
+    with pytest.raises(ValueError, match="the paths' state is damaged"):
+        plan.load_state_dict({key: value for key, value in good.items() if key != name})
+    with pytest.raises(ValueError, match="belongs to unknown paths"):
+        plan.load_state_dict(3)
+    assert torch.equal(plan.state_dict()[name], before[name])
+
+
+def test_linears_on_several_devices_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
+    with pytest.raises(ValueError, match=r"linears on several devices \(cpu, meta\)"):
+        convert(net, PathSpec.of("int4", None, targets=["?"]))
+    assert type(net[0]) is nn.Linear
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
+    net = model()
+    plan = convert(net, PathSpec.of("int4", "int8"))
+    expected = gradients(net, inputs())
+    torch._dynamo.reset()
+    for block in net:
+        block.compile(backend="eager")
+    for ours, theirs in zip(gradients(net, inputs()), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for operator in plan.operators:
+        operator.switch(True)
+        gradients(net, inputs())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
+    net = model()
+    plan = convert(net, PathSpec.of("int4", None, rounding="stochastic"), seed=5)
+    gradients(net, inputs())
+    plan.end_step()
+    state = plan.state_dict()
+    expected = gradients(net, inputs())
+    other = model()
+    other_plan = convert(other, PathSpec.of("int4", None, rounding="stochastic"), seed=6)
+    other_plan.load_state_dict(state)
+    for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(gradients(other, inputs())[0], expected[0]), "each micro-batch has its own"
+
+
+def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> None:
+    """Fused optimizers change parameters without a new version number."""
+    latent = nn.Parameter(torch.randn(6, 8))
+    net = nn.Sequential(nn.Linear(8, 8))
+    convert(net, PathSpec.of("int8", None, targets=["0"]))
+    optimizer = torch.optim.AdamW([latent], lr=0.5, fused=True)
+    for _ in range(3):
+        net.zero_grad()
+        net(latent).sum().backward()
+        fmt = FORMATS["int8"]
+        x_hat = decompress(*compress(latent.detach(), fmt), fmt, 8, latent.dtype)
+        torch.testing.assert_close(net[0].weight.grad, torch.ones(6, 8).t() @ x_hat)
+        optimizer.step()
+
+
+def test_a_converted_model_can_be_pickled_and_copied_after_a_step() -> None:
+    net = model()
+    convert(net, PathSpec.of("int4", "int8"))
+    expected = gradients(net, inputs())
+    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_inference_tensors_and_the_meta_device_are_fine() -> None:
+    net = model()
+    convert(net, PathSpec.of("int4", None, site="forward"))
+    with torch.inference_mode():
+        assert net(inputs()).shape == (2, 24, WIDTH)
+    meta = model().to("meta")
+    convert(meta, PathSpec.of("int4", "int8"))
+    assert meta(inputs().to("meta")).device.type == "meta"

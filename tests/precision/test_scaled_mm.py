@@ -1,0 +1,300 @@
+"""FP8 GEMMs through `torch._scaled_mm`, which CPUs have too: the wiring against the simulation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.names import GEMMS
+from gnmr.precision import PathSpec, Plan, backends, convert
+from gnmr.precision.kernels import scaled_mm
+from gnmr.precision.recipes import RECIPES
+
+RECOVERED = [
+    gemms for n in product((False, True), repeat=3) if (gemms := [g for g, yes in zip(GEMMS, n, strict=True) if yes])
+]
+
+
+def few_bits(rows: int, columns: int, largest: float, low: int, high: int, scale: float, seed: int) -> Tensor:
+    """Scales are powers of two, and operands of few enough bits that float32 sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(low, high, (rows, columns), generator=generator).float()
+    whole += 0.8 * torch.rand(rows, columns, generator=generator) - 0.4  # what the cast has to round away
+    whole *= torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    whole[-1, -1] = largest
+    return whole * scale
+
+
+X = few_bits(72, 32, 448, 9, 15, 2.0**-3, 1)  # tokens that 16 does not divide
+W = few_bits(48, 32, 448, 9, 15, 2.0**-7, 2)
+DY = few_bits(72, 48, 57344, 5, 7, 2.0**-20, 3)
+
+
+def through(
+    backend: str,
+    low: str,
+    recovery: str | None = None,
+    recovers: list[str] | None = None,
+    exact: bool = True,
+    **how: bool,
+) -> tuple[list[Tensor], Plan]:
+    """Output and gradients of one linear, and its plan."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (X, W, DY) if exact else (torch.randn(t.shape, generator=generator) for t in (X, W, DY))
+    net = nn.Sequential(nn.Linear(32, 48, bias=how.get("bias", False)))
+    net[0].weight.data.copy_(w)
+    if net[0].bias is not None:
+        net[0].bias.data.fill_(0.25)
+    plan = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers or GEMMS, backend=backend))
+    plan.operators[0].switch(recovery is not None)
+    leaf = x.clone().requires_grad_()
+    y = net(leaf.view(8, 9, 32))
+    kept, predicted = plan.saved_bytes(), plan.predicted_bytes()
+    assert kept == predicted
+    y.backward(dy.view(8, 9, 48))
+    found = [y.detach(), leaf.grad, net[0].weight.grad]
+    return found + ([] if net[0].bias is None else [net[0].bias.grad]), plan
+
+
+@pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
+@pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
+def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[str] | None) -> None:
+    """For every combination of GEMMs low or recovered."""
+    recovery = None if recovers is None else "bf16"
+    real, plan = through("scaled_mm", low, recovery, recovers)
+    simulated, _ = through("simulated", low, recovery, recovers)
+    assert plan.low.backend == "scaled_mm"
+    for ours, theirs, gemm in zip(real, simulated, GEMMS, strict=True):
+        if recovers is None or gemm not in recovers:
+            assert torch.equal(ours, theirs), gemm
+        else:
+            assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
+    for real, simulated in zip(
+        through("scaled_mm", "fp8_hybrid", exact=False, bias=True)[0],
+        through("simulated", "fp8_hybrid", exact=False, bias=True)[0],
+        strict=True,
+    ):
+        assert float((real - simulated).norm() / simulated.norm()) < 1e-6
+
+
+def test_what_is_kept_are_codes_and_their_scale() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
+    y = net(X.clone().requires_grad_())
+    assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+    assert plan.extra_bytes() == 0
+    plan.operators[0].switch(True)
+    y = net(X.clone().requires_grad_())
+    assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 * 4
+    assert plan.extra_bytes() == 8 / 8 * 72 * 32
+
+
+def test_readers_of_one_tensor_share_its_codes() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(32, 48), "b": nn.Linear(32, 16)})
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["a", "b"], backend="scaled_mm"))
+    x = X.clone().requires_grad_() * 1
+    total = net["a"](x).sum() + net["b"](x).sum()
+    assert total.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+
+
+def test_the_weights_codes_are_saved_tensors_too() -> None:
+    """So that checkpointing and hooks of saved tensors reach them."""
+    net, saved = nn.Sequential(nn.Linear(32, 48)), []
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
+        y = net(X.clone().requires_grad_())
+    one_byte = [shape for dtype, shape in saved if dtype.itemsize == 1]
+    assert one_byte == [(48, 32), (72, 32)] and not any(
+        isinstance(v, scaled_mm.Codes) for v in vars(y.grad_fn).values()
+    )
+    assert plan.saved_bytes() == plan.predicted_bytes() == 72 * 32 + 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_number_does_not_come_back_finite(bad: float) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+    x = X.clone()
+    x[3, 4] = bad
+    assert net(x.requires_grad_()).isnan().all()
+    net(x).sum().backward()
+    assert plan.saturation()["input"].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(("share", "factor"), [(0.5, 1.0), (1.0, 3.0)])
+def test_the_scale_of_broken_codes_is_the_sound_one_unless_all_rows_are_hit(share: float, factor: float) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+    for seed in range(4):  # other rows are hit
+        schedule = FaultSchedule(plan, Fault("scale_up", 3.0, share), ["0"], steps=1, windows=[(1, 1)], seed=seed)
+        schedule.begin_step(1)
+        y = net(X.clone().requires_grad_())
+        assert y.requires_grad
+        assert plan.operators[0].kept()[1] == factor * 2.0**-3
+
+
+def test_delayed_scales_saturate_and_are_counted_alike() -> None:
+    counts = []
+    for backend in ("scaled_mm", "simulated"):
+        net = nn.Sequential(nn.Linear(32, 48))
+        plan = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"], backend=backend))
+        for factor in (1.0, 100.0):
+            plan.end_step()
+            net(X * factor).sum().backward()
+        counts.append(plan.saturation()["input"].tolist())
+        assert plan.shared.amax.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
+    assert counts[0] == counts[1] and counts[0][0][0] > 1000
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    found = []
+    for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 48))
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+        leaf = X.clone().requires_grad_()
+        run(net, leaf).sum().backward()
+        found.append((leaf.grad, net[0].weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_no_rows_at_all() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+    net(torch.zeros(0, 32, requires_grad=True)).sum().backward()
+    assert plan.saved_bytes() == 0 and net[0].weight.grad.count_nonzero() == 0
+
+
+# ---- which backend runs a recipe ----
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [
+        (
+            "sim_e3m2",
+            "the recipe sim_e3m2 has e3m2/row in fprop, and scaled_mm takes E4M3 and E5M2 under one scale",
+        ),
+        ("sim_e4m3", "the recipe sim_e4m3 has e4m3/row in fprop"),
+        ("deepseek_v3", r"needs a GPU of compute capability 9.0 \(Hopper\), the model is on cpu"),
+        ("mxfp8", r"needs a GPU of compute capability 10.0 or newer \(Blackwell\), the model is on cpu"),
+    ],
+)
+def test_a_recipe_that_it_cannot_run_is_named(low: str, said: str) -> None:
+    net = nn.Sequential(nn.Linear(128, 128))
+    with pytest.raises(ValueError, match=f"backend='scaled_mm': {said}"):
+        convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"))
+    assert type(net[0]) is nn.Linear
+
+
+def test_widths_that_hardware_cannot_read() -> None:
+    with pytest.raises(ValueError, match="0 has 24 outputs, and FP8 hardware needs a multiple of 16"):
+        convert(nn.Sequential(nn.Linear(32, 24)), PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+
+
+def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu, linears = torch.device("cuda"), torch.device("cpu"), {"0": nn.Linear(32, 48)}
+    monkeypatch.setattr(
+        scaled_mm, "_device_missing", lambda _device, *how, plain=scaled_mm._device_missing: plain(cuda, *how)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    hybrid = RECIPES["fp8_hybrid"]
+    with pytest.raises(
+        ValueError, match=r"needs a GPU of compute capability 8.9 or newer \(Ada, Hopper\), this one has 8"
+    ):
+        backends.with_backend(hybrid, "scaled_mm", linears, cpu)
+    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
+    assert backends.with_backend(hybrid, "simulated", linears, cpu) is hybrid
+    assert backends.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
+    assert backends.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("low", "capability", "said"),
+    [
+        (
+            "deepseek_v3",
+            (9, 0),
+            "recipe deepseek_v3 is simulated: it has e4m3/tile, which is simulated unless it is asked for",
+        ),
+        (
+            "deepseek_v3",
+            (10, 0),
+            "recipe deepseek_v3 is simulated: needs a GPU of compute capability 9.0 (Hopper), this",
+        ),
+        ("mxfp8", (10, 0), "recipe mxfp8 is simulated: it has e4m3/mx, which is simulated unless"),
+        ("fp8_hybrid", (8, 0), "recipe fp8_hybrid is simulated: needs a GPU of compute capability 8.9 or newer"),
+        ("fp8_hybrid", (9, 0), None),
+        ("sim_e3m2", (9, 0), None),
+        ("bf16", (9, 0), None),
+    ],
+)
+def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
+    low: str, capability: tuple[int, int], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+
+    def warned(device: str) -> list[str]:
+        net = nn.Sequential(nn.Linear(128, 128, device="meta"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            convert(
+                net,
+                PathSpec.of(low, "bf16" if low != "bf16" else "fp8_hybrid", targets=["0"]),
+                device=torch.device(device),
+            )
+        return [str(one.message) for one in caught if "simulated" in str(one.message)]
+
+    assert warned("cpu") == []
+    found = warned("cuda")
+    assert found == [] if said is None else len(found) == 1 and found[0].startswith(said)
+
+
+def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    assert "fp8_hybrid, simulated" in str(convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"])))
+    net = nn.Sequential(nn.Linear(32, 48))
+    assert "fp8_hybrid, scaled_mm" in str(
+        convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
+    )
+
+
+def test_nonsense() -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    with pytest.raises(ValueError, match="backend=cublas: must be one of auto, simulated, scaled_mm, int_mm, te"):
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="cublas"))
+    with pytest.warns(UserWarning, match="backend='simulated': has no effect on formats"):
+        convert(net, PathSpec.of("int4", None, targets=["0"], backend="simulated"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs FP8 hardware"
+)
+def test_on_hardware_it_is_the_simulation_within_rounding() -> None:
+    made = []
+    for backend in ("scaled_mm", "simulated"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(256, 512, bias=False)).to("cuda", torch.bfloat16)
+        convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend=backend))
+        x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = net(x)
+        y.backward(torch.randn_like(y))
+        made.append((y, x.grad, net[0].weight.grad))
+    for real, simulated in zip(*made, strict=True):
+        assert float((real.float() - simulated.float()).norm() / simulated.float().norm()) < 1e-2

@@ -1,0 +1,877 @@
+"""Fake quantization against loops written by hand, and the simulated linear against its GEMMs written out."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import pickle
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torchao_casts
+from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, slow_cast, slow_integer_linear
+from test_linear import Block, gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gnmr
+from gnmr.names import GEMMS
+from gnmr.precision import RECIPES, PathSpec, Plan, convert
+from gnmr.precision import cast as casting
+from gnmr.precision.cast import quantize
+from gnmr.precision.kernels import simulated
+from gnmr.precision.recipes import Cast, Recipe
+
+SCALES = ("tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values over some orders of magnitude, so that groups have scales of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(shape, generator=generator).exp()
+    return (torch.randn(shape, generator=generator) * spread).to(dtype)
+
+
+# ---- one tensor ----
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", MAX)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_cast_is_the_one_written_out_by_hand(scale: str, name: str, dim: int) -> None:
+    x = normal(160, 136)  # no group's length divides both
+    x[3] = 0
+    x[140:, 130:] *= 1e-30
+    for source in (x, x.bfloat16()):
+        word = f"{name}/{scale}"
+        got = quantize(source, Cast.of(word), dim)[0]
+        assert got.dtype == source.dtype and torch.equal(got, slow_cast(source, word, dim)), source.dtype
+
+
+def cast_and_counts(x: Tensor, cast: Cast, dim: int) -> list[Tensor]:
+    values, met = quantize(x, cast, dim)
+    return [values, *(found for found in vars(met).values() if isinstance(found, Tensor))]
+
+
+@pytest.mark.parametrize("scale", [*SCALES, "delayed"])
+def test_pieces_give_the_same_numbers_and_counts_as_the_whole(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cast = normal(300, 136), Cast.of(f"e4m3/{scale}")
+    x[200, 7] = math.nan
+    assert cast is not None
+    for dim in (0, 1):
+        monkeypatch.setattr(casting, "_AT_ONCE", 10**9)
+        whole = cast_and_counts(x, cast, dim)
+        for at_once in (1, 136 * 64):
+            monkeypatch.setattr(casting, "_AT_ONCE", at_once)
+            pieces = cast_and_counts(x, cast, dim)
+            for ours, theirs in zip(pieces, whole, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_group_with_a_bad_number_comes_back_as_nan_and_no_other(scale: str, bad: float) -> None:
+    cast = Cast.of(f"int8/{scale}")
+    assert cast is not None
+    for dim in (0, 1):
+        sound = normal(160, 136)  # whose edge cuts groups
+        places = [place for place in groups((160, 136), scale, dim) if sound[place].numel() > 0]
+        for place in (places[0], places[-1]):
+            x, expected = sound.clone(), quantize(sound, cast, dim)[0]
+            x[place][-1, -1] = bad
+            values, met = quantize(x, cast, dim)
+            expected[place] = math.nan
+            torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+            assert met.nonfinite == 1, "the element alone"
+
+
+@pytest.mark.parametrize("name", MAX)
+def test_sqnr_is_that_of_the_format_on_a_normal_density(name: str) -> None:
+    """By numerical integration over the density, with the table of values and nothing of the package."""
+    v = np.linspace(-4, 4, 200_001)
+    density = np.exp(-(v**2) / 2)
+    error = v - nearest(v * (MAX[name] / 4), name) * (4 / MAX[name])
+    expected = 10 * math.log10((v**2 * density).sum() / (error**2 * density).sum())
+
+    x = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0)).clamp_(-4, 4)
+    x[:, 0] = 4
+    got = quantize(x, Cast.of(f"{name}/row"), 1)[0]
+    sqnr = 10 * math.log10(x.square().sum() / (x - got).square().sum())
+    assert abs(sqnr - expected) < 0.1
+    known = {"e2m1": 17, "e2m3": 30, "e3m2": 26, "e4m3": 31.5, "e5m2": 25.5, "int4": 16, "int8": 40.7}
+    assert abs(sqnr - known[name]) < 1.5
+
+
+SHAPE = (256, 384)
+BLOCKS = {  # (scale, contracted dimension): elements with one scale
+    ("tensor", 1): SHAPE,
+    ("row", 1): (1, SHAPE[1]),
+    ("tile", 0): (128, 1),
+    ("tile", 1): (1, 128),
+    ("block", 1): (128, 128),
+}
+
+
+def with_scales_of_two(x: Tensor, name: str, scale: str, dim: int) -> Tensor:
+    """`x`, where each group's largest magnitude is that of the format times a power of two."""
+    x = x.clone()
+    for place in groups(tuple(x.shape), scale, dim):
+        group = x[place]
+        if (largest := group.abs().max()) > 0:
+            group[-1, -1] = -MAX[name] * (largest.float() / MAX[name]).log2().ceil().exp2()
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "dim"), BLOCKS)
+@pytest.mark.parametrize("name", ["int4", "int8", "e4m3", "e5m2"])
+def test_a_cast_is_that_of_torchao(name: str, scale: str, dim: int, dtype: torch.dtype) -> None:
+    cast, block = Cast.of(f"{name}/{scale}"), BLOCKS[scale, dim]
+    x = normal(*SHAPE, dtype=dtype)
+    x[3] = 0
+    x[:128, :128] = 0
+    oracle, allowed = torchao_casts.cast(x, name, block)
+    assert ((quantize(x, cast, dim)[0] - oracle).abs() <= allowed).all()
+    x = with_scales_of_two(x, name, scale, dim)
+    assert torch.equal(quantize(x, cast, dim)[0], torchao_casts.cast(x, name, block)[0]), "ties too"
+    if name in torchao_casts.FP8 and scale in ("tensor", "row"):
+        assert torch.equal(quantize(x, cast, dim)[0], torchao_casts.cast_for_training(x, name, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["mx", "mx_floor"])
+def test_mx_is_that_of_torchao(scale: str, name: str, dtype: torch.dtype) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    rules = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
+    rule = rules.RCEIL if scale == "mx" else rules.FLOOR
+    kinds = {
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "e2m1": torch.float4_e2m1fn_x2,
+        "e2m3": "fp6_e2m3",
+        "e3m2": "fp6_e3m2",
+    }
+    x = normal(64, 128, dtype=torch.float32) * torch.logspace(-30, 30, 64).unsqueeze(1)
+    x[:8] = torch.tensor([MAX[name] * 2.0**k for k in range(-4, 4)]).unsqueeze(1) * normal(8, 128).sign()  # no rest
+    x[9] = 0
+    x = x.to(dtype)
+    oracle = mx.MXTensor.to_mx(x, kinds[name], 32, rule).dequantize(dtype)
+    assert torch.equal(quantize(x, Cast.of(f"{name}/{scale}"), 1)[0], oracle)
+    oracle = mx.MXTensor.to_mx(x.t().contiguous(), kinds[name], 32, rule).dequantize(dtype).t()
+    assert torch.equal(quantize(x, Cast.of(f"{name}/{scale}"), 0)[0], oracle)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_scale_that_is_rounded_up_makes_no_infinity(name: str, dtype: torch.dtype) -> None:
+    top = torch.finfo(dtype).max
+    x = (torch.linspace(-1, 1, 64 * 32, dtype=torch.float64) * top).to(dtype).view(64, 32)
+    for scale in ("mx", "mx_floor", "nv", "nv2d"):
+        assert quantize(x, Cast.of(f"{name}/{scale}"), 1)[0].isfinite().all(), scale
+
+
+def test_the_rotation_of_float16_does_not_overflow() -> None:
+    """Sixteen numbers of one size may come back as one of four times that size."""
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        net = nn.Sequential(nn.Linear(64, 64)).to(dtype)
+        convert(net, PathSpec.of("nvfp4_no_sr", None, targets=["0"]))
+        x = (normal(64, 64, seed=1) * 1e4).clamp(-6e4, 6e4).half().to(dtype)
+        dy = (normal(64, 64, seed=2) * 0.01).half().to(dtype)
+        found.append(torch.autograd.grad(net(x), net[0].weight, dy)[0].float())
+    assert found[0].isfinite().all()
+    assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()
+
+
+# ---- a linear ----
+
+TOKENS, INPUTS, OUTPUTS = 136, 256, 128  # two tiles of 128 along the first two, the second one cut where it may be
+# (fprop: input, weight, result), (dgrad: grad_output, weight, result), (wgrad: grad_output, input, result)
+BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
+    "fp8_hybrid": (
+        ("e4m3/tensor", "e4m3/tensor", None),
+        ("e5m2/tensor", "e4m3/tensor", None),
+        ("e5m2/tensor", "e4m3/tensor", None),
+    ),
+    "fp8_delayed": (  # in its first step
+        ("e4m3/delayed", "e4m3/delayed", None),
+        ("e5m2/delayed", "e4m3/delayed", None),
+        ("e5m2/delayed", "e4m3/delayed", None),
+    ),
+    "deepseek_v3": (
+        ("e4m3/tile", "e4m3/block", None),
+        ("e4m3/tile", "e4m3/block", None),
+        ("e4m3/tile", "e4m3/tile", None),
+    ),
+    "deepseek_v3_blocks": (
+        ("e4m3/tile", "e4m3/block", None),
+        ("e4m3/block", "e4m3/block", None),
+        ("e4m3/block", "e4m3/tile", None),
+    ),
+    "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
+    "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
+    "mxfp8_floor": (("e4m3/mx_floor", "e4m3/mx_floor", None),) * 3,
+    "mxfp4_floor": (("e2m1/mx_floor", "e2m1/mx_floor", None),) * 3,
+    "nvfp4": (
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
+        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
+    ),
+    "nvfp4_no_sr": (
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/hadamard", "e2m1/nv/hadamard", None),
+    ),
+    "nvfp4_no_rht": (
+        ("e2m1/nv", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
+        ("e2m1/nv/stochastic", "e2m1/nv", None),
+    ),
+    "nvfp4_1d": (
+        ("e2m1/nv", "e2m1/nv", None),
+        ("e2m1/nv/stochastic", "e2m1/nv", None),
+        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
+    ),
+    **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
+    "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
+    "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None, None, None)),
+    "bf16": ((None, None, None),) * 3,
+}
+BY_HAND["fp8_delayed_1024"] = BY_HAND["fp8_delayed"]
+
+
+def by_us(x: Tensor, linear: nn.Linear, dy: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    linear.zero_grad()
+    y = linear(leaf)
+    y.backward(dy)
+    return [y.detach(), leaf.grad, linear.weight.grad, linear.bias.grad]
+
+
+def single(
+    dtype: torch.dtype = torch.float32, shape: tuple[int, int, int] = (TOKENS, INPUTS, OUTPUTS)
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A linear, its input and its grad_output."""
+    tokens, inputs, outputs = shape
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(inputs, outputs)).to(dtype)
+    with torch.no_grad():
+        net[0].weight.copy_(normal(outputs, inputs, seed=3))
+    # Of few bits, so that sums of 16 are exact in any order.
+    x, dy = (normal(tokens, width, seed=seed).clamp(-128, 128) for width, seed in ((inputs, 1), (outputs, 2)))
+    return net, *((each * 2**10).round().div(2**10).to(dtype) for each in (x, dy))
+
+
+@cache
+def operand(name: str, word: str | None, contraction_dim: int, dtype: torch.dtype) -> Tensor:
+    """One of `single`'s, cast by hand in the first pass of step 1 under seed 0."""
+    net, x, dy = single(dtype)
+    source = {"x": x, "w": net[0].weight.detach(), "dy": dy}[name]
+    place = ["x", "w", "dy"].index(name)
+    seed = np.random.SeedSequence([0, 1, 0, 0, 0, 0, place, contraction_dim]).generate_state(1, np.uint64)[0]
+    return slow_cast(source, word, contraction_dim, generator=torch.Generator().manual_seed(int(seed)))
+
+
+@cache
+def integer_output(dtype: torch.dtype) -> Tensor:
+    """`single`'s, by integers."""
+    net, x, _ = single(dtype)
+    return slow_integer_linear(x, net[0].weight, net[0].bias)
+
+
+@cache
+def gemm_by_hand(gemm: int, recipe: str, dtype: torch.dtype) -> Tensor:
+    """Output (0) or gradient of x (1) or weight (2) of `single` by the recipe of that name."""
+    net, _, _ = single(dtype)
+    a, b, c = BY_HAND[recipe][gemm]
+    if a == "codes":
+        return slow_cast(integer_output(dtype), c, 1)
+    if gemm == 0:
+        found = F.linear(operand("x", a, 1, dtype), operand("w", b, 1, dtype), net[0].bias.detach())
+    elif gemm == 1:
+        found = operand("dy", a, 1, dtype) @ operand("w", b, 0, dtype)
+    else:
+        found = operand("dy", a, 0, dtype).t() @ operand("x", b, 0, dtype)
+    return slow_cast(found, c, 1)
+
+
+def by_hand(recipes: tuple[str, str, str], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Output and gradients of x, weight and bias of `single`, where each GEMM has the recipe of that name."""
+    _, _, dy = single(dtype)
+    return [*(gemm_by_hand(i, recipe, dtype) for i, recipe in enumerate(recipes)), dy.sum(dim=0)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers=")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("low", RECIPES)
+def test_each_gemm_is_the_one_written_out_by_hand_low_or_recovered(low: str, dtype: torch.dtype) -> None:
+    """All 8 combinations; each of three recovery recipes in float32, one in BF16."""
+    low_expected = by_hand((low, low, low), dtype)
+    recipes = ["sim_int8", "mxfp8", "deepseek_v3"] if low == "bf16" else ["fp8_hybrid", "bf16", "sim_e4m3"]
+    for recovery in recipes[: None if dtype == torch.float32 else 1]:
+        for number in range(1, 4):
+            for recovers in itertools.combinations(GEMMS, number):
+                net, x, dy = single(dtype)
+                plan = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers))
+                net[0].switch(True)
+                taken = tuple(recovery if gemm in recovers else low for gemm in GEMMS)
+                assert same(by_us(x, net[0], dy), by_hand(taken, dtype)), (recovery, recovers)
+        net[0].switch(False)
+        plan.begin_step(1)
+        assert same(by_us(x, net[0], dy), low_expected)
+
+
+def test_the_simulation_of_fp8_hybrid_is_scaled_mm_where_no_sum_is_rounded() -> None:
+    """Scales are powers of two, and operands few enough bits that float32 sums are exact in any order."""
+
+    def few_bits(rows: int, columns: int, largest: float, low: int, high: int, scale: float, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randint(low, high, (rows, columns), generator=generator).float()
+        whole += 0.8 * torch.rand(rows, columns, generator=generator) - 0.4  # what the cast has to round away
+        whole *= torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+        whole[-1, -1] = largest
+        return whole * scale
+
+    net = nn.Sequential(nn.Linear(32, 48, bias=False))
+    x = few_bits(64, 32, 448, 9, 15, 2.0**-3, 1)  # E4M3: whole numbers from 8 to 16
+    w = few_bits(48, 32, 448, 9, 15, 2.0**-7, 2)
+    dy = few_bits(64, 48, 57344, 5, 7, 2.0**-20, 3)  # E5M2: whole numbers from 4 to 8
+    net[0].weight.data.copy_(w)
+    convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"]))
+    leaf = x.clone().requires_grad_()
+    y = net(leaf)
+    y.backward(dy)
+
+    x8, w8 = (x / 2.0**-3).to(torch.float8_e4m3fn), (w / 2.0**-7).to(torch.float8_e4m3fn)
+    dy8 = (dy / 2.0**-20).to(torch.float8_e5m2)
+
+    def mm(a: Tensor, b: Tensor, scale_a: float, scale_b: float) -> Tensor:
+        # The second operand has to be column-major.
+        scales = {"scale_a": torch.tensor(scale_a), "scale_b": torch.tensor(scale_b)}
+        return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), out_dtype=torch.float32, **scales)
+
+    assert torch.equal(y, mm(x8, w8.t(), 2.0**-3, 2.0**-7))
+    assert torch.equal(leaf.grad, mm(dy8, w8, 2.0**-20, 2.0**-7))
+    assert torch.equal(net[0].weight.grad, mm(dy8.t(), x8, 2.0**-20, 2.0**-3))
+
+
+# ---- a model ----
+
+WIDTH = 128
+MODELS = [name for name in RECIPES if name != "bf16"]
+
+
+def model(dtype: torch.dtype = torch.float32, bias: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(WIDTH, bias), Block(WIDTH, bias)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
+    plain = model(dtype, bias)
+    for low in ("sim_int4", "fp8_delayed"):
+        net = copy.deepcopy(plain)
+        plan = convert(net, PathSpec.of(low, "bf16"))
+        for operator in plan.operators:
+            operator.switch(True)
+        assert same(gradients(net, inputs(dtype)), gradients(plain, inputs(dtype)))
+        assert torch.equal(net(inputs(dtype)), plain(inputs(dtype)))
+
+
+@pytest.mark.parametrize("low", MODELS)
+def test_under_autocast(low: str) -> None:
+    plain = model()
+    low_net, off = copy.deepcopy(plain), copy.deepcopy(plain)
+    convert(low_net, PathSpec.of(low, None))
+    for operator in convert(off, PathSpec.of(low, "bf16")).operators:
+        operator.switch(True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(plain, inputs())
+        assert same(gradients(off, inputs()), expected)
+        for ours, theirs in zip(gradients(low_net, inputs()), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert (ours - theirs).norm() < 0.5 * theirs.norm()
+
+
+def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
+    output = net(inputs(dtype))
+    kept = plan.saved_bytes()
+    assert kept == plan.predicted_bytes()
+    output.float().sum().backward()
+    assert plan.saved_bytes() == 0, "nothing is held after backward"
+    return kept
+
+
+@pytest.mark.parametrize("low", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None:
+    net = model(dtype)
+    with warnings.catch_warnings(action="ignore"):
+        plan = convert(net, PathSpec.of(low, "sim_int8"))
+    # q, k, v read one tensor, gate and up another; delayed scales are each operator's own.
+    one = 2 * 24 * WIDTH * dtype.itemsize
+    delayed = low.startswith("fp8_delayed")
+    per_block = 7 if delayed else 4
+    assert kept_bytes(net, plan, dtype) == 2 * per_block * one
+    net[0].q_proj.switch(True)
+    assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
+    assert plan.extra_bytes() == plan.extra_bytes_bound(3) == 0
+
+
+def live_bytes() -> int:
+    """Of all tensors that Python or the graph hold, by storage; not of what gc.freeze has put aside."""
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):
+        found = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
+
+
+@pytest.mark.parametrize("low", ["sim_int8", "fp8_hybrid", "deepseek_v3"])
+@pytest.mark.slow
+def test_nothing_but_the_weights_casts_is_held_besides_what_nn_linear_holds(low: str) -> None:
+    """Between the passes; after them nothing."""
+
+    def held(name: str) -> list[int]:
+        net = model(torch.bfloat16)
+        plan, before = convert(net, PathSpec.of(name, None)), live_bytes()
+        loss = net(inputs(torch.bfloat16)).float().square().mean()
+        plan.shared.forget()
+        between = live_bytes() - before
+        loss.backward()
+        return [between, live_bytes() - before]
+
+    weights = sum(p.nbytes for p in model(torch.bfloat16).parameters() if p.ndim == 2)
+    held("bf16")  # whatever is made once
+    gc.freeze()  # the objects of all tests before, which take seconds to go through
+    try:
+        expected, found = held("bf16"), held(low)
+    finally:
+        gc.unfreeze()
+    # Small numbers are those of the scales.
+    assert 0 <= found[0] - expected[0] - weights < 0.1 * weights, (expected, found, weights)
+    assert abs(found[1] - expected[1]) < 0.01 * weights
+
+
+def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    plain = quantize
+
+    def counting(x: Tensor, cast: Cast, dim: int, *rest: object) -> object:
+        made.append((str(cast), dim))
+        return plain(x, cast, dim, *rest)
+
+    monkeypatch.setattr(simulated, "quantize", counting)
+    expected = {
+        "sim_int8": 4 + 7 * 5,  # inputs that are shared; weight, grad_output and three results of each operator
+        "fp8_hybrid": 4 + 7 * 2,
+        "deepseek_v3": 2 * 4 + 7 * 3,  # input and grad_output once for each of two directions
+        "mxfp8": 2 * 4 + 7 * 4,
+        "nvfp4": 2 * 4 + 7 * 3,
+        "fp8_delayed": 7 * 3,
+    }
+    for low, number in expected.items():
+        net = model()
+        convert(net, PathSpec.of(low, None))
+        made.clear()
+        gradients(net, inputs())
+        assert len(made) == 2 * number, low
+
+
+def test_a_nonfinite_number_stays_one_in_every_recipe() -> None:
+    for low in MODELS:
+        net, x, dy = single()
+        plan = convert(net, PathSpec.of(low, None, targets=["0"]))
+        x[0, 0] = math.inf
+        y, dx, dw, _ = by_us(x, net[0], dy)
+        assert not y[0].isfinite().any() and not dw.isfinite().all() and dx.isfinite().all(), low
+        assert plan.saturation()["input"][0, 1] > 0
+        dy[3, 5] = math.nan
+        _, dx, dw, db = by_us(normal(TOKENS, INPUTS), net[0], dy)
+        assert not dx[3].isfinite().any() and not dw[5].isfinite().any() and db[5].isnan(), low
+        assert (plan.saturation()["grad_output"][0, 1] > 0) != low.startswith("llm_int8"), low  # which casts none
+
+
+def test_evaluation_is_exact_and_leaves_no_trace() -> None:
+    plain = model()
+    net = copy.deepcopy(plain)
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16"))
+    with torch.no_grad():
+        assert not torch.equal(net(inputs()), plain(inputs())), "the recipe is read without gradients too"
+        with plan.high_precision():
+            assert torch.equal(net(inputs()), plain(inputs()))
+    plan.end_step()
+    assert plan.state_dict()["largest"].count_nonzero() == 0
+    assert all(counts.count_nonzero() == 0 for counts in plan.saturation().values())
+
+
+@pytest.mark.parametrize("low", ["sim_e3m2", "deepseek_v3", "fp8_delayed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients_and_counts(low: str, reentrant: bool) -> None:
+    net = model()
+    plan = convert(net, PathSpec.of(low, "bf16"))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.net:
+                x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
+            return x
+
+    initial, seen = plan.state_dict(), []
+    for how in (net, Checkpointed()):
+        plan.load_state_dict(initial)
+        found = []
+        for factor in (1, 3):
+            found += gradients(how, factor * inputs())
+            found += list(plan.saturation().values())
+            plan.end_step()
+        seen.append([*found, *(value for value in plan.state_dict().values() if isinstance(value, Tensor))])
+    assert same(*seen)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
+    net = model()
+    plan = convert(net, PathSpec.of("sim_e2m1", "fp8_hybrid"))
+    expected = gradients(net, inputs())
+    torch._dynamo.reset()
+    for block in net:
+        block.compile(backend="eager")
+    for ours, theirs in zip(gradients(net, inputs()), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for operator in plan.operators:
+        operator.switch(True)
+        gradients(net, inputs())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
+    plain = model()
+    net = copy.deepcopy(plain)
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16"))
+    gradients(net, inputs())
+    plan.end_step()
+    expected = gradients(net, 2 * inputs())
+    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert same(gradients(other, 2 * inputs()), expected)
+    plan.restore()
+    assert same(gradients(net, inputs()), gradients(plain, inputs()))
+
+
+@pytest.mark.slow
+def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> None:
+    net = model()
+    plan = convert(net, PathSpec.of("deepseek_v3", "bf16"))
+    for operator in plan.operators:
+        operator.weight.requires_grad_(False)
+    x = inputs().requires_grad_()
+    net(x).sum().backward()
+    assert x.grad is not None and plan.saved_bytes() == plan.predicted_bytes() == 0
+    for low in MODELS:
+        with torch.inference_mode():
+            other = model()[:1]
+            convert(other, PathSpec.of(low, None))
+            assert other(inputs()).shape == (2, 24, WIDTH)
+        single_net, _, _ = single()
+        convert(single_net, PathSpec.of(low, None, targets=["0"]))
+        single_net(torch.zeros(0, INPUTS)).sum().backward()
+        assert single_net[0].weight.grad.count_nonzero() == 0
+        meta = model()[:1].to("meta")
+        plan = convert(meta, PathSpec.of(low, "bf16"))
+        meta(inputs().to("meta")).sum().backward()
+        plan.end_step()
+
+
+# ---- what the ledger holds ----
+
+
+def test_saturated_elements_of_mx_are_counted_in_the_operands_where_they_are() -> None:
+    net, x, dy = single()
+    weight = net[0].weight.detach()
+    plan = convert(net, PathSpec.of("mxfp8_floor", "bf16", targets=["0"]))
+
+    def saturated(matrix: Tensor, dim: int) -> int:
+        number = 0
+        for place in groups(tuple(matrix.shape), "mx_floor", dim):
+            group = matrix[place].abs()
+            scale = 2.0 ** (math.floor(math.log2(group.max())) - EXPONENT_OF_MAX["e4m3"])
+            number += int((group / scale > 448).sum())
+        return number
+
+    by_us(x, net[0], dy)
+    counts = {name: found.tolist() for name, found in plan.saturation().items()}
+    assert counts["input"] == [[saturated(x, 1) + saturated(x, 0), 0]]
+    assert counts["weight"] == [[saturated(weight, 1) + saturated(weight, 0), 0]]
+    assert counts["grad_output"] == [[saturated(dy, 1) + saturated(dy, 0), 0]]
+    assert counts["result"] == [[0, 0]] and counts["input"][0][0] > 0
+    by_us(x, net[0], dy)
+    assert plan.saturation()["input"].tolist() == [[2 * counts["input"][0][0], 0]], "until the step ends"
+    plan.end_step()
+    assert all(found.count_nonzero() == 0 for found in plan.saturation().values())
+    net[0].switch(True)
+    by_us(x, net[0], dy)
+    assert all(found.count_nonzero() == 0 for found in plan.saturation().values())
+    assert convert(nn.Sequential(nn.Linear(4, 4)), PathSpec.of("int4", None, targets=["0"])).saturation() == {}
+
+
+@pytest.mark.parametrize("backend", ["simulated", "scaled_mm"])
+@pytest.mark.parametrize("first_runs", [True, False])
+def test_a_cast_that_several_operators_read_is_counted_once(backend: str, first_runs: bool) -> None:
+    """For the one that made it, even if that one's own backward pass never comes."""
+    net = nn.ModuleDict({name: nn.Linear(INPUTS, OUTPUTS) for name in "abc"})
+    net["a"].requires_grad_(first_runs)
+    plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["a", "b", "c"], backend=backend))
+    x = normal(TOKENS, INPUTS)
+    x[0, 0] = math.nan
+    sum(net[name](x).sum() for name in "abc").backward()
+    assert plan.saturation()["input"].tolist() == [[0, 1], [0, 0], [0, 0]]
+    plan.end_step()
+    assert plan.saturation()["input"].count_nonzero() == 0
+
+
+def delayed(history: int) -> Recipe:
+    """fp8_delayed with another history."""
+    forward, backward = f"e4m3/delayed/{history}", f"e5m2/delayed/{history}"
+    gemms = {
+        "fprop": {"input": forward, "weight": forward},
+        "dgrad": {"grad_output": backward, "weight": forward},
+        "wgrad": {"grad_output": backward, "input": forward},
+    }
+    return Recipe.of(f"delayed_{history}", gemms)
+
+
+def test_a_delayed_scale_is_that_of_the_largest_magnitude_of_the_steps_before() -> None:
+    net, x, dy = single()
+    plan = convert(net, PathSpec.of(delayed(2), "bf16", targets=["0"]))
+    size = x.abs().max().item()
+    factors = [1, 4, 2, 1, 1, 8]
+    looked_back_on = [1, 1, 4, 4, 2, 1]  # the first step has only itself
+    for factor, before in zip(factors, looked_back_on, strict=True):
+        y = net(factor * x)
+        expected = slow_cast(factor * x, "e4m3/delayed", 1, largest=before * size)
+        assert torch.equal(y, F.linear(expected, slow_cast(net[0].weight, "e4m3/tensor", 1), net[0].bias))
+        y.backward(dy)
+        over = int(((factor * x).abs() > before * size).sum())
+        assert plan.saturation()["input"].tolist() == [[over, 0]]
+        assert (over > 0) == (factor > before)
+        plan.end_step()
+
+
+# What input, weight and grad_output are multiplied by, step by step: they grow, shrink below what E4M3 resolves under
+# the old scale, and grow again when that is forgotten; a gradient that is 0 for longer than the history has none. No
+# powers of two, under which a stale scale would give the same values.
+FACTORS = [
+    (1, 1, 1),
+    (4.3, 1.08, 300),
+    (0.3, 1.02, 0.7),
+    (3e-4, 0.98, 0),
+    (3e-4, 0.98, 0),
+    (3e-4, 1.05, 0),
+    (0.7, 0.99, 0.03),
+    (6.1, 1.04, 1e-6),
+    (6.1, 1.04, 0.9),
+]
+"""Of input, weight and grad_output; the weight's change as much as training may change it in a step."""
+
+
+@pytest.mark.parametrize("recovery", [0, 4])  # steps that it looks back; 0: bf16
+@pytest.mark.parametrize(
+    ("low", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16), (3, torch.float32)]
+)
+def test_each_step_under_delayed_scales_is_the_one_written_out_by_hand(
+    low: int, recovery: int, dtype: torch.dtype
+) -> None:
+    """All 8 combinations of GEMMs; scales come from the steps before, of whichever path, and from no micro-batch."""
+    small = 24, 32, 48
+    first, x, dy = single(dtype, small)
+    micro_batches = [
+        [(size * a * x, b * first[0].weight.detach(), c / size * dy) for size in (1, 0.4)] for a, b, c in FACTORS
+    ]
+    largest = [[[each.float().abs().max().item() for each in one] for one in step] for step in micro_batches]
+    stale = set()
+
+    @cache
+    def read(history: int, step: int, micro: int, operand: int) -> Tensor:
+        value, now = micro_batches[step][micro][operand], largest[step][micro][operand]
+        if not history:
+            return value
+        past = largest[max(0, step - history) : step]
+        before = max((one[operand] for each in past for one in each), default=0)
+        stale.add((operand, "saturates" if now > before > 0 else "recedes" if 0 < now < before else "as it is"))
+        return slow_cast(value, "e5m2/delayed" if operand == 2 else "e4m3/delayed", 1, before or now)
+
+    for number in range(4):
+        for recovers in itertools.combinations(GEMMS, number):
+            net, _, _ = single(dtype, small)
+            other = delayed(recovery) if recovery else "bf16"
+            plan = convert(net, PathSpec.of(delayed(low), other, targets=["0"], recovers=recovers or GEMMS))
+            for step, batches in enumerate(micro_batches):
+                taken = recovers if step % 4 > 0 else ()
+                net[0].switch(bool(taken))
+                fprop, dgrad, wgrad = (recovery if gemm in taken else low for gemm in GEMMS)
+                for micro, (x, w, dy) in enumerate(batches):
+                    at = step, micro
+                    net[0].weight.data.copy_(w)
+                    expected = [
+                        F.linear(read(fprop, *at, 0), read(fprop, *at, 1), net[0].bias.detach()),
+                        read(dgrad, *at, 2) @ read(dgrad, *at, 1),
+                        read(wgrad, *at, 2).t() @ read(wgrad, *at, 0),
+                        dy.sum(dim=0),
+                    ]
+                    assert same(by_us(x, net[0], dy), expected), (at, recovers)
+                plan.end_step()
+    assert stale == set(itertools.product(range(3), ["saturates", "recedes", "as it is"]))
+
+
+def test_what_a_delayed_scale_remembers() -> None:
+    net, x, dy = single()
+    plan = convert(net, PathSpec.of("fp8_delayed", "bf16", targets=["0"]))
+
+    def history() -> list[float]:
+        return [round(value, 5) for value in (plan.state_dict()["largest"][0, 0] / x.abs().max()).tolist()[:4]]
+
+    for factor in (3, 2):  # two micro-batches: the larger one
+        by_us(factor * x, net[0], dy)
+    assert history() == [3, 0, 0, 0]
+    plan.end_step()
+    plan.end_step()  # nothing was run in between
+    assert history() == [0, 3, 0, 0]
+    net[0].switch(True)  # the other path looks on
+    by_us(2 * x, net[0], dy)
+    plan.end_step()
+    assert history() == [0, 2, 3, 0]
+    net[0].switch(False)
+    with torch.no_grad():
+        net(10 * x)
+    with plan.high_precision():
+        by_us(10 * x, net[0], dy)
+    plan.shared.no_side_effects = True
+    by_us(10 * x, net[0], dy)
+    plan.shared.no_side_effects = False
+    assert history() == [0, 2, 3, 0] and plan.saturation()["input"].count_nonzero() == 0
+    for bad in (math.nan, math.inf):
+        spoilt = x.clone()
+        spoilt[1, 1] = bad
+        assert not by_us(spoilt, net[0], dy)[0].isfinite().any()
+    plan.end_step()
+    assert history() == [0, 0, 2, 3]
+
+
+def test_gradients_are_remembered_as_large_as_one_process_has_them() -> None:
+    """One of four processes, whose gradients are four times as large; it learns of the others in its first step."""
+    alone, x, dy = single()
+    net = copy.deepcopy(alone)
+    one, four = (convert(each, PathSpec.of("fp8_delayed", None, targets=["0"])) for each in (alone, net))
+    for step, factor in enumerate((3, 2, 1)):
+        y, dx, dw, db = by_us(factor * x, alone[0], factor * dy)
+        theirs = by_us(factor * x, net[0], 4 * factor * dy)
+        assert same(theirs, [y, 4 * dx, 4 * dw, 4 * db])
+        if step == 0:
+            assert four.shared.amax is not None
+            four.shared.amax.come(4)
+        assert torch.equal(one.state_dict()["largest"], four.state_dict()["largest"])
+        one.end_step(), four.end_step()
+    assert one.state_dict()["largest"][0, 2, 1] == dy.abs().max()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) -> None:
+    """Frozen, and all before them: the projections of a first layer under LoRA. Recomputation counts nothing twice."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = convert(net.requires_grad_(False), PathSpec.of("fp8_delayed", "bf16", targets=["*"]))
+    net[2].weight.requires_grad_()
+    x = normal(3, 8)
+    x[1, 1] = math.nan
+    with torch.no_grad():
+        net(x)
+    assert plan.saturation()["input"].count_nonzero() == 0
+    y = checkpoint(net, x, use_reentrant=False) if checkpointing else net(x)
+    y.sum().backward()
+    assert plan.saturation()["input"].tolist() == [[0, 1], [0, x.numel()], [0, x.numel()]]
+    net(normal(3, 8)).sum().backward()
+    assert (plan.state_dict()["largest"][:, :2, 0] > 0).all()
+
+
+def test_delayed_scales_carry_on_from_their_state() -> None:
+    """In the plan's own state and in that of an attached controller."""
+    kwargs = {"low": "fp8_delayed", "recovery": "bf16", "max_o": 2}
+    first, second = model(), model()
+    one, other = (gnmr.attach(net, **kwargs) for net in (first, second))
+    for factor in (3, 1):
+        gradients(first, factor * inputs())
+        one.step()
+    state = pickle.loads(pickle.dumps(one.state_dict()))
+    assert state["plan"]["largest"].shape == (14, 3, 17)
+    expected = gradients(first, 2 * inputs())
+    assert not same(gradients(second, 2 * inputs()), expected)
+    other.load_state_dict(state)
+    assert same(gradients(second, 2 * inputs()), expected)
+
+
+def test_a_saved_state_does_not_change_with_the_run() -> None:
+    net, x, dy = single()
+    plan = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"]))
+    state = plan.state_dict()
+    by_us(x, net[0], dy)
+    plan.end_step()
+    assert state["largest"].count_nonzero() == 0
+    assert set(convert(model(), PathSpec.of("sim_int4", None)).state_dict()) == {"paths"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"low": "sim_int4"},
+        {"low": "fp8_delayed_1024"},
+        {"recovery": "sim_int8"},
+        {"recovery": None},
+        {"recovers": ["wgrad"]},
+        {"targets": ["q_proj"]},
+        {"low": "int4", "rounding": "stochastic"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_another_plans_state_is_refused_before_anything_is_loaded(other: dict) -> None:
+    kwargs = {"low": "fp8_delayed", "recovery": "bf16", "max_o": 2}
+    ours, theirs = model(), model()
+    controller, foreign = gnmr.attach(ours, **kwargs), gnmr.attach(theirs, **{**kwargs, **other})
+    for net, each in ((ours, controller), (theirs, foreign)):
+        gradients(net, inputs())
+        each.step()
+    gradients(theirs, inputs())
+    foreign.step()
+
+    def held() -> dict[str, Tensor]:
+        state = controller.state_dict()
+        return {**state["signal"], "largest": state["plan"]["largest"], "lock": state["lock"]}
+
+    before = copy.deepcopy(held())
+    with pytest.raises(ValueError, match=r"^the paths' state belongs to low=.* this plan has low=fp8_delayed, .*$"):
+        controller.load_state_dict(foreign.state_dict())
+    with pytest.raises(ValueError, match="the paths' state belongs to low="):
+        controller.plan.load_state_dict(foreign.plan.state_dict())
+    with pytest.raises(ValueError, match="the paths' state belongs to unknown paths"):
+        controller.load_state_dict({k: v for k, v in controller.state_dict().items() if k != "plan"})
+    assert controller.t == 1
+    torch.testing.assert_close(held(), before, rtol=0, atol=0, equal_nan=True)

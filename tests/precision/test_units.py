@@ -1,0 +1,238 @@
+"""Units of several operators: which belong together, that they move together, and what is measured of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gnmr
+from gnmr.attachment import units_of
+from gnmr.control.norms import UnitNorms
+from gnmr.control.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.precision import PathLinear, PathSpec, Plan, convert
+from gnmr.precision.units import unit_of
+
+
+class Block(nn.Module):
+    """Three linears, the first two of which read the same tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"q_proj": nn.Linear(width, width), "o_proj": nn.Linear(width, width)})
+        self.mlp = nn.ModuleDict({"down_proj": nn.Linear(width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp["down_proj"](self.attn["q_proj"](x) * self.attn["o_proj"](x))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head_proj(x)
+
+
+def made(unit: str, low: str = "int4", recovery: str | None = "int8") -> tuple[Net, Plan]:
+    model = Net()
+    return model, convert(model, PathSpec.of(low, recovery, unit=unit))
+
+
+def backward(model: nn.Module, seed: int = 1) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    (model(x) - x).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "expert", "layer", "block"),
+    [
+        ("layers.3.self_attn.q_proj", None, "layers.3.self_attn", "layers.3"),
+        ("layers.12.mlp.experts.5.up_proj", "layers.12.mlp.experts.5", "layers.12.mlp", "layers.12"),
+        ("model.layers.0.moe.experts.31.w1", "model.layers.0.moe.experts.31", "model.layers.0.moe", "model.layers.0"),
+        ("transformer.h.7.fc", None, "transformer.h.7.fc", "transformer.h.7"),
+        ("lm_head", None, None, None),
+        ("0", None, None, "0"),
+        ("0.0", None, None, "0"),
+    ],
+)
+def test_the_unit_of_a_name(name: str, expert: str | None, layer: str | None, block: str | None) -> None:
+    assert unit_of(name, "operator") == name
+    assert [unit_of(name, kind) for kind in ("expert", "layer", "block")] == [
+        own or name for own in (expert, layer, block)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "names"),
+    [
+        ("layer", [name for i in range(4) for name in (f"layers.{i}.attn", f"layers.{i}.mlp")]),
+        ("block", [f"layers.{i}" for i in range(4)]),
+    ],
+)
+def test_the_units_of_a_plan(unit: str, names: list[str]) -> None:
+    _, plan = made(unit)
+    assert [group.name for group in plan.units] == [*names, "head_proj"]
+    assert [operator for group in plan.units for operator in group.operators] == plan.operators
+    text = str(plan)
+    assert "layers.*.attn.q_proj  (4 operators)" in text
+    assert text.splitlines()[-1] == f"{len(names) + 1} units of 13 operators: {names[0]} ... head_proj"
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="unit=blocks: must be one of gemm, operator, expert, layer, block"):
+        PathSpec(unit="blocks")
+    model = Net()
+    with pytest.raises(ValueError, match="unit='expert': no operator is part of an expert"):
+        convert(model, PathSpec.of("int4", "int8", unit="expert"))
+    assert not any(isinstance(module, PathLinear) for module in model.modules())
+    with pytest.raises(ValueError, match="unit='block': no operator lies in a numbered block"):
+        convert(nn.ModuleDict({"up_proj": nn.Linear(4, 4)}), PathSpec.of("int4", "int8", unit="block"))
+
+
+def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_blocks() -> None:
+    model = Net()
+    controller = gnmr.attach(model, max_o=2, alpha=1.05, beta=1.02, unit="block")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = set()
+    for step in range(12):
+        backward(model, step)
+        controller.step()
+        active = set(controller.active)
+        seen |= active
+        assert len(active) <= 2
+        for group in controller.plan.units:
+            assert {operator.recovering for operator in group.operators} == {group.name in active}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("unit", ["operator", "block"])
+def test_every_signal_of_the_paths_errors_routes_recipes(unit: str) -> None:
+    """As attached; with a stride too."""
+    for signal in (Gap, GapExact, Underflow, Mse, GradToNoise, Jacobian):
+        model = Net()
+        controller = gnmr.attach(
+            model,
+            low="sim_e2m1",
+            recovery="fp8_hybrid",
+            max_o=2,
+            unit=unit,
+            signal=signal,
+            routing="ranked",
+            probe_tokens=3,
+        )
+        for step in range(3):
+            backward(model, step)
+            decision = controller.step()
+            assert (decision.risk > 0).all() and len(controller.active) == 2, signal
+            model.zero_grad()
+        controller.detach()
+
+
+def test_a_units_norm_is_that_of_all_its_operators() -> None:
+    model, plan = made("block")
+    units = units_of(plan)
+    backward(model)
+    norms, observed = UnitNorms([unit.parameters for unit in units])()
+    assert observed.all() and norms.shape == (5,)
+    for norm, group in zip(norms, plan.units, strict=True):
+        square = sum(float(p.grad.double().square().sum()) for o in group.operators for p in o.parameters())
+        assert float(norm) == pytest.approx(square**0.5, rel=1e-6)
+
+
+def test_a_unit_costs_what_its_operators_cost() -> None:
+    """And so do the extra bytes of Eq. 67: the largest units count."""
+    (_, single), (model, blocks) = made("operator"), made("block")
+    assert [unit.extra_bytes for unit in units_of(blocks)] == [3 * 16 * 4 / 8] * 4 + [16 * 4 / 8]
+    assert sum(unit.extra_bytes for unit in units_of(single)) == sum(unit.extra_bytes for unit in units_of(blocks))
+    backward(model)
+    blocks.units[1].switch(True)
+    one = 4 / 8 * 8 * 3 * 16
+    assert blocks.extra_bytes() == one and blocks.extra_bytes_bound(2) == 2 * one
+    assert all(unit.switch is None for unit in units_of(made("block", recovery=None)[1]))
+
+
+@pytest.mark.parametrize(
+    ("paths", "recovers", "bits"),
+    [
+        (("sim_e2m1", "bf16"), ["fprop", "dgrad", "wgrad"], 12),
+        (("sim_e2m1", "bf16"), ["wgrad"], 12),
+        (("sim_e2m1", "fp8_hybrid"), ["wgrad", "dgrad"], 4),
+        (("sim_e2m1", "bf16"), ["fprop", "dgrad"], None),  # the input that wgrad reads stays as it is
+        (("bf16", "sim_int8"), ["wgrad"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_a_recipe_costs_the_bits_of_the_input_that_wgrad_reads(paths, recovers, bits) -> None:
+    plan = convert(Net(), PathSpec.of(*paths, unit="block", recovers=recovers))
+    expected = [1.0] * 5 if bits is None else [3 * 16 * bits / 8] * 4 + [16 * bits / 8]
+    assert [unit.extra_bytes for unit in units_of(plan)] == expected
+
+
+@pytest.mark.parametrize("paths", [("int4", "int8"), ("sim_e2m1", "fp8_hybrid")], ids=str)
+def test_evidence_of_a_unit_is_that_of_its_operators_together(paths: tuple[str, str]) -> None:
+    read = {}
+    for unit in ("operator", "block"):
+        model, plan = made(unit, *paths)
+        probe = plan.probe(("gap_low", "gap_recovery", "gap_exact", "mse", "underflow", "input_std"))
+        backward(model)
+        read[unit] = probe.read()
+    single, blocks = read["operator"], read["block"]
+    for name, values in blocks.items():
+        assert values.shape == (5,)
+        each = single[name].tolist()
+        for place, value in enumerate(values.tolist()):
+            own = each[3 * place : 3 * place + 3]
+            if name.startswith("gap"):
+                assert value == pytest.approx(sum(own), rel=1e-9)
+            elif name == "mse":  # all inputs have as many elements
+                assert value == pytest.approx(sum(own) / len(own), rel=1e-9)
+            else:
+                assert min(own) * 0.999 <= value <= max(own) * 1.5
+
+
+def test_a_fault_hits_operators_and_is_told_of_their_unit() -> None:
+    _, plan = made("block")
+    schedule = FaultSchedule(plan, Fault("nan"), ["q_proj"], 10, windows=[(2, 3)])
+    assert [(w.unit, w.start, w.end) for w in schedule.windows] == [(f"layers.{i}", 2, 4) for i in range(4)]
+    assert [o.operator_name for o in plan.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
+    assert schedule.at(2).tolist() == [True] * 4 + [False] and not schedule.at(5).any()
+
+    model, plan = made("block")
+    FaultSchedule(plan, Fault("nan"), ["layers.1"], 10, windows=[(1, 1)]).begin_step(1)
+    assert sum(operator.fault is not None for operator in plan.operators) == 3
+    backward(model)
+    bad = [not group.operators[0].weight.grad.isfinite().all() for group in plan.units]
+    assert bad == [False, True, False, False, False]
+    model.zero_grad()
+    plan.units[1].switch(True)
+    backward(model)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(
+        ValueError, match=r"targets \['layers.9'\]: no unit has such a name; the units are layers.\*, h"
+    ):
+        FaultSchedule(plan, Fault("nan"), ["layers.9"], 10, windows=[(1, 1)])
+
+
+def test_drawn_windows_are_a_units_own() -> None:
+    """Those of an operator unit and of a block of one operator are the same draw."""
+    _, plan = made("block")
+    schedule = FaultSchedule(plan, Fault("nan"), ["*"], 400, rate=5, duration=3, seed=1)
+    by_unit: dict[str, list[tuple[int, int]]] = {}
+    for window in schedule.windows:
+        by_unit.setdefault(window.unit, []).append((window.start, window.end))
+    assert set(by_unit) <= {group.name for group in plan.units} and len(by_unit) == 5
+    for spans in by_unit.values():
+        assert all(end < start for (_, end), (start, _) in pairwise(spans))

@@ -1,0 +1,381 @@
+"""What is to blame for a step that is not finite or spikes: found by the same step again, which leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from everything import differences, everything
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gnmr
+from gnmr.attachment import blame
+from gnmr.attachment.blame import Levels, needed
+from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.train import run as run_module
+from gnmr.lab.train.step import TrainStep
+from gnmr.precision.scaling import compress
+from gnmr.records.reader import read_jsonl
+
+LR = 1e-2
+TWO = ["model.num_layers=2", "training.steps=6", "controller.alpha=99", "controller.beta=null", "controller.max_o=2"]
+FORWARD = ["precision.site=forward"]
+RECIPE = ["precision.low=fp8_hybrid", "precision.recovery=bf16"]
+MOE = ["model.name=moe", "model.experts.number=4"]
+UP = "layers.1.mlp.up_proj"
+
+
+def stress(kind: str, targets: str = UP, at: int = 3, steps: int = 2) -> list[str]:
+    return [f"faults.kind={kind}", f"faults.targets=[{targets}]", f"faults.windows=[[{at},{steps}]]"]
+
+
+def told(folder) -> list[tuple]:
+    rows = read_jsonl(folder / "events.jsonl")
+    return [(row["step"], row["unit"], row["event"], row["cause"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "words", [FORWARD, RECIPE, [*FORWARD, "training.accumulation=2"]], ids=["site", "recipe", "two"]
+)
+def test_a_forward_pass_that_is_not_finite_costs_no_step(words, train, tmp_path):
+    folder = train(tmp_path / "run", *TWO, *words, *stress("nan"))
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [row["skipped"] for row in rows] == [False] * 6 and all(math.isfinite(row["loss"]) for row in rows)
+    assert [row["num_active"] for row in rows][:4] == [0, 0, 1, 1]
+    assert told(folder)[:2] == [(3, UP, "promote", "retry"), (3, UP, "verdict", "precision")]
+
+
+def test_two_operators_at_once(train, tmp_path):
+    down = "layers.0.mlp.down_proj"
+    folder = train(tmp_path / "run", *TWO, *FORWARD, *stress("inf", f"{UP},{down}", steps=1))
+    assert not any(row["skipped"] for row in read_jsonl(folder / "steps.jsonl"))
+    assert (3, f"{down} {UP}", "verdict", "precision") in told(folder)
+
+
+def test_more_operators_than_max_o_are_not_recovered(train, tmp_path):
+    folder = train(tmp_path / "run", *TWO, *FORWARD, *stress("nan", "layers.0.*", steps=1))
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [row["skipped"] for row in rows] == [row["step"] == 3 for row in rows]
+    assert all(row["num_active"] <= 2 for row in rows)
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "order"])
+def test_the_other_rules(nonfinite, train, tmp_path):
+    """keep: nobody is promoted; order: the paper's bare rule takes the first units."""
+    folder = train(tmp_path / "run", *TWO, *FORWARD, *stress("nan", steps=1), f"controller.nonfinite={nonfinite}")
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [row["skipped"] for row in rows] == [row["step"] == 3 for row in rows]
+    first = [f"layers.0.self_attn.{name}_proj" for name in ("q", "k")]
+    assert [unit for _, unit, event, _ in told(folder) if event == "promote"] == (first if nonfinite == "order" else [])
+    assert (3, UP, "verdict", "precision") in told(folder)
+
+
+def test_what_is_not_finite_in_16_bits_either_blames_nobody(assembled, blocks_of, step_of):
+    parts = assembled(*TWO, *FORWARD, "controller.max_o=99")
+    handle = parts.model.layers[1].register_forward_hook(lambda _m, _i, output: output * math.nan)
+    result = step_of(parts)([blocks_of(parts, 2)], LR)
+    assert result.verdict is not None and result.verdict.cause == "data" and result.skipped
+    assert not result.decision.active.any() and not result.decision.events
+    handle.remove()
+    assert not step_of(parts)([blocks_of(parts, 2)], LR).skipped
+
+
+def test_a_loss_that_is_finite_again_is_told(assembled, blocks_of, step_of):
+    parts, calls = assembled(*TWO, *FORWARD), []
+
+    def race(_module, _inputs, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * (math.nan if len(calls) == 1 else 1.0)
+
+    parts.model.norm.register_forward_hook(race)
+    result = step_of(parts)([blocks_of(parts, 2)], LR)
+    assert result.verdict is not None and result.verdict.cause == "not_reproducible"
+    assert result.skipped and not result.decision.active.any()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_retried_step_is_the_step_with_the_unit_in_recovery_from_the_start(rounding, train, tmp_path, tampered):
+    """To the last bit: the retry forgets what the first attempt left in histories, generators and locks."""
+    words = [*TWO, *FORWARD, f"precision.rounding={rounding}", "controller.t_lock=9"]
+    retried = everything(train(tmp_path / "retried", *words, *stress("nan", at=1, steps=1)))
+
+    def put(parts) -> None:
+        assert parts.controller.promote([UP])
+
+    tampered(put)
+    want = everything(train(tmp_path / "want", *words))
+    assert [d for d in differences(want, retried) if not d.startswith((".events", ".files"))] == []
+
+
+def test_delayed_scales_of_a_retried_step(train, tmp_path, tampered):
+    words = [*TWO, "precision.low=fp8_delayed", "precision.recovery=bf16", "controller.t_lock=9"]
+    retried = everything(train(tmp_path / "retried", *words, *stress("nan", at=1, steps=1)))
+    tampered(lambda parts: parts.controller.promote([UP]))
+    want = everything(train(tmp_path / "want", *words))
+    assert [d for d in differences(want, retried) if not d.startswith((".events", ".files"))] == []
+
+
+# ---- spikes ----
+
+
+@pytest.fixture
+def spiky(monkeypatch) -> None:
+    """Every second step or so of a run is a spike."""
+    monkeypatch.setattr(run_module, "Levels", partial(Levels, window=4, least=3, sigmas=0.3))
+    monkeypatch.setattr(blame, "SIGMAS", 0.3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "controller.signal=update_norm",
+            "training.accumulation=2",
+            "precision.rounding=stochastic",
+            "optim.clip_norm=1",
+        ],
+        pytest.param(["precision.low=fp8_delayed", "precision.recovery=bf16"], marks=pytest.mark.slow),
+        pytest.param([*MOE, *FORWARD, "optim.transform.name=zclip"], marks=pytest.mark.slow),
+    ],
+    ids=["formats", "delayed", "moe"],
+)
+def test_verdicts_leave_no_trace(words, train, tmp_path, spiky):
+    """Losses, sets, generators, histories and weights are to the last bit those of the run without verdicts."""
+    words = ["training.steps=8", *words]
+    want = everything(train(tmp_path / "without", *words, "records.verdicts=false"))
+    found = everything(train(tmp_path / "with", *words))
+    verdicts = [row for row in found["events"] if row["event"] == "verdict"]
+    assert verdicts and not any(row["event"] == "verdict" for row in want["events"])
+    found["events"] = [row for row in found["events"] if row["event"] != "verdict"]
+    found["host"]["levels"] = want["host"]["levels"]
+    assert differences(want, found) == []
+
+
+@pytest.mark.slow
+def test_what_is_usual_outlives_a_kill(train, tmp_path, spiky, tampered):
+    words = ["training.steps=8", "training.checkpoint_every=4"]
+    whole = everything(train(tmp_path / "whole", *words))
+    tampered(lambda parts: spoiled(parts, 6))
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", *words)
+    tampered(lambda parts: None)
+    assert differences(whole, everything(train(tmp_path / "run", *words))) == []
+
+
+def spoiled(parts, at: int) -> None:
+    def stop(*_: object) -> None:
+        if parts.controller.t == at:
+            raise KeyboardInterrupt
+
+    parts.model.norm.register_forward_pre_hook(stop)
+
+
+@pytest.fixture
+def spiking(assembled, blocks_of, step_of):
+    """spiking(words, plant): the verdict on a step in which `plant(parts)` is at work, after steady ones."""
+
+    def verdict(words, plant):
+        parts = assembled(*TWO, *words)
+        step, batch = step_of(parts), [blocks_of(parts, 2)]
+        step.measure_saved = not parts.plan.in_graphs
+        parts.optimizer.param_groups[0]["lr"] = 0.0
+        first = step(batch, 0.0)
+        step.levels = Levels()
+        step.levels.seen.extend(
+            (first.loss * (1 + 1e-4 * (-1) ** i), first.grad_norm_pre_clip * (1 + 1e-3 * (-1) ** i)) for i in range(64)
+        )
+        undo = plant(parts)
+        found = step(batch, 0.0).verdict
+        if undo is not None:
+            undo()
+        assert step(batch, 0.0).verdict is None, "an ordinary step spikes"
+        return found
+
+    return verdict
+
+
+def broken(*units: str, kind: str = "noise", magnitude: float = 1000.0):
+    def plant(parts):
+        at = parts.controller.t + 1
+        FaultSchedule(parts.plan, Fault(kind, magnitude), units, at, windows=[[at, 1]]).begin_step(at)
+
+        def undo() -> None:
+            for operator in parts.plan.operators:
+                operator.fault = None
+
+        return undo
+
+    return plant
+
+
+def blown_up(times: float):
+    """The output of a norm is that many times too large, in its first pass or (times < 0) in all."""
+
+    def plant(parts):
+        calls = []
+
+        def hook(_module, _inputs, output):
+            calls.append(1)
+            return output.flip(1) * abs(times) if times < 0 or len(calls) == 1 else output
+
+        return parts.model.layers[1].post_attention_layernorm.register_forward_hook(hook).remove
+
+    return plant
+
+
+class Louder:
+    """A low path that keeps its input fifty times too large for backward."""
+
+    def for_step(self, input, remember=True):
+        return self
+
+    def compress(self, input, fmt, stochastic):
+        packed, scale = compress(input.detach().reshape(-1, input.shape[-1]), fmt)
+        return packed, scale * 50
+
+
+def louder(parts):
+    operator = next(one for one in parts.plan.operators if one.operator_name == UP)
+    operator.fault = Louder()
+    return lambda: setattr(operator, "fault", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "plant"),
+    [([], louder), (FORWARD, broken(UP)), (RECIPE, broken(UP))],
+    ids=["weight_gradient", "forward", "recipe"],
+)
+def test_precision_names_the_operator(words, plant, spiking):
+    verdict = spiking(words, plant)
+    assert (verdict.cause, verdict.units, verdict.complete) == ("precision", (UP,), True)
+    assert verdict.passes <= 4 and UP in str(verdict)
+
+
+def flipped(parts):
+    """Behind the blocks: hooks in a compiled one are not seen."""
+    return parts.model.norm.register_forward_hook(lambda _module, _inputs, output: output.flip(1) * 300).remove
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["data", "precision"])
+def test_a_compiled_run_has_the_verdict_of_the_run_that_is_not_and_compiles_nothing_for_it(cause, spiking, monkeypatch):
+    plain, graphs, blamed = torch.nn.Module.compile, [], TrainStep._blame
+
+    def count(self, *args):
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        found = blamed(self, *args)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return found
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
+    monkeypatch.setattr(TrainStep, "_blame", count)
+    words, plant = [*RECIPE, "precision.unit=block"], flipped if cause == "data" else broken(UP)
+    wanted = spiking(words, plant)
+    assert wanted.cause == cause
+    torch._dynamo.reset()
+    assert spiking([*words, "training.compile=true"], plant) == wanted
+    # A fault's operator, which a run does not have, is compiled for its second pass.
+    assert graphs[-1] - graphs[-2] <= (cause == "precision") and graphs[-1] > 0
+
+
+def test_precision_of_gradients_that_are_not_finite(spiking):
+    verdict = spiking([], broken(UP, kind="nan"))
+    assert (verdict.cause, verdict.units) == ("precision", (UP,))
+
+
+@pytest.mark.parametrize("words", [[], MOE + FORWARD], ids=["llama", "moe"])
+def test_chance_and_data(words, spiking):
+    assert spiking(words, blown_up(300.0)).cause == "not_reproducible"
+    assert spiking(words, blown_up(-300.0)).cause == "data"
+
+
+@given(st.sets(st.integers(0, 30), min_size=1, max_size=3), st.integers(31, 40))
+def test_needed_finds_the_few(culprits, units):
+    """With enough to spend: exactly those; with little: a set that suffices."""
+
+    class Spent:
+        passes = 0.0
+
+    def gone(chosen):
+        Spent.passes += 0.01
+        return culprits <= set(chosen)
+
+    assert needed(Spent, list(range(units)), gone, 0.01) == (sorted(culprits), True)
+    Spent.passes = 3.9
+    found, complete = needed(Spent, list(range(units)), gone, 0.05)
+    assert culprits <= set(found) and (not complete or set(found) == culprits)
+
+
+def test_from_a_loop_of_ones_own():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", targets=["*"], max_o=1)
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    usual = loss.item(), norm
+    controller.step()
+    model.zero_grad()
+
+    broken("1")(SimpleNamespace(plan=controller.plan, controller=controller))
+    spiked = (model(x) - y).square().mean()
+    spiked.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    verdict = controller.explain(lambda: (model(x) - y).square().mean(), loss=spiked.item(), usual=usual)
+    assert (verdict.cause, verdict.units, verdict.step) == ("precision", ("1",), 2)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    assert torch.equal(state, torch.get_rng_state()) and controller.t == 1 and not controller.active
+    model.zero_grad()
+    for operator in controller.plan.operators:
+        operator.fault = None
+    (model(100 * x) - y).square().mean().backward()
+    assert controller.explain(lambda: (model(100 * x) - y).square().mean(), usual=usual).cause == "data"
+    verdict = controller.explain(lambda: (model(math.inf * x) - y).square().mean(), loss=math.inf)
+    assert (verdict.cause, verdict.passes) == ("data", pytest.approx(1 / 3))
+    assert controller.promote(["1"]) and controller.active == ["1"]
+    assert not controller.promote(["0", "2"]) and controller.active == ["1"]
+
+
+MISTAKES = {
+    "not a function": (lambda run, loss: (loss, {}), "must be a function"),
+    "a number": (lambda run, loss: (lambda: run().item(), {}), "gave a float"),
+    "no scalar": (lambda run, loss: (lambda: run().expand(2), {}), r"a tensor of shape \(2,\)"),
+    "nothing": (lambda run, loss: (lambda: iter(()), {}), "gave no loss"),
+    "no graph": (lambda run, loss: (lambda: run().detach(), {}), "has no graph"),
+    "another model": (lambda run, loss: (lambda: torch.ones(1, requires_grad=True).sum(), {}), "reaches no parameter"),
+    "a tensor as loss": (lambda run, loss: (run, {"loss": loss}), r"loss.item\(\)"),
+    "no usual": (lambda run, loss: (run, {"usual": None}), "usual: give loss and gradient norm"),
+    "one usual": (lambda run, loss: (run, {"usual": 1.0}), "usual=1.0: must be two numbers"),
+    "a norm below 0": (lambda run, loss: (run, {"usual": (1.0, -1.0)}), "must be two numbers"),
+    "a scale of 0": (lambda run, loss: (run, {"grad_scale": 0.0}), "grad_scale=0.0: must be a positive number"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_explain_refuses_in_one_line_and_leaves_no_trace(mistake):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", targets=["*"], max_o=1)
+    x = torch.randn(8, 16)
+
+    def run() -> torch.Tensor:
+        return model(x).square().mean()
+
+    run().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    make, match = MISTAKES[mistake]
+    given, options = make(run, run())
+    with pytest.raises(ValueError, match=match) as error:
+        controller.explain(given, **{"loss": 99.0, "usual": (1.0, 1.0), **options})
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    assert not controller.active and not any(one.recovering for one in controller.plan.operators)
+    model.zero_grad()
+    with pytest.raises(ValueError, match="no gradients: call explain between"):
+        controller.explain(run, loss=99.0, usual=(1.0, 1.0))

@@ -1,0 +1,422 @@
+"""Checkpoints: which are kept, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import torch
+from everything import differences, everything, same_bits, weights
+
+from gnmr.errors import RunFailed, UserError
+from gnmr.lab.config import config_hash
+from gnmr.lab.train.checkpoint import Checkpointer, load_model
+from gnmr.lab.train.step import TrainStep
+from gnmr.records.reader import read_json, read_jsonl
+
+
+@pytest.fixture(scope="module")
+def failed(train, tmp_path_factory) -> Path:
+    """A run with a defect after step 6 of 8: checkpoints of steps 3 and 6."""
+    with pytest.MonkeyPatch.context() as patch:
+        plain = TrainStep.__call__
+
+        def call(self, *args):
+            if self.controller.t == 6:
+                raise ZeroDivisionError
+            return plain(self, *args)
+
+        patch.setattr(TrainStep, "__call__", call)
+        folder = tmp_path_factory.mktemp("failed") / "run"
+        with pytest.raises(ZeroDivisionError):
+            train(folder)
+    assert (folder / "FAILED").read_text() == "a defect; see the traceback\n"
+    return folder
+
+
+@pytest.fixture
+def half_way(failed, tmp_path) -> Path:
+    return shutil.copytree(failed, tmp_path / "run")
+
+
+@pytest.fixture
+def checkpointer(assembled, tmp_path):
+    def make(parts=None, owner: str = "a-s0", keep: int = 2) -> Checkpointer:
+        parts = parts or assembled()
+        return Checkpointer(tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.controller)
+
+    return make
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(keep, checkpointer):
+    saver = checkpointer(keep=keep)
+    assert saver.newest() is None
+    for step in (1, 2, 10, 11):
+        saver.save(step, {})
+    assert saver.steps() == [1, 2, 10, 11][-keep:] and saver.newest() == 11
+    assert len(list(saver.folder.iterdir())) == min(keep, 4)
+
+
+def test_what_a_killed_run_left_is_swept(checkpointer):
+    saver = checkpointer()
+    saver.save(1, {"counters": 1})
+    left = saver.folder / ".writing-step-00000002"
+    shutil.copytree(saver.folder / "step-00000001", left)
+    assert saver.newest() == 1 and not left.exists()
+    assert saver.load(1) == {"counters": 1}
+
+
+def test_everything_comes_back(assembled, checkpointer, step_of, blocks_of):
+    words = ["precision.rounding=stochastic", "controller.t_lock=3"]
+    parts, other = assembled(*words), assembled(*words, "training.seed=1")
+    step, blocks = step_of(parts), blocks_of(parts, 12).split(2)
+    for block in blocks[:4]:
+        step([block], 1e-2)
+    rng = torch.get_rng_state()
+    checkpointer(parts).save(4, {"some": "numbers"})
+    torch.manual_seed(123)
+    assert checkpointer(other).load(4) == {"some": "numbers"}
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert other.controller.t == 4 and other.controller.active == parts.controller.active
+    assert parts.controller.active
+    assert [op.recovering for op in other.plan.operators] == [op.recovering for op in parts.plan.operators]
+    follow = step_of(other)
+    for block in blocks[4:]:
+        a, b = step([block], 1e-2), follow([block], 1e-2)
+        assert a.loss == b.loss and (a.decision.norm == b.decision.norm).all()
+        assert (a.decision.active == b.decision.active).all() and (a.decision.lock == b.decision.lock).all()
+    assert all(same_bits(p, q) for p, q in zip(parts.model.parameters(), other.model.parameters(), strict=True))
+
+
+DAMAGE = {
+    "a_byte_changed": lambda folder: flip(folder / "__0_0.distcp"),
+    "cut_short": lambda folder: (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-100]),
+    "file_gone": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "metadata_gone": lambda folder: (folder / ".metadata").unlink(),
+    "no_meta": lambda folder: (folder / "meta.json").unlink(),
+    "empty_meta": lambda folder: (folder / "meta.json").write_text(""),
+    "other_meta": lambda folder: (folder / "meta.json").write_text("[]"),
+    "no_sum": lambda folder: (folder / "meta.sha256").unlink(),
+    "another_file": lambda folder: (folder / "more").write_text(""),
+    "a_link": lambda folder: link(folder / "__0_0.distcp"),
+    "step_edited": lambda folder: edit(folder, step=2),
+    "position_edited": lambda folder: edit(folder, host={"blocks": {"epoch": 0, "position": 1}}),
+    "no_files": lambda folder: edit(folder, files={}),
+    "no_files_and_a_new_sum": lambda folder: edit(folder, True, files={}),
+    "step_and_a_new_sum": lambda folder: edit(folder, True, step=2),
+    "deep_and_a_new_sum": lambda folder: seal(folder, "[" * 100_000 + "]" * 100_000),
+    "empty_folder": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+def seal(folder: Path, text: str) -> None:
+    """meta.json, and meta.sha256 as of it."""
+    (folder / "meta.json").write_text(text)
+    (folder / "meta.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  meta.json\n")
+
+
+def edit(folder: Path, sealed: bool = False, **changes: object) -> None:
+    text = json.dumps(json.loads((folder / "meta.json").read_text()) | changes, indent=1)
+    seal(folder, text) if sealed else (folder / "meta.json").write_text(text)
+
+
+def link(file: Path) -> None:
+    file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, assembled, checkpointer):
+    parts = assembled()
+    saver = checkpointer(parts)
+    saver.save(3, {})
+    damage(saver.folder / "step-00000003")
+    other = assembled("training.seed=1")
+    before = [p.detach().clone() for p in other.model.parameters()]
+    with pytest.raises(UserError, match=r"checkpoint .*step-00000003 is corrupt .*: delete .*checkpoints to") as caught:
+        checkpointer(other).load(3)
+    assert "\n" not in str(caught.value)
+    assert all(same_bits(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
+
+
+def test_a_foreign_checkpoint_is_refused(assembled, checkpointer):
+    checkpointer(owner="a-s0").save(3, {})
+    with pytest.raises(UserError, match=r"belongs to another run \(a-s0, this one is b-s0\)"):
+        checkpointer(owner="b-s0").load(3)
+    with pytest.raises(UserError, match="belongs to another run"):
+        checkpointer(assembled("model.num_layers=2")).load(3)
+
+
+@pytest.mark.parametrize("keep", [2, 1])
+def test_a_corrupt_newest_checkpoint_is_set_aside(keep, half_way, train, uninterrupted):
+    """With one to keep, the older one is there still because a kill came before the pruning."""
+    checkpoints, words = half_way / "checkpoints", [f"training.keep_checkpoints={keep}"]
+    flip(checkpoints / "step-00000006" / "__0_0.distcp")
+    said: list[str] = []
+    with pytest.warns(UserWarning, match=r"step-00000006 is corrupt \(__0_0.distcp is missing or changed\): set aside"):
+        train(half_way, *words, say=said.append)
+    assert f"continuing after step 3 of {half_way}" in said
+    assert (checkpoints / "step-00000006.corrupt" / "meta.json").exists()
+    shutil.rmtree(checkpoints / "step-00000006.corrupt")
+    assert differences(uninterrupted(*words) if keep == 1 else uninterrupted(), everything(half_way)) == []
+
+
+def test_where_none_is_whole_nothing_is_touched(half_way, train):
+    for step in (3, 6):
+        flip(half_way / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp")
+    before = {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
+    with pytest.raises(
+        UserError, match=r"step-00000006 is corrupt \(__0_0.distcp .*\), and none before it is whole: delete"
+    ):
+        train(half_way)
+    assert before == {p: p.stat().st_mtime_ns for p in half_way.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_eval_takes_the_one_before_and_changes_nothing(half_way, assembled):
+    flip(half_way / "checkpoints" / "step-00000006" / "meta.json")
+    parts, before = assembled(), sorted(half_way.rglob("*"))
+    with pytest.warns(UserWarning, match=r"step-00000006 is corrupt \(meta.json .*\): step 3 is taken"):
+        assert load_model(half_way / "checkpoints", parts.model, parts.plan) == 3
+    assert sorted(half_way.rglob("*")) == before
+    flip(half_way / "checkpoints" / "step-00000003" / "meta.sha256")
+    with pytest.raises(UserError, match="step-00000006 is corrupt"):
+        load_model(half_way / "checkpoints", parts.model, parts.plan)
+
+
+def test_without_any_checkpoint_it_begins_again(half_way, train, uninterrupted):
+    shutil.rmtree(half_way / "checkpoints")
+    train(half_way)
+    assert differences(uninterrupted(), everything(half_way)) == []
+
+
+def test_meta_names_every_file_and_the_run(half_way, tiny):
+    folder = half_way / "checkpoints" / "step-00000006"
+    meta = json.loads((folder / "meta.json").read_text())
+    assert set(meta["files"]) == {p.name for p in folder.iterdir()} - {"meta.json", "meta.sha256"}
+    fingerprint = read_json(half_way / "header.json")["data"]["fingerprint"]
+    assert (meta["step"], meta["owner"]) == (6, f"{config_hash(tiny())}-s0 on data {fingerprint[:12]}")
+    counted = meta["host"].pop("records")
+    assert counted["incomplete"] is None
+    rows = {"steps.jsonl": 6, "eval.jsonl": 1, "events.jsonl": len(read_jsonl(half_way / "events.jsonl"))}
+    assert {name: count["rows"] for name, count in counted["files"].items()} == rows | {"ratios.rows": 6 * 7}
+    assert len(meta["host"].pop("levels")) == 6
+    assert meta["host"] == {
+        "counters": {"step": 6, "tokens": 192, "nonfinite_total": 0, "nonfinite_streak": 0},
+        "blocks": {"epoch": 0, "position": 12},
+    }
+    assert set(weights(half_way)) >= {"model", "optimizer", "controller", "rng"}
+
+
+def test_a_folder_that_cannot_be_written(checkpointer):
+    saver = checkpointer()
+    saver.folder.write_text("a file")
+    with pytest.raises(RunFailed, match="while writing the checkpoint of step 3"):
+        saver.save(3, {})
+
+
+def test_a_checkpoint_that_was_renamed_aside_is_left_alone(half_way, train):
+    (half_way / "checkpoints" / "step-00000006").rename(half_way / "checkpoints" / "step-00000006.bad")
+    train(half_way)
+    assert (half_way / "DONE").exists() and (half_way / "checkpoints" / "step-00000006.bad").is_dir()
+
+
+def test_what_a_kill_before_pruning_left_is_pruned_at_the_next_start(checkpointer):
+    for step in (1, 2, 3):
+        checkpointer(keep=5).save(step, {})
+    assert checkpointer(keep=1).newest() == 3
+    assert checkpointer().steps() == [3]
+
+
+def test_a_run_is_not_continued_on_other_data(half_way, tiny, text_file, tmp_path):
+    from gnmr.lab.train.run import run
+
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[::-1])
+    saved = half_way / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(text_file), str(other)))
+    before = content(half_way)
+    with pytest.raises(
+        UserError, match=r"data\.path=.*other\.txt: the text of data\.path changed since the run began; "
+    ):
+        run(tiny(f"run_dir={half_way}", f"data.path={other}"), lambda _: None)
+    assert content(half_way) == before
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """All that a run folder holds."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("left", ["both", "first", "corrupt", "none"])
+def test_a_run_whose_text_was_changed_is_left_as_it_is(left, train, text_file, tmp_path):
+    """By a line more, or by as many letters in the middle, whatever checkpoints are there; and goes on when it is put
+    back."""
+    file, sound = tmp_path / "text.txt", text_file.read_text()
+    words = [f"data.path={file}"]
+    file.write_text(sound)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = TrainStep.__call__
+
+        def call(self, *args):
+            if self.controller.t == 7:
+                raise ZeroDivisionError
+            return plain(self, *args)
+
+        patch.setattr(TrainStep, "__call__", call)
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path / "run", *words)
+    (tmp_path / "run" / "FAILED").unlink()  # as after SIGKILL
+    checkpoints = tmp_path / "run" / "checkpoints"
+    if left != "both":
+        shutil.rmtree(checkpoints / "step-00000006")
+    if left == "corrupt":
+        flip(checkpoints / "step-00000003" / "__0_0.distcp")
+    if left == "none":
+        shutil.rmtree(checkpoints)
+    (tmp_path / "run" / ".lock").touch()
+    before = content(tmp_path / "run")
+    middle = len(sound) // 2
+    for changed in (sound + "\nmore " * 200, sound[:middle] + sound[middle:].replace("a", "b")):
+        file.write_text(changed)
+        with pytest.raises(
+            UserError, match=r"data\.path=.*: the text of data\.path changed since the run began; "
+        ) as told:
+            train(tmp_path / "run", *words)
+        assert "put it back as it was, or use another run_dir" in str(told.value)
+        assert content(tmp_path / "run") == before
+    file.write_text(sound)
+    if left != "corrupt":
+        train(tmp_path / "run", *words)
+        assert (tmp_path / "run" / "DONE").exists()
+        return
+    with pytest.raises(UserError, match=r"is corrupt .*: delete .*checkpoints to train from step 1 again, or start"):
+        train(tmp_path / "run", *words)
+    assert content(tmp_path / "run") == before
+
+
+def test_another_tokenizer_is_named(half_way, train, tmp_path):
+    """Where it was given: one that was trained on the text is the text's."""
+    from gnmr.records.writer import replace_json
+
+    header = read_json(half_way / "header.json")
+    replace_json(half_way / "header.json", header | {"data": header["data"] | {"fingerprint": "0", "tokenizer": "0"}})
+    with pytest.raises(UserError, match=r"the text of data\.path changed"):
+        train(half_way)
+
+
+def test_a_corrupt_checkpoint_of_another_run_is_not_set_aside(half_way, assembled):
+    flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    before, parts = content(half_way), assembled()
+    (half_way / "checkpoints" / ".writing-step-00000007").mkdir()
+    other = Checkpointer(half_way / "checkpoints", "b-s0", 1, parts.model, parts.optimizer, parts.controller)
+    with pytest.raises(UserError, match=r"step-00000003 belongs to another run .*: start again in another run_dir$"):
+        other.newest()
+    assert content(half_way) == before and (half_way / "checkpoints" / ".writing-step-00000007").is_dir()
+
+
+def test_the_header_keeps_what_began_the_run_and_adds_what_continued_it(half_way, train):
+    began = read_json(half_way / "header.json")
+    train(half_way)
+    ended = read_json(half_way / "header.json")
+    assert ended["command"] == began["command"]
+    assert [again["after_step"] for again in ended["resumed"]] == [6]
+
+
+def test_no_flip_in_a_checkpoint_is_loaded(assembled, checkpointer):
+    """Nor is one a traceback. In every file, and in a part of the large one."""
+    parts = assembled()
+    saver, draw = checkpointer(parts), random.Random(0)
+    saver.save(3, {"some": "numbers"})
+    for file in sorted((saver.folder / "step-00000003").iterdir()):
+        sound = file.read_bytes()
+        for bit in draw.sample(range(8 * len(sound)), 60):
+            flipped = bytearray(sound)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            with pytest.raises(UserError, match="step-00000003 is corrupt"):
+                checkpointer(parts).newest()
+        file.write_bytes(sound)
+    assert checkpointer(parts).newest() == 3
+
+
+class Evil:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+def resealed(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in meta["files"]}
+    edit(folder, True, files=files)
+
+
+def evil_index(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+
+
+def evil_value(folder: Path, mark: Path) -> None:
+    """The learning rate is read from a place behind everything else."""
+    index, data = folder / ".metadata", folder / "__0_0.distcp"
+    metadata, payload = pickle.loads(index.read_bytes()), BytesIO()
+    torch.save(Evil(mark), payload)
+    (rate,) = [part for key, part in metadata.storage_data.items() if key.fqn.endswith(".lr")][:1]
+    rate.offset, rate.length = data.stat().st_size, len(payload.getvalue())
+    data.write_bytes(data.read_bytes() + payload.getvalue())
+    index.write_bytes(pickle.dumps(metadata))
+
+
+def elsewhere(folder: Path, mark: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for part in metadata.storage_data.values():
+        part.relative_path = "../step-00000003/__0_0.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("spoil", [evil_index, evil_value, elsewhere])
+def test_a_foreign_checkpoint_runs_no_code(spoil, assembled, checkpointer, tmp_path):
+    parts = assembled()
+    saver, mark = checkpointer(parts), tmp_path / "mark"
+    saver.save(3, {})
+    spoil(saver.folder / "step-00000003", mark)
+    resealed(saver.folder / "step-00000003")
+    with pytest.raises(UserError, match="does not fit this run") as caught:
+        checkpointer(parts).load(3)
+    assert "\n" not in str(caught.value) and not mark.exists()
+    if spoil is evil_index:
+        with pytest.raises(UserError, match=r"asks for posix\.mkdir"):
+            load_model(saver.folder, parts.model)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("what", ["weight", "moment"])
+def test_numbers_that_are_not_finite_are_not_written(what, assembled, checkpointer, step_of, blocks_of):
+    parts = assembled()
+    step_of(parts)([blocks_of(parts, 2)], 1e-2)
+    saver = checkpointer(parts)
+    saver.save(1, {})
+    name, parameter = next((n, p) for n, p in parts.model.named_parameters() if p.requires_grad)
+    held = parameter.data if what == "weight" else parts.optimizer.state[parameter]["exp_avg_sq"]
+    held.view(-1)[-1] = math.inf
+    with pytest.raises(RunFailed, match=rf"{name} is not finite after step 2: no checkpoint was written"):
+        saver.save(2, {})
+    assert [p.name for p in saver.folder.iterdir()] == ["step-00000001"]

@@ -1,0 +1,70 @@
+"""Same seed, same numbers to the last bit; what decides the order of the data, and what does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from everything import differences, everything, same_bits
+
+from gnmr.lab.train.step import TrainStep
+from gnmr.records.reader import read_jsonl
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list:
+    """The micro-batches of every step taken in this test, in order."""
+    seen = []
+    plain = TrainStep.__call__
+
+    def call(self, micro_batches, lr):
+        seen.extend(block for batch in micro_batches for block in batch.clone())
+        return plain(self, micro_batches, lr)
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["precision.rounding=stochastic", "precision.site=forward", "training.accumulation=2"]],
+    ids=["nearest", "stochastic"],
+)
+def test_the_same_seed_gives_the_same_bits(words, train, tmp_path, uninterrupted):
+    assert differences(uninterrupted(*words), everything(train(tmp_path / "again", *words))) == []
+
+
+def test_another_seed_gives_another_run(train, tmp_path):
+    a, b = train(tmp_path / "a"), train(tmp_path / "b", "training.seed=1")
+    orders = [np.load(folder / "order" / "epoch-0.npy") for folder in (a, b)]
+    assert sorted(orders[0]) == sorted(orders[1]) and (orders[0] != orders[1]).mean() > 0.9
+    losses = [[row["loss"] for row in read_jsonl(folder / "steps.jsonl")] for folder in (a, b)]
+    assert all(x != y for x, y in zip(*losses, strict=True))
+
+
+def test_the_seed_of_rounding_matters(train, tmp_path):
+    """With stochastic rounding the first loss is the same as to nearest (exact forward), the second is not."""
+    losses = [
+        [row["loss"] for row in read_jsonl(train(tmp_path / name, f"precision.rounding={name}") / "steps.jsonl")]
+        for name in ("nearest", "stochastic")
+    ]
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+
+
+@pytest.mark.slow
+def test_the_order_does_not_depend_on_paths_or_controller(train, tmp_path, batches):
+    arms = {
+        "gnmr": [],
+        "static": ["precision.low=int2", "precision.recovery=null"],
+        "off": ["precision.low=bf16", "precision.recovery=null"],
+        "other": ["controller.max_o=7", "controller.alpha=9", "precision.rounding=stochastic", "optim.lr=1e-4"],
+        "gpt": ["model.name=gpt", "model.num_layers=2"],
+        "accumulated": ["training.batch_size=1", "training.accumulation=2"],
+    }
+    seen = {}
+    for name, words in arms.items():
+        batches.clear()
+        train(tmp_path / name, "training.checkpoint_every=100", *words)
+        seen[name] = list(batches)
+    for name in arms:
+        assert len(seen[name]) == 16
+        assert all(same_bits(a, b) for a, b in zip(seen["gnmr"], seen[name], strict=True)), name

@@ -1,0 +1,266 @@
+"""Runs that fine-tune a checkpoint: adapters on a frozen base, packed examples, what is left at the end."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from everything import differences, everything
+
+from gnmr.errors import UserError
+from gnmr.lab.data.batch import Batch
+from gnmr.lab.models.pretrained import load
+from gnmr.lab.train.build import Parts, assemble, training_blocks, validation
+from gnmr.lab.train.step import TrainStep, evaluate, loss_of, num_targets
+from gnmr.records.reader import read_json, read_jsonl
+
+pytestmark = pytest.mark.slow
+
+Words = list[str]
+
+
+@pytest.fixture
+def assembled(tiny, tmp_path: Path, lora: Words) -> Callable[..., Parts]:
+    return lambda *more: assemble(tiny(*lora, *more), tmp_path / "unused", lambda _: None)
+
+
+def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
+    train, tmp_path: Path, lora: Words, base: Path
+) -> None:
+    folder = train(tmp_path / "run", *lora)
+    header = read_json(folder / "header.json")
+    assert header["units"] == [f"model.layers.{i}" for i in range(3)]
+    assert header["shape"] == {"layers": 3, "width": 32}, "the checkpoint's, not the config's defaults"
+    assert header["trained_parameters"] == 3 * 2 * (4 * 64 + 3 * 80) < header["parameters"]
+    steps = read_jsonl(folder / "steps.jsonl")
+    assert max(row["num_active"] for row in steps) == 1 and not any(row["skipped"] for row in steps)
+    names = set(everything(folder)["state"]["model"])
+    assert names and all(".lora_" in name for name in names)
+    model = peft.PeftModel.from_pretrained(load(str(base), torch.float32, torch.device("cpu")), folder / "adapter")
+    added = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(added) == 21 and all(p.abs().max() > 0 for p in added)
+
+
+def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Words, monkeypatch) -> None:
+    """Dropout and the order of the examples included."""
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    whole = everything(train(tmp_path / "whole", *lora))
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", call)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", *lora)
+    assert differences(whole, everything(train(tmp_path / "run", *lora))) == []
+
+
+def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Words, base: Path, monkeypatch) -> None:
+    """One weight in the middle of the file, as of a merged adapter; nor with another tokenizer."""
+    from safetensors.torch import load_file, save_file
+
+    mine = copied(base, tmp_path / "base")
+    words = [word.replace(str(base), str(mine)) for word in lora]
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainStep, "__call__", call)
+        train(tmp_path / "run", *words)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    def line() -> str:
+        with pytest.raises(UserError) as told:
+            train(tmp_path / "run", *words)
+        assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        return str(told.value)
+
+    weights, tokenizer = mine / "model.safetensors", mine / "tokenizer.json"
+    sound = weights.read_bytes(), tokenizer.read_text()
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, weights, {"format": "pt"})
+    assert line().startswith(f"model.checkpoint={mine}: its weights changed since the run began; to go on with")
+    weights.write_bytes(sound[0])
+    tokenizer.write_text(sound[1].replace('"a"', '"A"'))
+    assert line().startswith(f"model.checkpoint={mine}: its tokenizer changed since the run began; to go on with")
+    tokenizer.write_text(sound[1])
+    train(tmp_path / "run", *words)
+
+
+def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, lora: Words) -> None:
+    plain = everything(train(tmp_path / "plain", *lora))
+    seen = everything(train(tmp_path / "oracle", *lora, "records.evidence=[true_gap]"))
+    assert differences(plain["state"]["model"], seen["state"]["model"]) == []
+
+
+def test_a_hub_name_is_known_by_the_weights_that_are_loaded(base: Path, tmp_path: Path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    from gnmr.lab.models import pretrained
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pretrained, "_fetched", pretrained._fetched.__wrapped__)  # each fetch is a process's first
+    repository = tmp_path / "models--somebody--letters"
+    (repository / "refs").mkdir(parents=True)
+
+    def push(commit: str) -> Path:
+        (repository / "refs" / "main").write_text(commit)
+        return shutil.copytree(base, repository / "snapshots" / commit)
+
+    push("a" * 40)
+    assert pretrained.fingerprint("somebody/letters") == pretrained.fingerprint(str(base))
+    weight = load("somebody/letters", torch.float32, torch.device("cpu")).lm_head.weight
+    assert torch.equal(weight, load(str(base), torch.float32, torch.device("cpu")).lm_head.weight)
+    config = push("b" * 40) / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert pretrained.fingerprint("somebody/letters") != pretrained.fingerprint(str(base))
+
+
+def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -> None:
+    """Micro-batches hold unequal numbers of targets."""
+    parts = assembled(
+        "model.adapter.dropout=0.0", "precision.low=bf16", "precision.recovery=null", "controller.warmup_frac=0"
+    )
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    batches = [blocks.next(2), blocks.next(2)]
+    counts = [num_targets(batch) for batch in batches]
+    assert all(isinstance(batch, Batch) for batch in batches) and counts[0] != counts[1]
+    total = sum(loss_of(parts.model, batch) * count for batch, count in zip(batches, counts, strict=True)) / sum(counts)
+    trained = [p for p in parts.model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(total, trained)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected))
+    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
+    assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
+
+
+def test_evaluation_is_the_mean_over_all_targets(assembled) -> None:
+    parts = assembled()
+    held_out = validation(parts.config, parts.corpus, 5)
+    parts.model.eval()
+    with torch.no_grad(), parts.plan.high_precision():
+        whole = float(loss_of(parts.model, held_out))
+    parts.model.train()
+    assert evaluate(parts.model, parts.plan, held_out, 2) == pytest.approx(whole, rel=1e-6)
+    assert parts.model.training
+
+
+def test_a_gradient_that_is_not_finite_leaves_adapters_and_moments(assembled) -> None:
+    parts = assembled("model.adapter.dropout=0.0")
+    step = TrainStep(parts.model, parts.controller, parts.optimizer)
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    step([blocks.next(2)], 1e-3)
+    trained = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    layer = "model.layers.1.mlp.up_proj.lora_B.default.weight"
+    handle = trained[layer].register_hook(lambda gradient: gradient * math.nan)
+    result = step([blocks.next(2)], 1e-3)
+    handle.remove()
+    assert result.skipped and result.nonfinite_unit == "model.layers.1"
+    assert all(torch.equal(before[name], p) for name, p in trained.items())
+    assert parts.controller.active == ["model.layers.1"]
+
+
+def copied(base: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path: Path, lora: Words, base: Path) -> None:
+    from gnmr.lab.data.tokens import prepare
+
+    copy = copied(base, tmp_path / "base")
+    own = prepare(tiny().data, 1000, lambda _: None).tokenizer_path
+    (copy / "tokenizer.json").write_bytes(own.read_bytes())
+    (copy / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"has embeddings for 16 tokens, its tokenizer has 300"):
+        assemble(tiny(*lora, f"model.checkpoint={copy}"), tmp_path / "unused", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("words_more", "line"),
+    [
+        (["controller.observe=parameters"], "controller.observe=parameters: all converted weights are frozen"),
+        (
+            ["precision.low=int4", "precision.recovery=int8"],
+            "precision.low=int4: compresses what the weight gradient reads",
+        ),
+        (["training.seq_len=80"], "training.seq_len=80: the checkpoint was made for 64 tokens at the most"),
+        (["training.export_hf=true"], "training.export_hf=True: with adapters the run leaves adapter/"),
+        (
+            ["data.tokenizer=mine.json"],
+            "data.tokenizer=mine.json: model=pretrained reads its checkpoint's own tokenizer",
+        ),
+    ],
+)
+def test_what_a_frozen_base_cannot_have(train, tmp_path: Path, lora: Words, words_more: Words, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        train(tmp_path / "run", *lora, *words_more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_norms_of_micro_batches_with_unequal_targets_are_their_own(assembled) -> None:
+    parts = assembled("records.evidence=[micro_square]", "model.adapter.dropout=0.0")
+    blocks = training_blocks(parts.config, parts.corpus, None)
+    batches = [blocks.next(2), blocks.next(2)]
+    expected = torch.zeros(3, dtype=torch.float64)
+    for batch in batches:
+        own = torch.autograd.grad(
+            loss_of(parts.model, batch), [p for u in parts.controller.units for p in u.parameters]
+        )
+        squares = torch.stack([g.double().square().sum() for g in own]).view(3, -1).sum(dim=1)
+        expected += squares / 2
+    assert num_targets(batches[0]) != num_targets(batches[1])
+    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
+    assert result.decision.evidence["micro_square"] == pytest.approx(expected.numpy(), rel=1e-4)
+
+
+def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, lora: Words, rows: Path) -> None:
+    """Pre-training, export, fine-tuning: the whole path, and weights that arrive unchanged."""
+    first = train(tmp_path / "first", "training.export_hf=true", "model.num_layers=2")
+    own = [f"model.checkpoint={first / 'hf'}" if word.startswith("model.checkpoint") else word for word in lora]
+    second = train(
+        tmp_path / "second", *own, "training.export_hf=true", "model.adapter.rank=0", "controller.observe=parameters"
+    )
+    assert (second / "DONE").exists() and not (second / "adapter").exists()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (second / "hf").iterdir()}
+    trained = everything(second)["state"]["model"]
+    again = load(str(second / "hf"), torch.float32, torch.device("cpu")).state_dict()
+    assert differences(dict(trained), {name: again[name] for name in trained}) == []
+
+
+def test_a_run_that_is_done_is_exported_from_its_last_checkpoint(train, tmp_path: Path) -> None:
+    folder, told = train(tmp_path / "run"), list[str]()
+    losses = (folder / "steps.jsonl").read_bytes()
+    train(folder, "training.export_hf=true", say=told.append)
+    assert f"exported {folder / 'hf'}" in told and (folder / "steps.jsonl").read_bytes() == losses
+    whole = train(tmp_path / "whole", "training.export_hf=true")
+    ours, theirs = (load(str(place / "hf"), "auto", torch.device("cpu")).state_dict() for place in (folder, whole))
+    assert differences(dict(ours), dict(theirs)) == []
+    for left in (folder / "checkpoints").iterdir():
+        shutil.rmtree(left)
+    shutil.rmtree(folder / "hf")
+    with pytest.raises(UserError, match=r"training.export_hf=true: .* is done, and its last checkpoint is gone"):
+        train(folder, "training.export_hf=true")
+    assert (folder / "DONE").exists()
+
+
+def test_a_model_without_a_layout_there_is_refused_before_it_trains(tiny, train, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"training\.export_hf"):
+        train(tmp_path / "run", "model.name=gpt", "training.export_hf=true")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,394 @@
+"""Runs that are killed for real (SIGKILL) and started again with the same command.
+
+What they leave must equal, to the last bit, what a run leaves that was never killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everything import differences, everything, in_child
+from wandb_files import history_of, parts_of
+
+from gnmr.cli import main
+from gnmr.lab.train.step import TrainStep
+from gnmr.records.files import JsonLines
+from gnmr.records.ratios import rows_of_steps
+from gnmr.records.reader import read_jsonl, read_ratios
+
+RICH = [
+    "precision.rounding=stochastic",
+    "training.accumulation=2",
+    "training.keep_checkpoints=1",
+    "optim.clip_norm=0.5",
+    "controller.alpha_init=1.2",
+    "controller.beta_init=1.1",
+    "controller.init_frac=0.75",
+    "controller.warmup_frac=0.25",
+]
+GPT = [
+    "model.name=gpt",
+    "model.num_layers=2",
+    "training.dtype=float32",
+    "precision.site=forward",
+    "controller.t_lock=3",
+]
+MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "controller.t_lock=2"]
+LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
+IDLE = [*MOE, "model.num_layers=1", "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
+"""So many experts that some have had no token when the checkpoint is written."""
+NVFP4 = [
+    "precision.low=nvfp4",
+    "precision.recovery=bf16",
+    "training.activation_checkpointing=true",
+    "training.accumulation=2",
+]
+"""Random numbers in every backward pass."""
+DELAYED = [
+    *MOE,
+    "model.experts.number=4",
+    "precision.low=fp8_delayed",
+    "precision.recovery=bf16",
+    "precision.unit=expert",
+]
+"""Delayed scales have a state of their own, in experts that see few tokens too."""
+REAL = [
+    "precision.low=fp8_delayed",
+    "precision.recovery=bf16",
+    "precision.backend=scaled_mm",
+    "training.accumulation=2",
+]
+"""In eight bits, which CPUs have too."""
+BLOCKS = ["model.num_layers=4", "precision.low=sim_e2m1", "precision.recovery=fp8_delayed", "precision.unit=block"]
+ADAPT = ["model.num_layers=4", "precision.unit=block", "controller.signal=static_k", "controller.routing=ranked"]
+ADAPT += ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "controller.max_o=4"]
+ADAPT += ["controller.options.calibration_frac=0.5", "controller.options.k_frac=0.25"]
+"""Four steps in 16 bits, in which blocks are ranked."""
+Hook = Callable[[], None]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_step(number: int) -> Hook:
+    """Dies before the forward pass of this step; the rows of the step before have been written."""
+
+    def install() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == number - 1:
+                die()
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+
+    return install
+
+
+def in_row(number: int) -> Hook:
+    """Dies with half of this step's row in the file."""
+
+    def install() -> None:
+        plain = JsonLines.write
+
+        def write(self: JsonLines, rows: list[dict[str, Any]]) -> None:
+            if self._name == "steps.jsonl" and rows[0]["step"] == number:
+                self._file.write(b'{"step": 5, "tok')
+                self._file.flush()
+                die()
+            plain(self, rows)
+
+        JsonLines.write = write  # type: ignore[method-assign]
+
+    return install
+
+
+def at_file(event: str, name: str) -> Hook:
+    """Dies before the first operation of this kind (an audit event of Python) on a file of this name."""
+
+    def install() -> None:
+        def hook(seen: str, args: tuple[Any, ...]) -> None:
+            if seen == event and any(name in str(arg) for arg in args[:2]):
+                die()
+
+        sys.addaudithook(hook)
+
+    return install
+
+
+KILLS: dict[str, tuple[Hook, list[str]]] = {
+    "before_the_config": (at_file("open", "config.yaml.tmp"), []),
+    "before_the_first_checkpoint": (in_step(3), []),
+    "between_checkpoints": (in_step(5), []),
+    "within_a_row": (in_row(5), []),
+    "within_the_first_checkpoint": (at_file("open", ".writing-step-00000003/.metadata"), []),
+    "within_a_checkpoint": (at_file("open", ".writing-step-00000006/.metadata"), []),
+    "before_a_checkpoint_has_its_name": (at_file("os.rename", ".writing-step-00000006"), []),
+    "before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), []),
+    "before_done": (at_file("os.rename", "DONE"), []),
+    "rich_before_the_first_checkpoint": (in_step(2), RICH),
+    "rich_between_checkpoints": (in_step(6), RICH),
+    "rich_before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), RICH),
+    "gpt_between_checkpoints": (in_step(5), GPT),
+    "moe_between_checkpoints": (in_step(5), LEARNED),
+    "moe_with_idle_experts": (in_step(5), IDLE),
+    "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
+    "moe_under_delayed_scales": (in_step(5), DELAYED),
+    "stochastic_casts_under_checkpointing": (in_step(5), NVFP4),
+    "blocks_between_recipes": (in_step(5), BLOCKS),
+    "in_a_warm_up_in_16_bits": (in_step(4), ADAPT),  # from the checkpoint of step 3
+    "after_a_warm_up_in_16_bits": (in_step(8), ADAPT),
+    "scaled_mm_under_delayed_scales": (in_step(5), REAL),
+}
+
+
+QUICK = ("between_checkpoints", "within_a_checkpoint", "rich_between_checkpoints")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KILLS]
+)
+def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterrupted):
+    hook, words = KILLS[name]
+    if words is REAL and not hasattr(torch, "_scaled_mm"):
+        pytest.skip("this PyTorch has no torch._scaled_mm")
+    want = uninterrupted(*words)
+    folder = tmp_path / "run"
+
+    def doomed() -> None:
+        hook()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    assert not (folder / "DONE").exists()
+    train(folder, *words)
+    assert differences(want, everything(folder)) == []
+
+
+@pytest.mark.slow
+def test_killed_twice(train, tmp_path, uninterrupted):
+    """The second time before the continued run has saved anything of its own."""
+    folder, said = tmp_path / "run", []
+
+    def doomed(step: int) -> None:
+        in_step(step)()
+        train(folder, *RICH)
+
+    assert in_child(lambda: doomed(8)) == -signal.SIGKILL
+    assert in_child(lambda: doomed(8)) == -signal.SIGKILL
+    train(folder, *RICH, say=said.append)
+    assert f"continuing after step 6 of {folder}" in said
+    assert differences(uninterrupted(*RICH), everything(folder)) == []
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
+    """The newest part holds every step: W&B replaces the history of a run by that of the part uploaded last."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    words = ["training.steps=60", "training.checkpoint_every=20", "records.wandb=offline", "records.wandb_every=4"]
+    folder = tmp_path / "run"
+
+    def doomed() -> None:
+        in_step(47)()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    train(folder, *words)
+    wandb.teardown()
+    first, newest = parts_of(folder)
+    history = history_of(newest)
+    rows = {row["step"]: row for row in read_jsonl(folder / "steps.jsonl")}
+    events = [row["step"] for row in read_jsonl(folder / "events.jsonl") if row["event"] == "promote"]
+    assert list(rows) == list(range(1, 61)) == [step for step in sorted(history) if step in rows] and events
+    ratios = {rows.step: rows for rows in rows_of_steps(read_ratios(folder))}
+    for step, row in rows.items():
+        got = history[step]
+        assert (got["train/loss"], got["recovery/num_active"]) == (row["loss"], row["num_active"])
+        assert got["recovery/promotions"] == sum(one <= step for one in events)
+        units = ratios[step].units if step % 4 == 0 else []
+        want = dict(zip(units, ratios[step].columns["gnmr"].tolist(), strict=False))
+        assert {name[5:]: got[name] for name in got if name.startswith("gnmr/")} == want
+    for row in read_jsonl(folder / "eval.jsonl"):
+        assert history[row["step"]]["val/loss"] == row["val_loss"]
+    before = history_of(first)  # what the killed process sent is the same
+    assert all(before[step]["train/loss"] == rows[step]["loss"] for step in before if step in rows)
+
+
+@pytest.mark.slow
+def test_killed_in_the_second_epoch(train, tmp_path, text_file):
+    """A corpus so short that the run goes through it more than once."""
+    short = tmp_path / "short.txt"
+    short.write_text("\n".join(text_file.read_text().splitlines()[:8]))
+    words = [f"data.path={short}", "training.seq_len=8", "training.batch_size=6"]
+    whole, folder = train(tmp_path / "whole", *words), tmp_path / "run"
+    assert (whole / "order" / "epoch-1.npy").exists()
+
+    def doomed() -> None:
+        in_step(8)()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    train(folder, *words)
+    assert differences(everything(whole), everything(folder)) == []
+
+
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.slow
+def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted):
+    folder, note = tmp_path / "run", tmp_path / "said"
+
+    def stopped() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == 3:
+                os.kill(os.getpid(), number)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        with note.open("a") as file:
+            train(folder, say=lambda line: print(line, file=file, flush=True))
+
+    assert in_child(stopped) == code
+    name = signal.Signals(number).name
+    line = f"stopped after step 4 by {name}, checkpoint saved; the same command continues it"
+    assert note.read_text().splitlines()[-1] == line
+    assert (folder / "checkpoints" / "step-00000004").is_dir()
+    assert not (folder / "DONE").exists() and not (folder / "FAILED").exists()
+    train(folder)
+    got, want = everything(folder), uninterrupted()
+    # The checkpoint of step 4 stands where that of step 3 would.
+    assert differences({**want, "checkpoints": None}, {**got, "checkpoints": None}) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.slow
+def test_a_signal_that_was_ignored_at_the_start_stays_so(number, train, tmp_path):
+    """As under nohup."""
+
+    def ignoring() -> None:
+        signal.signal(number, signal.SIG_IGN)
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        train(tmp_path / "run")
+
+    assert in_child(ignoring) == 0
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
+    def stopped() -> None:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: Any) -> Any:
+            if self.controller.t == 3:
+                for _ in range(2):  # to this very thread: two that the kernel holds back at once would be one
+                    signal.raise_signal(signal.SIGINT)
+                    time.sleep(0.001)
+            return plain(self, *args)
+
+        TrainStep.__call__ = call  # type: ignore[method-assign]
+        try:
+            train(tmp_path / "run")
+        except KeyboardInterrupt:
+            raise SystemExit(99) from None
+
+    assert in_child(stopped) == 99
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000003"]
+    assert "second Ctrl-C" in (tmp_path / "run" / "summary.json").read_text()
+
+
+@pytest.fixture
+def command(gnmr, tiny_words, tmp_path) -> Iterator[Callable[..., Command]]:
+    """Starts `gnmr train` in a process of its own, without any hook in it."""
+    started: list[Command] = []
+
+    def start(folder: Path, *words: str) -> Command:
+        started.append(Command(folder, [*tiny_words, *words, f"run_dir={folder}"], tmp_path / "said"))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end(signal.SIGKILL)
+
+
+class Command:
+    """A running command; forked, so that it need not import everything again."""
+
+    def __init__(self, folder: Path, words: list[str], output: Path) -> None:
+        self.folder, self.words, self.output, self.code = folder, words, output, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                code = main(["train", *words])
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os._exit(code)
+
+    def wait_for(self, pattern: str) -> None:
+        """Until a file of this name is there and not empty, or a folder."""
+        end = time.monotonic() + 120
+        while not any(path.is_dir() or path.stat().st_size for path in self.folder.glob(pattern)):
+            assert self.code is None and os.waitpid(self.pid, os.WNOHANG) == (0, 0), self.output.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def end(self, number: int) -> int:
+        """Sends the signal and returns the exit code, minus the signal's number where that killed it."""
+        if self.code is None:
+            os.kill(self.pid, number)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+
+@pytest.mark.slow
+def test_the_command_killed_while_it_writes_a_checkpoint(command, gnmr, tiny_words, tmp_path):
+    """Whatever the process is doing when a half-written checkpoint is seen."""
+    words = ["training.steps=12", "training.checkpoint_every=1"]
+    running = command(tmp_path / "run", *words)
+    running.wait_for("checkpoints/.writing-step-0000000[2-9]/*")
+    assert running.end(signal.SIGKILL) == -signal.SIGKILL
+    assert gnmr("train", *running.words).code == 0
+    assert gnmr("train", *tiny_words, *words, f"run_dir={tmp_path / 'whole'}").code == 0
+    assert differences(everything(tmp_path / "whole"), everything(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
+def test_the_command_stopped_by_a_signal(number, code, command, tmp_path):
+    folder = tmp_path / "run"
+    running = command(folder, "training.steps=1000000")
+    running.wait_for("steps.jsonl")
+    assert running.end(number) == code
+    saved = int(max((folder / "checkpoints").iterdir()).name.removeprefix("step-"))
+    last = running.output.read_text().splitlines()[-1]
+    name = signal.Signals(number).name
+    assert last == f"stopped after step {saved} by {name}, checkpoint saved; the same command continues it"
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == saved

@@ -1,0 +1,135 @@
+"""Mixtures of experts under the controller: what a step records, experts without tokens, the loss that is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gnmr.lab.train.step import evaluate
+from gnmr.records.reader import read_jsonl, read_ratios
+
+MOE = ["model.name=moe", "model.experts.number=4"]
+FIXED = ["model.name=moe", "model.experts.number=8", "model.experts.routing_seed=0"]
+LR = 1e-2
+
+
+def busy_experts(result) -> set[str]:
+    """Experts whose linears were observed, and they alone had a gradient."""
+    decision = result.decision
+    assert ((decision.norm > 0) == decision.observed).all()
+    return {
+        unit.rpartition(".")[0]
+        for unit, observed in zip(decision.units, decision.observed, strict=True)
+        if observed and ".experts." in unit
+    }
+
+
+def test_a_step_tells_where_its_tokens_went(assembled, blocks_of, step_of):
+    parts = assembled(*MOE, "model.num_layers=2")
+    blocks = blocks_of(parts, 4).split(2)
+    told = []
+    for block in blocks:
+        parts.model(block[:, :-1])
+        told.append({name: float(value) for name, value in parts.model.statistics().items()})
+    result = step_of(parts)(list(blocks), LR)
+    assert result.statistics == {name: pytest.approx((value + told[1][name]) / 2) for name, value in told[0].items()}
+    assert set(result.statistics) == {
+        f"layers.{i}.mlp.{name}" for i in range(2) for name in ("max_share", "min_share", "entropy", "balance_loss")
+    }
+    assert result.saved_bytes == result.saved_bytes_predicted
+
+
+def test_the_loss_that_is_told_is_the_cross_entropy_alone(assembled, blocks_of, step_of):
+    """The balancing loss is in the gradient, not in the loss, nor in the evaluation."""
+    gradients = []
+    for coef in (0.0, 100.0):
+        parts = assembled(*MOE, "training.dtype=float32", f"model.experts.balance_coef={coef}")
+        block = blocks_of(parts, 2)
+        with torch.no_grad():
+            expected = F.cross_entropy(parts.model(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
+        assert evaluate(parts.model, parts.plan, block, 2) == pytest.approx(expected, rel=1e-6)
+        result = step_of(parts)([block], LR)
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        gradients.append(result.grad_norm_pre_clip)
+    assert gradients[1] > 1.1 * gradients[0]
+
+
+def test_an_expert_without_tokens_is_unobserved_and_keeps_its_history(assembled, step_of):
+    """Steps of one token alone reach the experts of that token alone."""
+    parts = assembled(*FIXED, "controller.max_o=9")
+    step = step_of(parts)
+    here, there = (torch.full((2, 17), token) for token in (5, 7))
+    first, second, third = (step([block], LR) for block in (here, here, there))
+    ours, theirs = busy_experts(first), busy_experts(third)
+    assert len(ours) == len(theirs) == 2 and busy_experts(second) == ours != theirs
+    gnmr = dict(zip(third.decision.units, third.decision.columns["gnmr"], strict=True))
+    for unit, observed in zip(third.decision.units, third.decision.observed, strict=True):
+        expert = unit.rpartition(".")[0]
+        if observed and ".experts." in unit:
+            assert (gnmr[unit] == 1) == (expert not in ours)  # its first norm: nothing to compare with
+    chosen = {unit for unit, active in zip(third.decision.units, third.decision.active, strict=True) if active}
+    assert not any(unit.rpartition(".")[0] in ours - theirs for unit in chosen)
+    assert third.saved_bytes == third.saved_bytes_predicted
+    idle = set(parts.model.layers[0].mlp.experts) - {parts.model.get_submodule(name) for name in ours | theirs}
+    assert len(idle) >= 4
+    for expert in idle:
+        assert all((parts.optimizer.state[p]["step"] == 0).all() for p in expert.parameters())
+
+
+def test_an_expert_of_one_micro_batch_alone_is_observed(assembled, step_of):
+    parts = assembled(*FIXED, "training.accumulation=2", "controller.signal=gsnr")
+    here, there = (torch.full((2, 17), token) for token in (5, 7))
+    step = step_of(parts)
+    together = busy_experts(step([here, there], LR))
+    assert together == busy_experts(step([here, here], LR)) | busy_experts(step([there, there], LR))
+
+
+def test_a_nonfinite_gradient_of_an_expert_is_told_by_its_name(assembled, blocks_of, step_of):
+    parts = assembled(*MOE, "model.num_layers=2")
+    unit = "layers.1.mlp.experts.2.up_proj"
+    parts.model.get_submodule(unit).weight.register_hook(lambda gradient: gradient * math.nan)
+    before = [p.detach().clone() for p in parts.model.parameters()]
+    result = step_of(parts)([blocks_of(parts, 2)], LR)
+    assert result.skipped and result.nonfinite_unit == unit
+    assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp.router", "layers.1.mlp.experts.0.down_proj"])
+def test_a_nonfinite_loss_is_told_by_the_first_module(name, assembled, blocks_of, step_of):
+    parts = assembled(*MOE, "model.num_layers=2")
+    parts.model.get_submodule(name).register_forward_hook(lambda _m, _i, output: output * math.nan)
+    result = step_of(parts)([blocks_of(parts, 2)], LR)
+    assert result.skipped and result.nonfinite_unit == name and not math.isfinite(result.loss)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["training.dtype=float32", "training.activation_checkpointing=true"],
+        ["precision.site=forward", "precision.rounding=stochastic", "training.accumulation=2"],
+        ["optim.name=scale", "model.experts.normalized=false", "model.experts.top_k=1"],
+        ["controller.signal=oracle", "precision.site=forward", "controller.routing=ranked", "precision.low=int2"],
+        ["optim.transform.name=spam", "optim.clip_norm=0.1", "records.evidence=[mse,gap_exact,spike_share]"],
+        ["faults.kind=noise", "faults.windows=[[2,3]]", "faults.targets=[experts.0.*]"],
+        ["model.experts.number=40", "model.outlier_channels.number=2", "model.outlier_channels.gain=16"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.slow
+def test_a_run(words, train, tmp_path):
+    """Through the runner, with what stands beside a mixture in practice."""
+    folder = train(tmp_path / "run", *MOE, *words)
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert len(rows) == 8 and rows[-1]["loss"] < rows[0]["loss"] and not any(row["skipped"] for row in rows)
+    for row in rows:
+        told = row["statistics"]
+        assert 0 <= told["layers.0.mlp.min_share"] <= told["layers.0.mlp.max_share"] <= 1
+        assert row["saved_bytes"] == row["saved_bytes_predicted"] or "activation_checkpointing" in str(words)
+    ratios = read_ratios(folder).to_pylist()
+    assert all(row["norm"] > 0 for row in ratios)
+    if "model.experts.number=40" in words:
+        assert len(ratios) < 8 * (4 + 2 * 40)

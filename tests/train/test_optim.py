@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from everything import same_bits
+from torch import nn
+
+from gnmr.lab.config import OptimConfig
+from gnmr.lab.train.optim import build_optimizer, clip_gradients, learning_rate, skip_where
+
+
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        (1, 0.5),  # two steps of warm-up
+        (2, 1.0),
+        (3, 0.1 + 0.9 * 0.9619397662556434),  # cos(pi / 8) = 0.9238795
+        (6, 0.1 + 0.9 * 0.5),  # half way
+        (10, 0.1),
+    ],
+)
+def test_schedule(step, share):
+    config = OptimConfig(lr=4e-3, warmup_frac=0.2, min_lr_frac=0.1)
+    assert learning_rate(step, 10, config) == pytest.approx(4e-3 * share, rel=1e-12)
+
+
+def test_schedule_without_warm_up_starts_below_the_peak_and_ends_at_the_floor():
+    config = OptimConfig(lr=1.0, warmup_frac=0.0, min_lr_frac=0.0)
+    assert [round(learning_rate(t, 4, config), 6) for t in range(1, 5)] == [0.853553, 0.5, 0.146447, 0.0]
+
+
+def test_schedule_of_warm_up_alone():
+    config = OptimConfig(lr=1.0, warmup_frac=1.0)
+    assert [learning_rate(t, 4, config) for t in range(1, 5)] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("scale", ["60m", "130m", "350m", "1.3b"])
+def test_the_papers_schedule(scale):
+    """Warm-up over the first 10 % of the steps, cosine to 10 % of the peak."""
+    from gnmr.lab.config.compose import compose
+
+    config = compose([f"scale={scale}"])
+    steps, peak = config.training.steps, config.optim.lr
+    rates = {t: learning_rate(t, steps, config.optim) / peak for t in (1, round(steps / 10), steps)}
+    assert rates == pytest.approx({1: 10 / steps, round(steps / 10): 1.0, steps: 0.1}, rel=1e-3)
+
+
+def model_of_one_step(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).to(dtype)
+    model(torch.randn(3, 6, dtype=dtype)).square().sum().backward()
+    return model
+
+
+def test_only_matrices_decay():
+    model = model_of_one_step(torch.float32)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 1 - 0.5 * 0.1 if p.ndim == 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_moments_have_the_parameters_dtype(dtype):
+    model = model_of_one_step(dtype)
+    optimizer = build_optimizer(model, OptimConfig())
+    optimizer.step()
+    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 8 and {m.dtype for m in moments} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", [True, False], ids=["first_step", "second_step"])
+def test_a_skipped_step_changes_nothing(dtype, first):
+    model = model_of_one_step(dtype)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.1))
+    if not first:
+        optimizer.step()
+    tensors = lambda: [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    before = [t.detach().clone() for t in tensors()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    skip_where(optimizer, torch.tensor(True))
+    optimizer.step()
+    after = tensors()
+    assert len(before) == 16
+    assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_parameter_that_had_no_gradient_has_its_first_state():
+    """A checkpoint wants state of all; what comes of it is what AdamW would have made by itself."""
+    model, lazy = model_of_one_step(torch.float32), model_of_one_step(torch.float32)
+    optimizers = [build_optimizer(model, OptimConfig(lr=0.1)), build_optimizer(lazy, OptimConfig(lr=0.1))]
+    optimizers[1].state.clear()
+    for each, optimizer in zip((model, lazy), optimizers, strict=True):
+        late = next(each.parameters())
+        gradient, late.grad = late.grad, None
+        optimizer.step()
+        late.grad = gradient
+    assert [len(optimizer.state) for optimizer in optimizers] == [4, 3]
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(model.parameters(), lazy.parameters(), strict=True):
+        assert same_bits(p, q)
+        assert all(same_bits(value, optimizers[1].state[q][name]) for name, value in optimizers[0].state[p].items())
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_next():
+    """Moments, weights and the bias correction after skip + step are those of the step alone."""
+    a, b = model_of_one_step(torch.float32), model_of_one_step(torch.float32)
+    optimizers = [build_optimizer(model, OptimConfig(lr=0.1)) for model in (a, b)]
+    skip_where(optimizers[0], torch.tensor(True))
+    optimizers[0].step()
+    for optimizer in optimizers:
+        skip_where(optimizer, torch.tensor(False))
+        optimizer.step()
+    assert all(same_bits(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_clipping():
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    clip_gradients(parameters, torch.tensor(5.0), 10.0)
+    assert [p.grad.tolist() for p in parameters[:2]] == [[3.0, 0.0], [4.0]]
+    clip_gradients(parameters, torch.tensor(5.0), 1.0)
+    assert torch.cat([p.grad for p in parameters[:2]]).tolist() == pytest.approx([0.6, 0.0, 0.8], rel=1e-6)
+    assert parameters[2].grad is None

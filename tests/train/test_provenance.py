@@ -1,0 +1,97 @@
+"""What a run's files tell of the machine and its user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gnmr.lab.config import config_hash, read
+from gnmr.lab.train.provenance import place, told_command
+from gnmr.lab.train.run import run
+from gnmr.records.reader import read_json
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder; the home folder is beside it."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("HOME", str(tmp_path / "alice"))
+    return tmp_path / "project"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("gnmr train data.path={here}/data/x.txt", "gnmr train data.path=data/x.txt"),
+        ("gnmr train data.path={home}/x.txt", "gnmr train 'data.path=~/x.txt'"),
+        ("gnmr train run_dir=/scratch/alice/run", "gnmr train run_dir=run"),
+        ("gnmr train data.path=/data/gsm run_dir=/scratch/x/run", "gnmr train data.path=/data/gsm run_dir=run"),
+        ("gnmr diagnose /data/llama data=/data/x.txt out=/tmp/p", "gnmr diagnose /data/llama data=/data/x.txt out=p"),
+        ("gnmr train +scores.data=/d/t data.cache_dir=/scratch/c", "gnmr train +scores.data=/d/t data.cache_dir=c"),
+        ("gnmr train 'a=[/scratch/x,{here}/c d]'", "gnmr train 'a=[/scratch/x,c d]'"),
+        ("/usr/local/bin/gnmr train preset=6/8", "gnmr train preset=6/8"),
+        ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
+    ],
+)
+def test_a_command(command: str, told: str, here: Path) -> None:
+    assert told_command(command.format(here=here, home=Path.home())) == told
+
+
+def test_places(here: Path) -> None:
+    told = [place(str(path)) for path in (here / "x", Path.home() / "x", Path.home(), "/scratch/x", "x/y")]
+    assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
+
+
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Neither HOME nor an entry in passwd, as in containers."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert [place(str(here / "x")), place("/scratch/x")] == ["x", "/scratch/x"]
+    assert told_command(f"gnmr train data.path={here}/x run_dir=/scratch/r") == "gnmr train data.path=x run_dir=r"
+
+
+@pytest.mark.parametrize("given", ["{here}/cache", "cache", "{away}/cache"])
+def test_the_token_cache_is_found_from_any_folder(
+    given: str, tiny, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gnmr.lab.evaluation.subjects import load_subject
+
+    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "none"))
+    words = ("training.steps=2", f"data.cache_dir={given.format(here=here, away=tmp_path / 'away')}")
+    folder = run(tiny(f"run_dir={here}/runs/one", *words), lambda _: None)
+    told = read(folder / "config.yaml").data.cache_dir
+    assert told == ("../../cache" if "away" not in given else str(tmp_path / "away" / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_subject(str(folder), device="cpu").text.encode("abc", False)
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gnmr.lab.config import DataConfig
+
+    monkeypatch.setenv("GNMR_CACHE", "")
+    assert DataConfig(cache_dir="").cache_dir == "~/.cache/gnmr"
+
+
+def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:
+    """And goes on as before: what it is has not changed."""
+    (here / "babble.txt").write_text(text_file.read_text())
+    words = ("training.steps=2", "data.path=babble.txt", f"data.cache_dir={tmp_path}/alice/cache")
+    made = tiny(f"run_dir={here}/runs/one", f"runs_dir={tmp_path}/runs", *words)
+    folder = run(made, lambda _: None, command=f"gnmr train run_dir={here}/runs/one data.path={here}/babble.txt")
+    header = read_json(folder / "header.json")
+    assert header is not None and header["command"] == "gnmr train run_dir=runs/one data.path=babble.txt"
+    written = (folder / "config.yaml").read_text() + (folder / "header.json").read_text()
+    assert str(tmp_path) not in written
+    assert header["machine"].keys() == {"cpu", "cores", "threads", "products", "device"}
+    saved = read(folder / "config.yaml")
+    assert saved.data.cache_dir == "~/cache" and (saved.run_dir, saved.runs_dir) == (None, "runs")
+    assert config_hash(saved) == config_hash(made)
+    said = list[str]()
+    run(made, said.append)
+    assert said == [f"{folder} is done: skipped"]

@@ -1,0 +1,307 @@
+"""Runs under recipes: every one trains, evaluates in 16 bits, and goes on exactly where it was stopped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from everything import differences, everything
+
+from gnmr.lab import models
+from gnmr.lab.config import config_hash, read
+from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab.train.step import TrainStep, evaluate
+from gnmr.precision import RECIPES, PathLinear, PathSpec, convert
+from gnmr.precision.formats import FloatFormat, IntFormat
+from gnmr.precision.kernels import simulated
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]
+DELAYED = ["precision.low=fp8_delayed", "precision.recovery=bf16", "training.accumulation=2"]
+
+
+@pytest.mark.parametrize("low", RECIPES)
+@pytest.mark.parametrize("recovery", ["null", "fp8_hybrid"])
+@pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers")
+def test_a_llama_trains_two_steps(low, recovery, assembled, step_of, blocks_of):
+    parts = assembled(
+        *WIDE, f"precision.low={low}", f"precision.recovery={recovery}", "precision.recovers=[fprop,wgrad]"
+    )
+    step, blocks = step_of(parts), blocks_of(parts, 2)
+    plain = evaluate(parts.model, parts.plan, blocks, 2)
+    first, ran = step([blocks], 1e-3), set()
+    for operator in parts.plan.operators:
+        operator.register_forward_hook(lambda module, *_: ran.add(module.path.name))
+    for group in parts.plan.units if recovery != "null" else []:
+        group.switch(True)
+    second = step([blocks], 1e-3)
+    assert ran == ({low} if recovery == "null" else {parts.plan.recovery.name})
+    assert second.saved_bytes == second.saved_bytes_predicted > 0
+    assert not first.skipped and not second.skipped and second.loss < first.loss
+    assert abs(first.loss - plain) < 0.05 and (first.loss == pytest.approx(plain, abs=1e-6)) == (low == "bf16")
+    assert first.saved_bytes == first.saved_bytes_predicted > 0
+
+
+def stopped(train, folder, *words):
+    """Trains four steps of a run and stops it there, with a checkpoint."""
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.controller.t == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainStep, "__call__", call)
+        train(folder, *words)
+
+
+def test_a_run_switches_between_recipes(train, tmp_path):
+    words = ["precision.low=sim_e2m1", "precision.recovery=fp8_hybrid"]
+    routed = train(tmp_path / "all", *words)
+    assert any(row["num_active"] for row in read_jsonl(routed / "steps.jsonl"))
+    wgrad = train(tmp_path / "wgrad", *words, "precision.recovers=[wgrad]")
+    losses = [[row["loss"] for row in read_jsonl(folder / "steps.jsonl")] for folder in (routed, wgrad)]
+    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+
+
+def declared(name: str, like: str) -> list[str]:
+    """The words that declare a recipe with the casts of a built-in one."""
+    gemms = RECIPES[like].words().items()
+    return [
+        f"precision.recipes.{name}.{gemm}.{operand}={cast}" for gemm, casts in gemms for operand, cast in casts.items()
+    ]
+
+
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_runs_as_the_built_in_one_with_its_casts(train, tiny, tmp_path, gnmr):
+    words = [
+        *declared("mine", "sim_e2m1"),
+        *declared("wider", "fp8_delayed"),
+        "precision.low=mine",
+        "precision.recovery=wider",
+    ]
+    built_in = ["precision.low=sim_e2m1", "precision.recovery=fp8_delayed"]
+    theirs = train(tmp_path / "runs" / "theirs", *built_in)
+    stopped(train, tmp_path / "runs" / "ours", *words)
+    ours = train(tmp_path / "runs" / "ours", *words)
+    assert any(row["num_active"] for row in read_jsonl(ours / "steps.jsonl"))
+    found, wanted = everything(ours), everything(theirs)
+    assert "e2m1/row" in found["state"]["plan"].pop("paths") != wanted["state"]["plan"].pop("paths")
+    assert differences(wanted, found) == []
+    assert config_hash(tiny(*words)) != config_hash(tiny(*built_in))
+    assert read(ours / "config.yaml").paths == tiny(*words).paths  # what the run saved can be read again
+    assert gnmr("replay", str(ours)).code == 0
+    assert "mine" in gnmr("report", str(tmp_path / "runs"), "--no-plots").out
+
+
+@pytest.mark.slow
+def test_the_oracle_leaves_no_trace_in_delayed_scales(train, tmp_path):
+    """It runs both paths on every batch before the step."""
+    plain = everything(train(tmp_path / "plain", *DELAYED))
+    seen = everything(train(tmp_path / "oracle", *DELAYED, "records.evidence=[true_gap]"))
+    assert plain["state"]["plan"]["largest"].count_nonzero() > 0
+    assert differences(plain["state"], seen["state"]) == []
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_the_run_that_is_not_and_goes_on_to_the_last_bit(train, tmp_path, monkeypatch):
+    plain = torch.nn.Module.compile  # without Inductor, which rounds otherwise and takes a minute
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
+    sizes = ["model.intermediate_size=64", "model.num_layers=2"]
+    words = [*sizes, "precision.low=mxfp8", "precision.recovery=bf16", "precision.unit=block", "controller.max_o=1"]
+    wanted = everything(train(tmp_path / "plain", *words))
+    assert any(row["num_active"] for row in wanted["steps"])
+    compiled = [*words, "training.compile=true"]
+    stopped(train, tmp_path / "run", *compiled)
+    found = everything(train(tmp_path / "run", *compiled))
+    for row in wanted["steps"]:
+        assert row["saved_bytes"] == row["saved_bytes_predicted"] > 0
+        row |= {"saved_bytes": None, "saved_bytes_predicted": None}
+    for name in ("steps", "eval", "events", "ratios", "state"):
+        assert differences(wanted[name], found[name]) == [], name
+
+
+@pytest.mark.slow
+def test_delayed_scales_go_on_to_the_last_bit(train, tmp_path, uninterrupted):
+    stopped(train, tmp_path / "run", *DELAYED)
+    assert differences(uninterrupted(*DELAYED), everything(train(tmp_path / "run", *DELAYED))) == []
+
+
+# ---- what a recipe leaves in 16 and 32 bits ----
+
+ATTENTION = ["input_layernorm", "post_attention_layernorm"]
+KEPT = {
+    # DeepSeek-V3's list: embedding, head, norms, gate; the attention core has no parameters
+    "llama": ["embed_tokens", "norm", "lm_head", *(f"layers.{i}.{name}" for i in range(2) for name in ATTENTION)],
+    "gpt": ["embed_tokens", "embed_positions", "norm", *(f"layers.{i}.{name}" for i in range(2) for name in ATTENTION)],
+    "moe": [
+        *("embed_tokens", "embed_positions", "norm"),
+        *(f"layers.{i}.{name}" for i in range(2) for name in (*ATTENTION, "mlp.router")),
+    ],
+    "huggingface": [
+        *("lm_head", "model.embed_tokens", "model.norm"),
+        *(f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION),
+    ],
+}
+
+
+def model_of(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name == "huggingface":
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64))
+    experts = ExpertsConfig(number=4) if name == "moe" else ExpertsConfig()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2, "experts": experts}
+    model = models.build(ModelConfig(name=name, **sizes), 64, 16)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_deepseek_v3_leaves_exactly_its_list_in_16_bits(name, monkeypatch):
+    """And between the operators, in the attention core too, nothing is rounded to a format, forward or backward."""
+    model = model_of(name).to(torch.bfloat16)
+    plan = convert(model, PathSpec.of("deepseek_v3", None))
+    owners = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    kept = [name for name, module in owners.items() if not isinstance(module, PathLinear)]
+    assert sorted(kept) == sorted(KEPT[name])
+    assert {operator.path.name for operator in plan.operators} == {"deepseek_v3"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    places: list[str] = ["outside"]
+    seen: set[str] = set()
+
+    def within(place_of: Callable[[Any], str], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first, *args):
+            places.append(place_of(first))
+            try:
+                return plain(first, *args)
+            finally:
+                places.pop()
+
+        return call
+
+    def spied(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.add(places[-1]), plain(*args))[1]
+
+    for kind in (FloatFormat, IntFormat):
+        for method in ("round", "encode"):
+            monkeypatch.setattr(kind, method, spied(getattr(kind, method)))
+    names = [operator.operator_name for operator in plan.operators]
+    forward, backward = (lambda o: f"{o.operator_name} forward"), (lambda ctx: f"{names[ctx.context.index]} backward")
+    monkeypatch.setattr(PathLinear, "forward", within(forward, PathLinear.forward))
+    monkeypatch.setattr(simulated, "linear_backward", within(backward, simulated.linear_backward))
+    output = model(torch.randint(0, 64, (2, 16)))
+    getattr(output, "logits", output).float().square().mean().backward()
+    ran = [o.operator_name for o in plan.operators if o.read[0]]  # an expert may have no token
+    assert seen == {f"{unit} {when}" for unit in ran for when in ("forward", "backward")} and len(ran) >= 12
+
+
+# ---- what is recorded of casts, and units of several operators ----
+
+
+def test_saturation_is_told_by_operand(assembled, step_of, blocks_of):
+    """Delayed scales saturate what has grown: a weight becomes 1.09 times as large, in two micro-batches."""
+    parts = assembled("precision.low=fp8_delayed", "precision.recovery=null", "training.accumulation=2")
+    step, blocks = step_of(parts), list(blocks_of(parts, 4).split(2))
+    quiet = step(blocks, 1e-9).saturation
+    assert set(quiet) == {"input", "weight", "grad_output", "result"}
+    assert quiet["weight"] == quiet["result"] == [0, 0] and all(nonfinite == 0 for _, nonfinite in quiet.values())
+    weight = parts.model.layers[0].mlp.up_proj.weight.data
+    largest = weight.abs().max().float()
+    weight.mul_(1.09)
+    grown = int((weight.float() / (largest / 448)).abs().gt(448 * (1 + 1e-6)).sum())
+    assert step(blocks, 1e-9).saturation["weight"] == [2 * grown, 0] and grown > 1
+    assert step(blocks, 1e-9).saturation["weight"] == [0, 0]
+    parts.model.layers[0].mlp.up_proj.weight.data[0, 0] = math.nan
+    assert step(blocks, 1e-9).saturation["weight"][1] == 2, "the element itself, in two micro-batches"
+
+
+def test_saturation_is_recorded(train, tmp_path):
+    plain, delayed = train(tmp_path / "plain"), train(tmp_path / "delayed", *DELAYED)
+    assert all(row["saturation"] == {} for row in read_jsonl(plain / "steps.jsonl"))
+    rows = [row["saturation"] for row in read_jsonl(delayed / "steps.jsonl")]
+    assert rows[0]["input"] == [0, 0] and any(row["input"][0] > 0 for row in rows)
+    assert read_json(delayed / "header.json")["paths"] == ["fp8_delayed, simulated", "bf16"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.num_layers=4", "precision.unit=block", "controller.routing=ranked"],
+        ["model.num_layers=2", "precision.unit=layer", "records.evidence=[gap_low,mse,true_gap,spike_share,update_norm]"],
+        ["model.num_layers=4", "precision.unit=block", "precision.low=sim_e2m1", "precision.recovery=bf16", "controller.hold=2"],
+        ["model.num_layers=2", "precision.unit=block", "faults.kind=noise", "faults.windows=[[2,3]]", "controller.max_o=1"],
+        ["model.num_layers=2", "precision.unit=block", "precision.low=fp8_hybrid", "precision.recovery=bf16", "controller.max_o=1",
+         "faults.kind=scale_down", "faults.magnitude=8", "faults.windows=[[2,3]]"],
+        ["model.num_layers=2", "precision.unit=block", "precision.low=sim_e2m1", "precision.recovery=fp8_hybrid",
+         "controller.max_o=1", "controller.signal=gap", "controller.routing=ranked", "precision.probe_tokens=3",
+         "training.accumulation=2",
+         "records.evidence=[gap_low,gap_recovery,gap_exact,underflow,mse,input_std]"],
+        ["model.name=moe", "model.experts.number=4", "precision.unit=expert", "precision.targets=[experts.*]"],
+        ["model.num_layers=4", "precision.unit=block", "model.outlier_channels.number=2", "model.outlier_channels.gain=16",
+         "model.outlier_channels.window=[3,4]"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+@pytest.mark.slow
+def test_units_of_several_operators_in_a_run(words, train, gnmr, tmp_path):
+    """Records and replay know them by their names, and replay decides as the run did."""
+    folder = train(tmp_path / "run", *words)
+    units = read_json(folder / "header.json")["units"]
+    steps, ratios = read_jsonl(folder / "steps.jsonl"), read_ratios(folder).to_pylist()
+    assert {row["unit"] for row in ratios} == set(units) and all(len(unit.split(".")) != 4 for unit in units)
+    assert any(row["num_active"] for row in steps) and max(row["num_active"] for row in steps) <= 2
+    if any("stress" in word or "window" in word for word in words):
+        told = read_jsonl(folder / "faults.jsonl")
+        assert [row["unit"] for row in told] == units and {row["end"] for row in told} == {4}
+    ended = gnmr("replay", str(folder), f"out={tmp_path / 'decisions.jsonl'}")
+    assert ended.code == 0, ended.err
+    decided = read_jsonl(tmp_path / "decisions.jsonl")
+    assert [len(row["active"]) for row in decided][:-1] == [row["num_active"] for row in steps][1:]
+
+
+HYBRID = [
+    "model.num_layers=3",
+    "precision.unit=block",
+    "precision.low=fp8_hybrid",
+    "precision.recovery=bf16",
+    "optim.lr=1e-9",
+]
+
+
+@pytest.mark.slow
+def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, tmp_path):
+    """And nowhere else; recovered, the block is not hit."""
+    words = [*HYBRID, "controller.signal=always_low", "records.evidence=[mse,gap_low,gap_recovery]"]
+    stress = ["faults.kind=scale_down", "faults.magnitude=64", "faults.targets=[layers.1]", "faults.windows=[[3,2]]"]
+    plain, struck = train(tmp_path / "plain", *words), train(tmp_path / "struck", *words, *stress)
+    assert [row["unit"] for row in read_jsonl(struck / "faults.jsonl")] == ["layers.1"]
+    far = set()
+    for ours, sound in zip(read_ratios(struck).to_pylist(), read_ratios(plain).to_pylist(), strict=True):
+        assert ours["gap_recovery"] == 0 and ours["gap_low"] > 0
+        if ours["mse"] > 3 * sound["mse"]:
+            far.add((ours["unit"], ours["step"]))
+    assert far == {("layers.1", 3), ("layers.1", 4)}
+    rows = read_jsonl(struck / "steps.jsonl")
+    assert [row["saturation"]["input"][0] > 0 for row in rows] == [step in (3, 4) for step in range(1, 9)]
+
+    high = ["controller.signal=always_high", "controller.max_o=3"]
+    losses = [
+        [row["loss"] for row in read_jsonl(train(tmp_path / f"high{i}", *HYBRID, *high, *more) / "steps.jsonl")]
+        for i, more in enumerate(([], stress))
+    ]
+    assert losses[0] == losses[1] != [row["loss"] for row in rows]
+
+
+def test_the_gap_finds_the_block_that_fails(train, tmp_path):
+    words = ["controller.signal=gap", "controller.routing=ranked", "controller.max_o=1"]
+    stress = ["faults.kind=scale_down", "faults.magnitude=64", "faults.targets=[layers.1]", "faults.windows=[[3,3]]"]
+    ratios = read_ratios(train(tmp_path / "run", *HYBRID, *words, *stress)).to_pylist()
+    active = {row["step"]: row["unit"] for row in ratios if row["active"]}
+    assert [active[step] for step in (4, 5, 6)] == ["layers.1"] * 3 and active[3] != "layers.1", "a step after it"

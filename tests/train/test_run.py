@@ -1,0 +1,312 @@
+"""A run from config to DONE: its folder, and what it refuses before it touches one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from everything import in_child
+from omegaconf import OmegaConf
+
+from gnmr.errors import UserError
+from gnmr.lab.config import config_hash, to_dict
+from gnmr.lab.train import loop
+from gnmr.lab.train import run as run_module
+from gnmr.lab.train.folder import locked, run_folder
+from gnmr.lab.train.run import run
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.recorder import Recorder
+
+
+@pytest.fixture(scope="module")
+def done(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("done") / "run")
+
+
+@pytest.fixture
+def copied(done, tmp_path):
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def test_the_folder_is_named_by_experiment_arm_hash_and_seed(tiny, tmp_path):
+    config, other = (tiny(f"runs_dir={tmp_path}", f"training.seed={seed}") for seed in (0, 7))
+    folder = run_folder(config)
+    assert folder == tmp_path / "tiny" / f"int4_int8-gnmr-{config_hash(config)}-s0"
+    assert run_folder(other).name == folder.name[:-1] + "7"
+    assert run_folder(tiny(f"runs_dir={tmp_path}", "optim.lr=0.5")).name != folder.name
+    assert run_folder(tiny(f"runs_dir={tmp_path}", "training.checkpoint_every=1")) == folder
+    static = run_folder(tiny("precision.name=int2", "precision.low=int2", "precision.recovery=null"))
+    assert static.name.startswith("int2-") and "gnmr" not in static.name
+
+
+def test_what_a_done_run_holds(done, tiny):
+    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order ratios.parquet steps.jsonl"
+    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", "records.sha256", ".lock"}
+    header = read_json(done / "header.json")
+    assert header["torch"] == torch.__version__ and header["machine"]["threads"] == 1
+    assert header["units"] == [f"layers.0.self_attn.{p}_proj" for p in "qkvo"] + [
+        f"layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")
+    ]
+    evals = read_jsonl(done / "eval.jsonl")
+    assert [row["step"] for row in evals] == [4, 8]
+    assert all(row["val_ppl"] == pytest.approx(math.exp(row["val_loss"])) for row in evals)
+    summary, rows = read_json(done / "summary.json"), read_jsonl(done / "steps.jsonl")
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("done", 8, 256)
+    assert summary["final_val_loss"] == evals[-1]["val_loss"]
+    assert summary["promotion_frac"] == sum(row["num_active"] for row in rows) / (8 * 7)
+    assert read_ratios(done).num_rows == 8 * 7
+
+
+def test_a_done_run_is_left_alone(copied, train):
+    before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+    said: list[str] = []
+    train(copied, say=said.append)
+    assert said == [f"{copied} is done: skipped"]
+    assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+
+
+def test_where_records_are_watched_does_not_make_another_run(copied, train):
+    said: list[str] = []
+    train(
+        copied, "training.checkpoint_every=1", "records.plain_every=3", "training.keep_checkpoints=5", say=said.append
+    )
+    assert said == [f"{copied} is done: skipped"]
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("optim.lr=0.5", "optim.lr is 0.001 there and 0.5 here"),
+        ("training.seed=1", "training.seed is 0 there and 1 here"),
+        ("precision.low=int2", "precision.low is int4 there and int2 here"),
+        ("training.resume=never", "holds this run already and training.resume=never"),
+    ],
+)
+def test_a_folder_of_another_config_is_refused(word, line, copied, train):
+    before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+    with pytest.raises(UserError, match=line):
+        train(copied, word)
+    assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "line"),
+    [
+        ("threshold=2.0", None, "threshold is 2.0 there and not set here"),
+        (None, "threshold=null", "threshold is not set there and None here"),
+    ],
+)
+def test_an_option_that_only_one_of_both_has_is_a_difference(there, here, line, tiny, tmp_path):
+    words = [[f"controller.options.{word}"] if word else [] for word in (there, here)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(tiny(*words[0])))))
+    with pytest.raises(UserError, match=f"controller.options.{line}"):
+        run(tiny(f"run_dir={tmp_path / 'run'}", *words[1]), lambda _: None)
+
+
+def test_a_folder_of_something_else_is_refused(train, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").write_text("miaow")
+    with pytest.raises(UserError, match="is no run folder"):
+        train(folder)
+    assert [p.name for p in folder.iterdir()] == ["cat.jpg"]
+    with pytest.raises(UserError, match="is no run folder"):
+        train(folder / "cat.jpg")
+    with pytest.raises(UserError, match="cannot be written"):
+        train(folder / "cat.jpg" / "run")
+
+
+@pytest.mark.parametrize("content", ["a: [", "training: {stps: 3}", "- 1", ""])
+def test_a_config_that_cannot_be_read_is_told_in_one_line(content, copied, train):
+    (copied / "config.yaml").write_text(content)
+    (copied / "DONE").unlink()
+    with pytest.raises(UserError) as caught:
+        train(copied)
+    assert "\n" not in str(caught.value) and "choose another run_dir" in str(caught.value)
+
+
+def test_a_damaged_order_is_told_before_a_record_is_changed(copied, train):
+    (copied / "DONE").unlink()
+    for folder in (copied / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    (copied / "order" / "epoch-0.npy").write_bytes(b"nonsense")
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"epoch-0\.npy: damaged"):
+        train(copied)
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_run_in_a_thread(copied, train, tmp_path):
+    """Signals are the main thread's; the run is none the worse."""
+    with ThreadPoolExecutor(1) as pool:
+        folder = pool.submit(train, tmp_path / "threaded").result()
+    assert (folder / "DONE").exists()
+    losses = [[row["loss"] for row in read_jsonl(one / "steps.jsonl")] for one in (folder, copied)]
+    assert losses[0] == losses[1]
+
+
+def test_one_process_at_a_time(train, tmp_path):
+    """A child holds the folder; the lock goes with the child, however it ends."""
+    folder = tmp_path / "run"
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with locked(folder):
+            os.write(write, b"x")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        with pytest.raises(UserError, match="is being written by another process"):
+            train(folder)
+        assert [p.name for p in folder.iterdir()] == [".lock"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert (train(folder) / "DONE").exists()
+
+
+def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "validated", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run")
+    assert read_json(tmp_path / "run" / "summary.json")["status"] == "failed"
+    assert (tmp_path / "run" / "FAILED").read_text() == "a defect; see the traceback\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "where", "name", "step"),
+    [(signal.SIGTERM, run_module, "export", 8), (signal.SIGINT, Recorder, "start", 0)],
+)
+def test_a_stop_outside_the_step_loop_is_no_failure(number, where, name, step, train, tmp_path, monkeypatch):
+    folder, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+        patch.setattr(where, name, lambda *_: signal.raise_signal(number))
+        train(folder)
+    assert stopped.type is KeyboardInterrupt or stopped.value.code == 143
+    summary = read_json(folder / "summary.json")
+    assert summary["status"] == "interrupted"
+    assert summary["reason"] == f"stopped outside the step loop, after step {step}"
+    assert not (folder / "FAILED").exists() and not (folder / "DONE").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+    said: list[str] = []
+    assert (train(folder, say=said.append) / "DONE").exists()
+    assert said == ([f"continuing after step {step} of {folder}"] if step else [])
+
+
+def test_the_last_scores_are_made_once(tiny, tmp_path):
+    """The run ended between its scores and DONE."""
+    made: list[int] = []
+
+    class Scorer:
+        def check(self, _parts):
+            pass
+
+        def score(self, _parts, step, _say):
+            made.append(step)
+            return {"step": step, "path": "16bit", "tasks": {}}
+
+    for _ in range(2):
+        folder = run(tiny(f"run_dir={tmp_path / 'run'}", "scores.tasks=[hellaswag]"), lambda _: None, scorer=Scorer())
+        (folder / "DONE").unlink()
+    assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
+
+
+def test_a_cap_above_the_number_of_units_warns_and_caps(train, tmp_path):
+    with pytest.warns(UserWarning, match="max_o=9 caps nothing: all 7 units"):
+        folder = train(tmp_path / "run", "controller.max_o=9", "controller.alpha=0.01")
+    assert [row["num_active"] for row in read_jsonl(folder / "steps.jsonl")] == [0] + [7] * 7
+
+
+def test_recomputed_activations_change_no_number(train, tmp_path, done):
+    rows = read_jsonl(train(tmp_path / "run", "training.activation_checkpointing=true") / "steps.jsonl")
+    expected = read_jsonl(done / "steps.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    assert {row["saved_bytes"] for row in rows} == {None}
+
+
+def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tmp_path):
+    for word, line in [
+        ("precision.targets=[q_proj,nothing]", "nothing"),
+        ("training.seq_len=100000", "a block needs 100001"),
+        ("model.outlier_channels={number: 99, gain: 2}", "the narrowest activation has 32 channels"),
+    ]:
+        with pytest.raises(UserError, match=line):
+            run(tiny(f"run_dir={tmp_path / 'run'}", word), lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["precision.low=deepseek_v3", "precision.recovery=bf16"],
+            "has 32 inputs: the recipe deepseek_v3 needs a multiple of",
+        ),
+        (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
+        (["controller.signal=gap", "precision.recovery=null"], "needs both paths"),
+        (["controller.signal=nothing"], "controller: "),
+        (["faults.kind=noise", "faults.windows=[[2,1]]", "faults.targets=[nothing]"], "faults: "),
+        (["records.monitor=[nothing]"], "records.monitor: "),
+        (
+            ["training.activation_checkpointing=true", "records.evidence=[gap_exact]"],
+            "records.evidence: gap_exact holds",
+        ),
+        (
+            ["training.activation_checkpointing=true", "controller.signal=gap_exact"],
+            "controller.signal=gap_exact: gap_exact holds a copy",
+        ),
+    ],
+)
+def test_what_the_model_cannot_have_is_told_before_its_data_is_made(words, line, tiny, tmp_path):
+    with pytest.raises(UserError) as told:
+        run(tiny(f"run_dir={tmp_path / 'run'}", "data.path=/nowhere", *words), lambda _: None)
+    assert line in str(told.value)
+
+
+def test_a_warning_about_paths_is_given_once(tiny, tmp_path):
+    words = ["precision.low=int4", "precision.recovery=int4", "controller.max_o=9"]
+    with pytest.warns(UserWarning) as told:
+        run_module.assemble(tiny(*words), tmp_path / "unused", lambda _: None)
+    messages = [str(each.message) for each in told]
+    assert len(messages) == len(set(messages)) == 2
+
+
+def test_threads_of_one_run_do_not_stay_for_the_next(tiny, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for threads, got in (("3", 3), ("null", before)):
+            run_module.assemble(tiny(f"training.threads={threads}"), tmp_path / "unused", lambda _: None)
+            assert torch.get_num_threads() == got
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sums_of_split_products_are_joined_in_fp32(tiny, tmp_path):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        run_module.assemble(tiny(), tmp_path / "unused", lambda _: None)
+        assert matmul.allow_bf16_reduced_precision_reduction is False
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_a_child_process_shares_nothing(tmp_path):
+    """`in_child` tells a kill, an exit code and an error apart; the tests of this folder rely on it."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    assert in_child(lambda: leave(143)) == 143
+    assert in_child(lambda: json.dumps({})) == 0
+    assert in_child(lambda: os.kill(os.getpid(), 9)) == -9

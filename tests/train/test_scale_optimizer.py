@@ -1,0 +1,234 @@
+"""SCALE against updates worked out by hand, torch's AdamW, and the models it is built for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from everything import same_bits
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from gnmr.lab import models
+from gnmr.lab.config import ModelConfig, OptimConfig
+from gnmr.lab.train.optim import skip_where
+from gnmr.lab.train.scale_optimizer import SCALE, _scale, build_scale
+
+
+def near(*numbers: float) -> list:
+    return [pytest.approx(n, rel=1e-5, abs=1e-9) for n in numbers]
+
+
+def matrix(rows: list[list[float]]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(rows))
+
+
+def test_rows_of_a_linear():
+    weight = matrix([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    optimizer = SCALE([weight], lr=0.1, weight_decay=0.5)
+    # Row 1: rms sqrt(25 / 3) = 2.8867513, u = [1.0392305, 0, 1.3856406]. Row 2: no gradient, only decay by 0.95.
+    weight.grad = torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0]])
+    optimizer.step()
+    assert weight.tolist() == [near(0.84607695, 1.9, 2.71143594), near(3.8, 4.75, 5.7)]
+    # A spike in row 1 weighs what any gradient weighs; row 2: rms 1, u = [1, -1, 1].
+    weight.grad = torch.tensor([[3e6, 0.0, 4e6], [2e-4, -2e-4, 2e-4]])
+    optimizer.step()
+    assert weight.tolist() == [near(0.69985005, 1.805, 2.43730008), near(3.51, 4.6125, 5.315)]
+    assert {key: value.tolist() for key, value in optimizer.state[weight].items()} == {"step": 2.0}
+
+
+def test_columns_of_an_embedding():
+    weight = matrix([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    optimizer = SCALE([{"params": [weight], "output_dim": 1}], lr=0.1)
+    weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0], [4.0, -5.0]])  # rms 2.8867513 and 5 / sqrt 3
+    optimizer.step()
+    assert weight.tolist() == [near(-0.10392305, 0.0), near(0.0, 0.0), near(-0.13856406, 0.17320508)]
+
+
+def test_momentum_of_the_head():
+    weight = matrix([[0.0, 0.0]])
+    optimizer = SCALE([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.tensor([[3.0, 4.0]])  # m = [0.3, 0.4], rms 0.35355339
+    optimizer.step()
+    assert weight.tolist() == [near(-0.084852814, -0.11313709)]
+    weight.grad = torch.tensor(
+        [[-40.0, 30.0]]
+    )  # m = [0.27 - 4, 0.36 + 3], rms sqrt((13.9129 + 11.2896) / 2) = 3.5498239
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].tolist() == [near(-3.73, 3.36)]
+    assert weight.tolist() == [near(-0.084852814 + 0.10507564, -0.11313709 - 0.094652587)]
+
+
+def test_one_dimension_is_torchs_adamw():
+    """To the last bit, under the same skips."""
+    torch.manual_seed(0)
+    start = torch.randn(7)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    options = {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3}
+    optimizers = [SCALE([ours], **options), torch.optim.AdamW([theirs], **options, fused=True)]
+    for step in range(6):
+        gradient = torch.randn(7)
+        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
+            p.grad = gradient * (math.nan if step == 2 else 1.0)
+            skip_where(optimizer, torch.tensor(step == 2))
+            optimizer.step()
+        assert same_bits(ours, theirs)
+        states = [optimizer.state[p] for p, optimizer in zip((ours, theirs), optimizers, strict=True)]
+        assert all(same_bits(states[0][key], states[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
+    torch.manual_seed(1)
+    return nn.ModuleDict(
+        {"embed_tokens": nn.Embedding(5, 4), "up_proj": nn.Linear(4, 3), "lm_head": nn.Linear(3, 5, bias=False)}
+    ).to(dtype)
+
+
+def optimizer_of(model: nn.Module) -> SCALE:
+    return build_scale(model, OptimConfig(lr=0.1, weight_decay=0.1), {})
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def everything_of(model: nn.Module, optimizer: SCALE) -> list[torch.Tensor]:
+    kept = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return [t.detach().clone() for t in [*model.parameters(), *kept]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_skipped_step_leaves_no_trace(dtype, at):
+    models_ = network(dtype), network(dtype)
+    optimizers = [optimizer_of(model) for model in models_]
+    for step in range(1, 6):
+        for model, optimizer, meets in zip(models_, optimizers, (True, False), strict=True):
+            if step == at and not meets:
+                continue
+            give_gradients(model, step)
+            if step == at:
+                for p in model.parameters():
+                    p.grad.fill_(math.nan)
+            before = [p.detach().clone() for p in model.parameters()]
+            skip_where(optimizer, torch.tensor(step == at))
+            optimizer.step()
+            same = [same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+            assert all(same) if step == at else not any(same)
+    ours, theirs = (everything_of(m, o) for m, o in zip(models_, optimizers, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_without_skip_where_nothing_is_skipped():
+    a, b = network(), network()
+    for model in (a, b):
+        give_gradients(model, 1)
+    plain, told = optimizer_of(a), optimizer_of(b)
+    skip_where(told, torch.tensor(False))
+    plain.step()
+    told.step()
+    assert all(same_bits(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_bf16_is_rounded_once():
+    low, high = network(torch.bfloat16), network()
+    with torch.no_grad():
+        for p, q in zip(low.parameters(), high.parameters(), strict=True):
+            q.copy_(p)
+    for model in (low, high):
+        give_gradients(model, 1)
+    for p, q in zip(low.parameters(), high.parameters(), strict=True):
+        q.grad.copy_(p.grad)
+    for model in (low, high):
+        optimizer_of(model).step()
+    matrices = [(p, q) for p, q in zip(low.parameters(), high.parameters(), strict=True) if p.ndim == 2]
+    assert all(same_bits(p, q.bfloat16()) for p, q in matrices)
+
+
+def test_parameters_without_a_gradient_are_passed_over():
+    model = network()
+    optimizer = optimizer_of(model)
+    give_gradients(model, 1)
+    model["up_proj"].weight.grad = model["up_proj"].bias.grad = None
+    before = [model["up_proj"].weight.detach().clone(), model["up_proj"].bias.detach().clone()]
+    optimizer.step()
+    assert same_bits(before[0], model["up_proj"].weight) and same_bits(before[1], model["up_proj"].bias)
+    assert [state["step"].item() for state in optimizer.state.values()].count(1) == len(optimizer.state) - 2 == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_groups_of_a_model(name):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
+    model = models.build(ModelConfig(name=name, **sizes), 11, 8)
+    optimizer = build_scale(model, OptimConfig(weight_decay=0.2), {"momentum": 0.5})
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    told = {n: (group_of[id(p)]["momentum"], group_of[id(p)]["output_dim"]) for n, p in model.named_parameters()}
+    special = {n: rule for n, rule in told.items() if rule != (0.0, 0)}
+    if name == "llama":
+        assert special == {"lm_head.weight": (0.5, 0), "embed_tokens.weight": (0.0, 1)}
+    else:  # the head is tied to the tokens' embedding
+        assert special == {"embed_tokens.weight": (0.5, 0), "embed_positions.weight": (0.0, 1)}
+    for n, p in model.named_parameters():
+        assert group_of[id(p)]["weight_decay"] == (0.2 if p.ndim >= 2 else 0.0), n
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(told)
+
+
+def test_another_module_as_head():
+    optimizer = build_scale(network(), OptimConfig(), {"head": "up_proj"})
+    (head,) = [group for group in optimizer.param_groups if group["momentum"] > 0]
+    assert [tuple(p.shape) for p in head["params"]] == [(3, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_holds_all_of_it(tmp_path):
+    """Saved and loaded as the run's checkpoints are; a new optimizer goes on as the old one does."""
+    model, new = network(), network()
+    optimizer, fresh = optimizer_of(model), optimizer_of(new)
+    for step in (1, 2):
+        give_gradients(model, step)
+        optimizer.step()
+    optimizer.zero_grad()
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    new.load_state_dict(model.state_dict())
+    state = {"optimizer": get_optimizer_state_dict(new, fresh)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(new, fresh, state["optimizer"])
+    for step in (3, 4):
+        for m, o in ((model, optimizer), (new, fresh)):
+            give_gradients(m, step)
+            o.step()
+    ours, theirs = everything_of(model, optimizer), everything_of(new, fresh)
+    assert len(ours) == 4 + 4 + 3  # weights; a step each; two moments of the bias, one of the head
+    assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"beta": 0.9}, r"optim\.options\.beta: scale has no such option, it has momentum, head"),
+        ({"momentum": 1.0}, r"optim\.options\.momentum=1\.0: must be a number, at least 0 and less than 1"),
+        ({"head": 3}, r"optim\.options\.head=3: must be the name of a module or null"),
+        ({"head": "output"}, r"optim\.options\.head=output: no matrix of the model lies below a module output$"),
+        ({"head": "up"}, r"optim\.options\.head=up: no matrix"),
+    ],
+)
+def test_senseless_options(options, line):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        build_scale(network(), OptimConfig(), options)
+
+
+def test_a_model_without_a_head():
+    with pytest.raises(ValueError, match="below a module lm_head or embed_tokens"):
+        build_scale(nn.Linear(2, 2), OptimConfig(), {})
+
+
+def test_the_config_fills_in_the_defaults():
+    parameters = inspect.signature(_scale).parameters.values()
+    usual = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert OptimConfig(name="scale").options == usual
+    assert OptimConfig(name="scale", options={"momentum": 0.5}).options == usual | {"momentum": 0.5}

@@ -1,0 +1,279 @@
+"""The step: what it computes, when it reads the norms, and that it waits for the device once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from everything import same_bits
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gnmr.control import evidence, policy
+from gnmr.control.signals import history
+from gnmr.lab.train.build import train_step
+from gnmr.lab.train.optim import learning_rate
+from gnmr.lab.train.step import TrainStep, evaluate, loss_of
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+LR = 1e-3
+
+
+def gradients_at_step(parts) -> list[dict[str, torch.Tensor]]:
+    """Fills with the gradients that each optimizer step is given."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def hook(*_) -> None:
+        seen.append({name: p.grad.clone() for name, p in parts.model.named_parameters()})
+
+    parts.optimizer.register_step_pre_hook(hook)
+    return seen
+
+
+def total_norm(gradients) -> float:
+    return float(torch.cat([g.double().flatten() for g in gradients]).norm())
+
+
+def test_loss_is_the_mean_cross_entropy_in_fp32(assembled, blocks_of, step_of):
+    parts = assembled()
+    block = blocks_of(parts, 2)
+    with torch.no_grad():
+        logits = parts.model(block[:, :-1])
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), block[:, 1:].reshape(-1))
+    assert step_of(parts)([block], LR).loss == float(expected)
+
+
+def test_accumulated_micro_batches_are_one_batch(assembled, blocks_of, step_of):
+    words = ["training.dtype=float32", "precision.low=bf16", "precision.recovery=null"]
+    one, many = assembled(*words), assembled(*words)
+    block = blocks_of(one, 8)
+    whole = step_of(one)([block], LR)
+    pieces = step_of(many)(list(block.split(2)), LR)
+    assert pieces.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert pieces.grad_norm_pre_clip == pytest.approx(whole.grad_norm_pre_clip, rel=1e-5)
+    assert pieces.decision.norm == pytest.approx(whole.decision.norm, rel=1e-4)
+    for p, q in zip(one.model.parameters(), many.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=LR / 10)  # Adam's first step is lr times the sign
+    assert pieces.saved_bytes * 4 == whole.saved_bytes  # of one micro-batch
+
+
+def test_norms_are_those_of_the_whole_gradient(assembled, blocks_of, step_of):
+    parts = assembled()
+    seen = gradients_at_step(parts)
+    result = step_of(parts)(list(blocks_of(parts, 4).split(2)), LR)
+    (gradients,) = seen
+    expected = [float(gradients[f"{name}.weight"].double().norm()) for name in result.decision.units]
+    assert result.decision.norm == pytest.approx(expected, rel=1e-5)
+    assert result.grad_norm_pre_clip == pytest.approx(total_norm(gradients.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_read_before_clipping(dtype, assembled, blocks_of, step_of):
+    words = [f"training.dtype={dtype}"]
+    free, loose, tight = (assembled(*words, *clip) for clip in ([], ["optim.clip_norm=1e6"], ["optim.clip_norm=0.01"]))
+    grads = [gradients_at_step(parts) for parts in (free, loose, tight)]
+    results = [step_of(parts)([blocks_of(parts, 2)], LR) for parts in (free, loose, tight)]
+    assert len({result.grad_norm_pre_clip for result in results}) == 1
+    assert results[0].grad_norm_pre_clip > 0.01
+    for result in results:
+        assert (result.decision.norm == results[0].decision.norm).all()
+    assert all(same_bits(grads[0][0][name], grads[1][0][name]) for name in grads[0][0])
+    assert total_norm(grads[2][0].values()) == pytest.approx(0.01, rel=1e-2)
+
+
+def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, tmp_path):
+    """The norm over all parameters of each, and nothing of the run changes by it."""
+    words = ["model.name=gpt", "records.monitor=[norm,embed_tokens,input_layernorm]"]
+    parts = assembled(*words)
+    seen = gradients_at_step(parts)
+    result = train_step(parts)([blocks_of(parts, 2)], LR)
+    (gradients,) = seen
+    names = ["embed_tokens", "layers.0.input_layernorm", "norm"]
+    expected = {
+        name: total_norm(value for key, value in gradients.items() if key.rpartition(".")[0] == name) for name in names
+    }
+    assert result.monitored == {name: pytest.approx(norm, rel=1e-5) for name, norm in expected.items()}
+    watched, plain = (read_jsonl(train(tmp_path / str(len(w)), *w) / "steps.jsonl") for w in (words, words[:1]))
+    assert [row["loss"] for row in watched] == [row["loss"] for row in plain]
+    assert all(set(row["monitored"]) == set(names) for row in watched) and not any(row["monitored"] for row in plain)
+
+
+def test_rates(assembled, blocks_of, step_of, train, tmp_path):
+    parts = assembled()
+    step_of(parts)([blocks_of(parts, 2)], 0.125)
+    assert {group["lr"] for group in parts.optimizer.param_groups} == {0.125}
+    rows = read_jsonl(train(tmp_path / "run") / "steps.jsonl")
+    optim = parts.config.optim
+    assert [row["lr"] for row in rows] == [learning_rate(t, 8, optim) for t in range(1, 9)]
+    assert [row["tokens"] for row in rows] == [32 * t for t in range(1, 9)]
+
+
+def test_a_schedule_that_is_longer_than_the_run(tmp_path, tiny, train):
+    """The run is the beginning of the longer one; behind a schedule's end the rate stays."""
+    rows = read_jsonl(train(tmp_path / "run", "optim.schedule_steps=20", "training.steps=3") / "steps.jsonl")
+    optim = tiny().optim
+    assert [row["lr"] for row in rows] == [learning_rate(t, 20, optim) for t in (1, 2, 3)]
+    assert learning_rate(25, 20, optim) == learning_rate(20, 20, optim) == pytest.approx(0.1 * optim.lr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["controller.warmup_frac=0.4", "controller.t_lock=2"],
+        [
+            "controller.alpha_init=1.3",
+            "controller.beta_init=1.2",
+            "controller.init_frac=0.5",
+            "training.accumulation=2",
+        ],
+    ],
+    ids=["plain", "warm_up", "two_stages"],
+)
+def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monkeypatch):
+    """Recorded sets against the paths that the operators really were on, which a switch alone may change."""
+    real: list[set[str]] = []
+    chosen: list[set[str]] = [set()]
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        real.append({operator.operator_name for operator in self.controller.plan.operators if operator.recovering})
+        result = plain(self, *args)
+        chosen.append(set(result.decision.by_risk(result.decision.active)))
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    folder = train(tmp_path / "run", *words)
+    rows, events = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "events.jsonl")
+    active = [set() for _ in rows]
+    for row in read_ratios(folder).to_pylist():
+        if row["active"]:
+            active[row["step"] - 1].add(row["unit"])
+    assert active == real
+    assert [row["num_active"] for row in rows] == [len(units) for units in real]
+    warmup = round(8 * 0.4) if "controller.warmup_frac=0.4" in words else 0
+    if warmup:
+        assert [len(units) for units in real[:warmup]] == [7] * warmup
+        chosen[0] = real[0]
+    assert real == chosen[:-1]
+    assert any(units for units in real) and all(len(units) <= 2 for units in real[warmup:])
+
+    told: set[str] = set()
+    for step, units in enumerate(real, start=1):
+        for event in events:
+            if event["step"] == step - 1:
+                (told.add if event["event"] == "promote" else told.remove)(event["unit"])
+        assert told == units, step
+
+
+def test_what_is_saved_is_what_the_memory_model_says(train, tmp_path):
+    rows = read_jsonl(train(tmp_path / "run") / "steps.jsonl")
+    assert [row["saved_bytes"] for row in rows] == [row["saved_bytes_predicted"] for row in rows]
+    by_active = {row["num_active"]: row["saved_bytes"] for row in rows}
+    assert by_active[2] > by_active[0]  # 8-bit copies beside 4-bit ones
+
+
+WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
+WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
+
+
+class Waits(TorchFunctionMode):
+    """Notes the calls that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in WAITING:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["optim.clip_norm=0.1", "training.accumulation=2", "precision.rounding=stochastic"]]
+)
+def test_a_step_waits_once(words, assembled, blocks_of, step_of, monkeypatch):
+    for module in (evidence, history, policy):  # as on a GPU
+        monkeypatch.setattr(module, "waits_for_nothing", lambda x: False)
+    parts = assembled(*words)
+    step = step_of(parts)
+    batches = list(blocks_of(parts, 4).split(2))
+    step(batches, LR)
+    with Waits() as waits:
+        step(batches, LR)
+    # What follows the one transfer reads the host's copy.
+    assert waits.seen[0] == "cpu" and waits.seen.count("cpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_synchronises_once_on_cuda(assembled, blocks_of, step_of, recwarn):
+    parts = assembled("training.device=cuda")
+    step = step_of(parts)
+    batches = [block.cuda() for block in blocks_of(parts, 4).split(2)]
+    for _ in range(2):
+        step(batches, LR)
+    recwarn.clear()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        step(batches, LR)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in recwarn if "synchroniz" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("site", ["saved", "forward"])
+def test_evaluation_is_on_the_16_bit_path_and_leaves_no_trace(site, assembled, blocks_of, step_of):
+    words = ["precision.low=int2", f"precision.site={site}", "precision.rounding=stochastic"]
+    coarse, plain = assembled(*words), assembled("precision.low=bf16", "precision.recovery=null")
+    blocks = blocks_of(coarse, 5)
+    generator = coarse.plan.state_dict()["rounding"]
+    with torch.no_grad():
+        expected = sum(float(loss_of(plain.model, part)) * len(part) for part in blocks.split(2)) / 5
+    assert evaluate(coarse.model, coarse.plan, blocks, 2) == pytest.approx(expected, rel=1e-12)
+    assert same_bits(generator, coarse.plan.state_dict()["rounding"])
+    assert coarse.model.training and not coarse.plan.shared.high_precision
+    differs = step_of(coarse)([blocks], LR).loss != step_of(plain)([blocks], LR).loss
+    assert differs == (site == "forward")
+
+
+def test_recorded_bytes_are_those_of_the_graph_in_the_largest_micro_batch(train, tampered, tmp_path):
+    """Not the prediction, which is the same number as long as it is right, and not those of one micro-batch."""
+
+    def change(parts) -> None:
+        measured, predicted = itertools.cycle([50, 90, 70]), itertools.cycle([3, 1, 2])
+        parts.plan.saved_bytes = lambda: next(measured)
+        parts.plan.predicted_bytes = lambda: next(predicted)
+
+    tampered(change)
+    folder = train(tmp_path / "run", "training.accumulation=3", "training.steps=2")
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert [(row["saved_bytes"], row["saved_bytes_predicted"]) for row in rows] == [(90, 3)] * 2
+    assert read_json(folder / "summary.json")["saved_bytes_mean"] == 90
+
+
+def test_the_bytes_of_micro_batches_of_several_sizes(assembled, step_of, blocks_of):
+    parts = assembled()
+    step, blocks = step_of(parts), blocks_of(parts, 6)
+    alone = {n: step([blocks[:n]], 1e-3).saved_bytes for n in (1, 2, 3)}
+    assert alone[1] < alone[2] < alone[3]
+    assert step([blocks[:1], blocks[1:4], blocks[4:]], 1e-3).saved_bytes == alone[3]
+
+
+@pytest.mark.slow
+def test_what_was_spent_is_recorded(train, tmp_path):
+    """Everything from step 2 on, by GEMM, and never more than the budget."""
+    words = ["precision.low=sim_e2m1", "precision.recovery=bf16", "precision.unit=gemm", "training.steps=4"]
+    always = train(tmp_path / "always", *words, "controller.signal=always_high", "controller.max_o=21")
+    assert [row["spent_gemm_frac"] for row in read_jsonl(always / "steps.jsonl")] == [0, 1, 1, 1]
+    assert read_json(always / "summary.json")["spent_gemm_frac"] == 0.75
+    gap = ["controller.signal=gap", "controller.routing=ranked", "controller.budget=10%", "controller.max_o=null"]
+    folder = train(tmp_path / "gap", *words, *gap)
+    spent = [row["spent_gemm_frac"] for row in read_jsonl(folder / "steps.jsonl")]
+    assert spent[0] == 0 and all(0.05 < share <= 0.1 for share in spent[1:])
+    header = read_json(folder / "header.json")
+    assert sum(header["spend"]) == pytest.approx(1) and header["spend_pinned"] == 0

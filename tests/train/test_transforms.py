@@ -1,0 +1,319 @@
+"""What holds for every transform: options, steps that are not finite, resuming, tied and missing gradients, bf16."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from everything import same_bits
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gnmr.lab.config.optim import NEED_ADAM
+from gnmr.lab.train.optim import skip_where
+from gnmr.lab.train.transforms import TRANSFORMS, build_transform
+from gnmr.lab.train.transforms.base import StepContext
+
+# So short that eight steps meet every branch: warm-up, clipping, reset, a full window.
+BUSY: dict[str, dict[str, object]] = {
+    "norm_clip": {"max_norm": 0.5},
+    "zclip": {"warmup": 2, "z_threshold": 0.2},
+    "adagc": {"warmup": 2},
+    "agc": {},
+    "spam": {"threshold": 0.5, "reset_every": 4, "warmup": 2, "grace": 1},
+    "stable_spam": {"theta": 0.5, "reset_every": 4},
+    "gradient_stabilizer": {},
+    "skip_step": {"window": 4, "min_values": 3, "sigmas": 0.5},
+}
+STATELESS = {"norm_clip", "agc", "spam"}
+READ_GRADIENTS = [name for name in TRANSFORMS if name != "skip_step"]
+
+
+def test_every_transform_is_tested():
+    assert set(BUSY) == set(TRANSFORMS)
+
+
+class Run:
+    """A few parameters under AdamW and a transform, fed with gradients that depend on the step's number alone."""
+
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"up.weight": (3, 4), "norm.weight": (4,), "unused.weight": (2, 2), "lm_head.weight": (5, 4)}
+        self.named = [
+            (key, nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)))
+            for key, shape in shapes.items()
+        ]
+        self.parameters = [p for _, p in self.named]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1, fused=True)
+        self.transform = build_transform(name, BUSY[name], iter(self.named))
+
+    def step(self, step: int, spoiled: float | None = None, loss: float | None = None) -> list[Tensor]:
+        """One training step; returns the transformed gradients and what the transform says of skipping."""
+        generator = torch.Generator().manual_seed(step)
+        for (name, p), scale in zip(self.named, (1.0, 0.1, 0.0, 3.0), strict=True):
+            g = torch.randn(p.shape, generator=generator) * scale * (30.0 if step in (3, 7) else 1.0)
+            p.grad = None if name.startswith("unused") else g.to(p.device, p.dtype)
+        if spoiled is not None:
+            self.parameters[0].grad[1, 2] = spoiled
+        norm = torch.cat([p.grad.double().flatten() for p in self.parameters if p.grad is not None]).norm()
+        value = torch.tensor(2.0 + math.sin(step) if loss is None else loss, device=norm.device)
+        nonfinite = ~(value.isfinite() & norm.isfinite())
+        skip = self.transform(self.parameters, StepContext(step, value, norm, nonfinite, self.optimizer))
+        gradients = [p.grad.clone() for p in self.parameters if p.grad is not None]
+        skip_where(self.optimizer, nonfinite if skip is None else nonfinite | skip)
+        self.optimizer.step()
+        return gradients if skip is None else [*gradients, skip]
+
+    def weights(self) -> list[Tensor]:
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [t.detach().clone() for t in [*self.parameters, *kept]]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_eight_steps_meet_the_transform(name):
+    """Without this the tests below could pass on steps that nothing changes."""
+    run = Run(name)
+    changed = skipped = False
+    for step in range(1, 9):
+        generator = torch.Generator().manual_seed(step)
+        raw = torch.randn(3, 4, generator=generator) * (30.0 if step in (3, 7) else 1.0)
+        out = run.step(step)
+        changed |= not same_bits(out[0], raw)
+        skipped |= out[-1].dtype == torch.bool and bool(out[-1])
+    assert skipped if name == "skip_step" else changed
+    assert all(t.isfinite().all() for t in run.weights())
+    assert bool(run.transform.state_dict()) == (name not in STATELESS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    "bad",
+    [{"spoiled": math.nan}, {"spoiled": -math.inf}, {"loss": math.nan}, {"loss": math.inf}],
+    ids=["nan_gradient", "inf_gradient", "nan_loss", "inf_loss"],
+)
+@pytest.mark.parametrize("at", [1, 2, 6], ids=["first", "warming", "later"])
+def test_a_step_that_is_not_finite_leaves_no_trace(name, bad, at):
+    """State, weights, moments and all later steps are those of a run which never met it."""
+    spoiled, spared = Run(name), Run(name)
+    for step in range(1, 9):
+        if step == at:
+            before = spoiled.transform.state_dict()
+            spoiled.step(step, **bad)
+            after = spoiled.transform.state_dict()
+            assert equal(list(before.values()), list(after.values()))
+        else:
+            assert equal(spoiled.step(step), spared.step(step))
+    assert equal(spoiled.weights(), spared.weights())
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("at", [0, 1, 4, 6])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_resumed_equals_uninterrupted(name, at, tmp_path):
+    """The state goes through a checkpoint; the transform that saved it goes on meanwhile."""
+    whole = Run(name)
+    for step in range(1, at + 1):
+        whole.step(step)
+    saved = whole.transform.state_dict()
+    resumed = Run(name)
+    resumed.optimizer.load_state_dict(deepcopy(whole.optimizer.state_dict()))
+    with torch.no_grad():
+        for new, old in zip(resumed.parameters, whole.parameters, strict=True):
+            new.copy_(old)
+    rest = [whole.step(step) for step in range(at + 1, 9)]
+    loaded = resumed.transform.state_dict()
+    if saved:
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    resumed.transform.load_state_dict(loaded)
+    assert all(equal(resumed.step(step), rest[step - at - 1]) for step in range(at + 1, 9))
+    assert equal(resumed.weights(), whole.weights())
+
+
+def test_a_foreign_state_is_refused():
+    run = Run("zclip")
+    with pytest.raises(ValueError, match="ZClip has the state"):
+        run.transform.load_state_dict(Run("adagc").transform.state_dict())
+    with pytest.raises(ValueError, match=r"AdaGC has the state .* not"):
+        Run("adagc").transform.load_state_dict({"gamma": torch.zeros(3, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_tied_parameter_counts_once(name):
+    a, b = Run(name), Run(name)
+    named = [*b.named, ("tied.weight", b.parameters[0])]
+    b.transform = build_transform(name, BUSY[name], named)
+    b.parameters = [*b.parameters, b.parameters[0]]
+    norm = torch.tensor(40.0, dtype=torch.float64)
+    for step in range(1, 5):
+        for run in (a, b):
+            generator = torch.Generator().manual_seed(step)
+            for p in run.parameters[:4]:
+                p.grad = torch.randn(p.shape, generator=generator)
+            context = StepContext(step, torch.tensor(2.0), norm, torch.tensor(False), run.optimizer)
+            run.transform(run.parameters, context)
+            run.optimizer.step()
+        assert equal([p.grad for p in a.parameters], [p.grad for p in b.parameters[:4]])
+
+
+@pytest.mark.parametrize("name", READ_GRADIENTS)
+def test_bf16_is_float32_rounded_once(name):
+    """The first step's gradients in bf16 are float32's, rounded; the statistics are float32's to the last bit."""
+    low, high = Run(name, torch.bfloat16), Run(name)
+    with torch.no_grad():
+        for p, q in zip(low.parameters, high.parameters, strict=True):
+            q.copy_(p)
+    norm = torch.tensor(40.0, dtype=torch.float64)
+    for run in (low, high):
+        generator = torch.Generator().manual_seed(5)
+        for p in run.parameters:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+            # The same moments on both sides, exact in bf16.
+            run.optimizer.state[p] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.full_like(p, 0.25),
+            }
+        run.transform(run.parameters, StepContext(1, torch.tensor(2.0), norm, torch.tensor(False), run.optimizer))
+    assert equal([p.grad for p in low.parameters], [p.grad.bfloat16() for p in high.parameters])
+    assert equal(list(low.transform.state_dict().values()), list(high.transform.state_dict().values()))
+
+
+WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
+WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
+
+
+class Waits(TorchFunctionMode):
+    """Notes the calls that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (name := getattr(func, "__name__", "")) in WAITING:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_no_transform_waits_for_the_device(name):
+    run = Run(name)
+    for step in range(1, 9):
+        run.step(step)
+        for p in run.parameters[:2]:
+            p.grad = torch.ones_like(p)
+        norm = torch.tensor(4.0, dtype=torch.float64)
+        context = StepContext(step, torch.tensor(2.0), norm, torch.tensor(False), run.optimizer)
+        with Waits() as waits:
+            run.transform(run.parameters, context)
+            run.transform.lr_factor(step)
+        assert waits.seen == []
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_no_gradient_at_all(name):
+    run = Run(name)
+    before = run.transform.state_dict()
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    run.transform(run.parameters, StepContext(1, torch.tensor(2.0), zero, torch.tensor(False), run.optimizer))
+    assert all(p.grad is None for p in run.parameters)
+    if name not in ("zclip", "skip_step"):  # these two watch the global norm, which is 0 now
+        assert equal(list(before.values()), list(run.transform.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", READ_GRADIENTS)
+def test_other_parameters_are_refused(name):
+    run, other = Run(name), Run(name)
+    for p in other.parameters:
+        p.grad = torch.ones_like(p)
+    context = StepContext(
+        3, torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64), torch.tensor(False), run.optimizer
+    )
+    with pytest.raises(ValueError, match="was built for other parameters"):
+        run.transform(other.parameters, context)
+
+
+@pytest.mark.parametrize("name", NEED_ADAM)
+def test_resets_need_adam(name):
+    run = Run(name)
+    sgd = torch.optim.SGD(run.parameters, lr=0.1)
+    norm = torch.tensor(1.0, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"need optim\.name=adamw, not SGD"):
+        run.transform(run.parameters, StepContext(1, torch.tensor(2.0), norm, torch.tensor(False), sgd))
+
+
+def test_none_is_no_transform():
+    assert build_transform(None, {}, []) is None
+    with pytest.raises(ValueError, match=r"optim\.transform\.options=\{'max_norm': 1\}: without effect"):
+        build_transform(None, {"max_norm": 1}, [])
+
+
+def test_an_unknown_name_lists_the_right_ones():
+    with pytest.raises(ValueError, match=r"optim\.transform\.name=clip: must be null or one of norm_clip, zclip, ada"):
+        build_transform("clip", {}, [])
+
+
+def test_an_unknown_option_lists_the_right_ones():
+    with pytest.raises(
+        ValueError, match=r"options\.alpha: zclip has no such option, it has z_threshold, decay, warmup"
+    ):
+        build_transform("zclip", {"alpha": 0.9}, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("norm_clip", "max_norm", 0),
+        ("norm_clip", "max_norm", math.inf),
+        ("norm_clip", "max_norm", "1"),
+        ("norm_clip", "max_norm", None),
+        ("norm_clip", "max_norm", True),
+        ("zclip", "decay", 1.0),
+        ("zclip", "decay", -0.1),
+        ("zclip", "warmup", 0),
+        ("zclip", "warmup", 2.5),
+        ("zclip", "z_threshold", math.nan),
+        ("adagc", "ratio", 0),
+        ("adagc", "warmup", True),
+        ("agc", "floor", -1),
+        ("agc", "clip_head", 1),
+        ("spam", "grace", 500),
+        ("spam", "reset_every", 0),
+        ("stable_spam", "theta", 1),
+        ("stable_spam", "gamma1", 2),
+        ("gradient_stabilizer", "eps", 0),
+        ("skip_step", "min_values", 2),
+        ("skip_step", "min_values", 130),
+        ("skip_step", "sigmas", 0),
+        ("skip_step", "remember_skipped", "no"),
+    ],
+)
+def test_a_senseless_option_is_told_of_in_one_line(name, option, value):
+    with pytest.raises(ValueError, match=rf"^optim\.transform\.options\.{option}={value}: must be [^\n]*$"):
+        build_transform(name, {option: value}, Run(name).named)
+
+
+def test_nothing_to_train():
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    with pytest.raises(ValueError, match="at least one trainable parameter"):
+        build_transform("norm_clip", {}, [("a", frozen)])
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_docstring_tells_every_option_and_its_default(name):
+    text = " ".join(inspect.getmodule(TRANSFORMS[name]).__doc__.split())
+    for option in inspect.signature(TRANSFORMS[name]).parameters.values():
+        if option.kind is inspect.Parameter.KEYWORD_ONLY:
+            assert option.name in text
+            told = re.search(rf"\b{option.name}(?: =)? ([-+.\d][-+.\w]*)\b", text)
+            assert isinstance(option.default, bool) or (told and float(told[1]) == option.default), option.name
