@@ -46,7 +46,7 @@ from golden import make_inputs
 
 LEARN, SIGMAS = 140, 3.0
 SIZES = ["training.steps=100000", "training.seq_len=64", "training.batch_size=4", "training.threads=1"]
-SIZES += ["training.eval_blocks=2", "optim.lr=0.003", "optim.clip_norm=1", "optim.warmup_frac=0.0002"]
+SIZES += ["training.eval_sequences=2", "optim.lr=0.003", "optim.clip_norm=1", "optim.warmup_frac=0.0002"]
 SIZES += ["controller.warmup_frac=0", "controller.alpha=99", "controller.beta=null", "controller.max_o=4"]
 TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
 SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
@@ -115,7 +115,7 @@ class Bed:
         self.back()
         for _ in range(ahead):
             self()
-        for operator in self.parts.plan.operators:
+        for operator in self.parts.converted.operators:
             if recovered and operator.recovery is not None:
                 operator.switch(True)
         result = self()
@@ -130,7 +130,7 @@ class Bed:
         self.parts.controller.load_state_dict(controller)
         self.levels.seen = seen
         self.blocks.load_state_dict(blocks)
-        for operator in self.parts.plan.operators:
+        for operator in self.parts.converted.operators:
             operator.fault = None
 
 
@@ -160,7 +160,7 @@ def targets(made: Bed, number: int) -> list[str]:
 def break_paths(made: Bed, kind: str, magnitude: float, units: list[str]) -> None:
     """The low path of these units fails in the next step."""
     at = made.step + 1
-    schedule = FaultSchedule(made.parts.plan, Fault(kind, magnitude), units, at, windows=[[at, 1]])
+    schedule = FaultSchedule(made.parts.converted, Fault(kind, magnitude), units, at, windows=[[at, 1]])
     schedule.begin_step(at)
 
 
@@ -225,7 +225,7 @@ def plant(what: str, cause: str, result: StepResult, units: Sequence[str] = (), 
 
 def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
     """Each cause in a step that hardly differs from a sound one: so many units alone and in pairs of each kind."""
-    floats = "int" not in made.parts.plan.low.name
+    floats = "int" not in made.parts.converted.low.name
 
     def broken(kind: str, magnitude: float, units: list[str]) -> StepResult:
         made.steady()
@@ -263,7 +263,7 @@ def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
 def not_finite(made: Bed, units: int = 5) -> Iterator[tuple[str, bool, bool]]:
     """(fault, whether its step was lost, whether it had a verdict) of faults that make the loss no number; none where
     the low path leaves the forward pass as it is."""
-    if not made.parts.plan.casts_forward:
+    if not made.parts.converted.casts_forward:
         return
     for kind in NOT_FINITE:
         for unit in targets(made, units):

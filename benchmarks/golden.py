@@ -30,7 +30,7 @@ SIZES = [
     "training.batch_size=2",
     "training.accumulation=2",
     "training.eval_every=3",
-    "training.eval_blocks=2",
+    "training.eval_sequences=2",
     "training.threads=1",
     "records.live=off",
     "records.wandb=off",
@@ -84,7 +84,7 @@ def runs() -> dict[str, list[str]]:
     found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}
     lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1"]
     lora += ["optim.lr=0.01", *SIZES[1:]]  # its layers are the checkpoint's
-    short = ["training.steps=3", "fork.heal=2", "fork.order=1", "training.eval_blocks=2", *SIZES[-3:]]
+    short = ["training.steps=3", "fork.heal=2", "fork.order=1", "training.eval_sequences=2", *SIZES[-3:]]
     fork = [
         "experiment=fork",
         "controller.signal=gap",

@@ -53,7 +53,7 @@ from gnmr.lab.bench.figures import describe_machine, median, record
 from gnmr.lab.bench.timing import alternate, clock_of
 from gnmr.lab.config import ModelConfig, OptimConfig
 from gnmr.lab.train.optim import clip_gradients, learning_rate
-from gnmr.precision import FORMATS, RECIPES, PathSpec, Plan, convert
+from gnmr.precision import FORMATS, RECIPES, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import quantize, rotated
 from gnmr.precision.formats import RangeFormat
 from gnmr.precision.recipes import Cast
@@ -291,7 +291,7 @@ def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
 class Loop:
     """A training loop over `micro` passes of one batch; a call takes `steps` steps."""
 
-    def __init__(self, model: Any, batch: Tensor, plan: Plan | None = None, controller: Any = None) -> None:
+    def __init__(self, model: Any, batch: Tensor, plan: ConvertedModel | None = None, controller: Any = None) -> None:
         self.model, self.batch, self.plan, self.controller = model, batch, plan, controller
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         self.micro, self.steps = 1, 1

@@ -41,7 +41,7 @@ from golden import make_inputs
 
 SIZES = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "model.num_heads=2"]
 SIZES += ["data.name=text", "data.vocab_size=300", "data.path=babble.txt", "training.seq_len=16"]
-SIZES += ["training.batch_size=1", "training.eval_blocks=2", "training.threads=1", "optim.lr=0.003"]
+SIZES += ["training.batch_size=1", "training.eval_sequences=2", "training.threads=1", "optim.lr=0.003"]
 SIZES += ["controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2", "controller.warmup_frac=0"]
 SIZES += ["records.live=off", "records.wandb=off"]
 KINDS = ("one rank", "SIGTERM to one rank", "rank 0 in a checkpoint", "all and torchrun")

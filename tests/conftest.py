@@ -33,7 +33,7 @@ TINY = """
 model: {hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2}
 data: {name: text, vocab_size: 300}
 controller: {alpha: 1.05, beta: 1.02, max_o: 2}
-training: {steps: 8, seq_len: 16, batch_size: 2, eval_every: 4, eval_blocks: 2, checkpoint_every: 3, threads: 1}
+training: {steps: 8, seq_len: 16, batch_size: 2, eval_every: 4, eval_sequences: 2, checkpoint_every: 3, threads: 1}
 records: {live: "off", wandb: "off"}
 experiment_name: tiny
 """

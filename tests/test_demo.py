@@ -124,7 +124,7 @@ def test_the_demo_from_command_to_page(gnmr, tmp_path, monkeypatch):
 
     def short(orders, runs_dir):
         for cell in cells(orders, runs_dir):
-            training = replace(cell.config.training, steps=2, eval_blocks=2)
+            training = replace(cell.config.training, steps=2, eval_sequences=2)
             yield Cell(cell.words, replace(cell.config, training=training), cell.number)
 
     monkeypatch.setattr(demo, "_cells", short)

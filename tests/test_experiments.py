@@ -188,7 +188,7 @@ def takes_two_steps(cell: config.Config, text_file: Path) -> None:
     assert all(torch.tensor(result.loss).isfinite() and not result.skipped for result in results)
     spent, control = results[1].decision.in_force.sum(), loaded.controller
     if control.name == "adapt":  # which warms up in 16 bits, and whose unit is the one block
-        assert spent == 1 and parts.plan.operators[0].path.name == "bf16"
+        assert spent == 1 and parts.converted.operators[0].path.name == "bf16"
     elif control.routing == "ranked" and control.signal != "static_k":
         assert spent == control.max_o == 4
     elif control.signal == "always_high":  # which warms up first
@@ -582,8 +582,10 @@ def test_a_cell_of_the_recipe_setting_takes_two_steps(words, text_file):
     assert first.saved_bytes == first.saved_bytes_predicted
     experts = [f"layers.{i}.mlp.experts.{e}" for i in range(2) for e in range(loaded.model.experts.number)]
     units = {"block": ["layers.0", "layers.1"], "expert": experts, "layer": ["layers.0.mlp", "layers.1.mlp"]}
-    assert parts.controller.names == units.get(loaded.precision.unit, [o.operator_name for o in parts.plan.operators])
-    for group in parts.plan.units:
+    assert parts.controller.names == units.get(
+        loaded.precision.unit, [o.operator_name for o in parts.converted.operators]
+    )
+    for group in parts.converted.units:
         assert {operator.recovering for operator in group.operators} == {group.name in parts.controller.active}
     active, control = len(parts.controller.active), loaded.controller
     assert active <= (0 if loaded.precision.recovery is None else control.max_o) or active == len(

@@ -22,7 +22,7 @@ from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import rank
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
 from gnmr.errors import nearest, users_level
-from gnmr.precision import PathSpec, Plan, Recipe, convert
+from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
 from gnmr.precision.conversion import operator_shapes
 
 
@@ -131,7 +131,7 @@ def attach(
             ranks=Ranks(share),
         )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
-        controller.attach_plan(converted, model, paths.probe_tokens, paths.price_tokens)
+        controller.attach_converted(converted, model, paths.probe_tokens, paths.price_tokens)
         controller.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
         converted.store(paths.weights)  # late: it cannot be undone to the bit
         controller.follow()  # or the units would hold the 16-bit weights
@@ -192,7 +192,7 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
 
 
-def _check_trained(plan: Plan, units: Sequence[Unit], control: ControlSpec) -> None:
+def _check_trained(plan: ConvertedModel, units: Sequence[Unit], control: ControlSpec) -> None:
     """ValueError for paths that change nothing; a warning where units have no gradient to watch."""
     if plan.without_effect:
         raise ValueError(

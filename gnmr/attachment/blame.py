@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.precision.converted import StepMark
 from gnmr.precision.kernels import in_backward
 from gnmr.precision.linear import PathLinear
@@ -146,12 +146,12 @@ class Start:
     plan: StepMark
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device) -> Start:
+    def of(cls, plan: ConvertedModel, device: torch.device) -> Start:
         """As they are now. Does not wait for the device."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, plan.mark())
 
-    def again(self, plan: Plan, device: torch.device) -> None:
+    def again(self, plan: ConvertedModel, device: torch.device) -> None:
         """They draw what they drew."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
@@ -168,7 +168,12 @@ class Again:
     """
 
     def __init__(
-        self, plan: Plan, start: Start, device: torch.device, forward: Callable[[], Tensor], both: Callable[[], Seen]
+        self,
+        plan: ConvertedModel,
+        start: Start,
+        device: torch.device,
+        forward: Callable[[], Tensor],
+        both: Callable[[], Seen],
     ) -> None:
         self.plan, self.passes = plan, 0.0
         self.units = [i for i, unit in enumerate(plan.units) if unit.routable]
@@ -247,7 +252,7 @@ def _eager() -> Iterator[None]:
 
 @contextmanager
 def replaying(
-    plan: Plan, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
+    plan: ConvertedModel, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
 ) -> Iterator[None]:
     """Inside, passes leave no trace: in paths, faults, generators, buffers, and by `quiet` in what measures. Gradients
     are the caller's to see to."""

@@ -12,13 +12,13 @@ from gnmr.control.norms import to_device
 from gnmr.control.ranks import Ranks
 from gnmr.measure.errors import Probe
 from gnmr.measure.price import PriceMeter
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 
 
 class PathEvidence:
     """Probe and prices of a plan, of which there is what `needs` names."""
 
-    def __init__(self, plan: Plan, needs: Sequence[str], probe_tokens: int, price_tokens: int) -> None:
+    def __init__(self, plan: ConvertedModel, needs: Sequence[str], probe_tokens: int, price_tokens: int) -> None:
         names = [name for name in needs if name in PATH_EVIDENCE]
         self.probe: Probe | None = plan.probe(names, probe_tokens) if names else None
         prices = [name for name in needs if name in PRICE_EVIDENCE]

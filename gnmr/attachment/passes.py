@@ -15,14 +15,14 @@ from gnmr.control import Unit
 from gnmr.control.evidence import of_shards, part_of, summed
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.control.ranks import Ranks
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 
 
 @dataclass(frozen=True)
 class Passes:
     """The passes of a model under its plan. Use it where what measures the step's own passes is off."""
 
-    plan: Plan
+    plan: ConvertedModel
     model: nn.Module
     units: Sequence[Unit]
     device: torch.device

@@ -88,7 +88,7 @@ class Recording:
         return type(None), ()
 
     def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
-        """What the controller saw and did in a step; `spent`: of `Plan.spent`. `calibrated`: the trigger that was found
+        """What the controller saw and did in a step; `spent`: of `ConvertedModel.spent`. `calibrated`: the trigger that was found
         in this step or before."""
         if self._writer is None:
             raise UserError(

@@ -21,7 +21,7 @@ from gnmr.control.observed import watched
 from gnmr.control.signals.always import AlwaysLow
 from gnmr.distributed import world
 from gnmr.names import GEMMS
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel
 from gnmr.precision.converted import DETACHED
 from gnmr.precision.memory import is_sharded
@@ -44,7 +44,7 @@ class AttachedController(Controller):
     (`ValueError`).
     """
 
-    plan: Plan
+    plan: ConvertedModel
     plan_of: str | None = None
     """What the plan that was attached is of, as it says itself."""
     _detached = False
@@ -57,7 +57,9 @@ class AttachedController(Controller):
     _measured = False
     """The step's passes are over for the paths, its decision is not applied yet."""
 
-    def attach_plan(self, plan: Plan, model: nn.Module, probe_tokens: int = 1, price_tokens: int = 16) -> None:
+    def attach_converted(
+        self, plan: ConvertedModel, model: nn.Module, probe_tokens: int = 1, price_tokens: int = 16
+    ) -> None:
         """Takes the plan of `model` and has its operators measure what the signal needs of them."""
         self.plan, self._model = plan, model
         observe = self.spec.observe

@@ -8,12 +8,12 @@ from torch import nn
 
 from gnmr.control import ControlSpec, OutputGradients, Unit
 from gnmr.control.observed import adapters
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.precision.converted import nominal_bits
 from gnmr.precision.units import PathUnit, module_of
 
 
-def costs_of(plan: Plan, control: ControlSpec) -> tuple[list[float], float]:
+def costs_of(plan: ConvertedModel, control: ControlSpec) -> tuple[list[float], float]:
     """(what recovery of each unit costs, what pins take), as shares of what recovery of everything costs: of the GEMMs'
     arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
     cost = control.cost if control.budget is not None else "gemm"
@@ -29,7 +29,7 @@ def costs_of(plan: Plan, control: ControlSpec) -> tuple[list[float], float]:
 
 
 def units_of(
-    plan: Plan,
+    plan: ConvertedModel,
     model: nn.Module | None = None,
     observe: str = "parameters",
     costs: Sequence[float] | None = None,

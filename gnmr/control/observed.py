@@ -84,7 +84,7 @@ class OutputGradients:
                     "own; choose other units"
                 )
         self.enabled = True
-        """While False, backward passes are not this step's (`Plan.no_side_effects`) and do not count."""
+        """While False, backward passes are not this step's (`ConvertedModel.no_side_effects`) and do not count."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         place = {module: i for i, module in enumerate(dict.fromkeys(modules))}
         shared = len(place) < len(modules)

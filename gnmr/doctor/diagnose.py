@@ -25,7 +25,7 @@ from gnmr.errors import nearest, require, whole
 from gnmr.measure.errors import Probe
 from gnmr.measure.price import PRICES, PriceMeter
 from gnmr.names import FORMATS, GEMMS, RECIPES, select
-from gnmr.precision import PathLinear, PathSpec, Plan, Recipe, convert
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import operator_shapes
 
 Progress = Callable[[int, int | None], None]
@@ -199,7 +199,7 @@ class _Doctor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ConvertedModel,
         model: nn.Module,
         spec: PathSpec,
         loss_of_batch: Callable[[Any], Tensor],

@@ -72,7 +72,7 @@ _SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_er
 
 
 class Probe:
-    """Sums of the statistics over all backward passes since the last `reset`; made by `Plan.probe`.
+    """Sums of the statistics over all backward passes since the last `reset`; made by `ConvertedModel.probe`.
 
     Set `enabled` to False in steps whose numbers are not read: they cost nothing then.
     """

@@ -74,7 +74,7 @@ PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMM
 
 
 class PriceMeter:
-    """Sums over all backward passes since the last `reset`; made by `Plan.price`.
+    """Sums over all backward passes since the last `reset`; made by `ConvertedModel.price`.
 
     Set `enabled` to False in steps whose prices are not read: they cost nothing then.
     """

@@ -10,16 +10,16 @@ from gnmr import loader
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "ConvertedModel",
     "PathLinear",
     "PathSpec",
-    "Plan",
     "Recipe",
     "convert",
 ]
 
 if TYPE_CHECKING:
     from gnmr.precision.conversion import convert
-    from gnmr.precision.converted import Plan
+    from gnmr.precision.converted import ConvertedModel
     from gnmr.precision.formats import FORMATS
     from gnmr.precision.linear import PathLinear
     from gnmr.precision.recipes import RECIPES, Recipe
@@ -32,7 +32,7 @@ __getattr__ = loader(
         "conversion": ("convert",),
         "formats": ("FORMATS",),
         "linear": ("PathLinear",),
-        "converted": ("Plan",),
+        "converted": ("ConvertedModel",),
         "recipes": ("RECIPES", "Recipe"),
         "spec": ("PathSpec",),
     },

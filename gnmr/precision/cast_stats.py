@@ -80,7 +80,7 @@ class AmaxHistory:
         if self._written:
             self.counts.zero_()
             if self.history is not None:
-                self.history = self.history.roll(1, dims=2)  # a new tensor: `Plan.mark` keeps the one before
+                self.history = self.history.roll(1, dims=2)  # a new tensor: `ConvertedModel.mark` keeps the one before
                 self.history[:, :, 0] = 0
                 self.history[:, :, 2:].masked_fill_(self.replaced, 0)
                 self.replaced = torch.zeros_like(self.replaced)

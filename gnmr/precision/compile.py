@@ -1,4 +1,4 @@
-"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`Plan.compile`).
+"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`ConvertedModel.compile`).
 
 The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
 scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that

@@ -1,4 +1,4 @@
-"""Exchanging linears by name pattern, in place: what becomes of them is the `Plan`."""
+"""Exchanging linears by name pattern, in place: what becomes of them is the `ConvertedModel`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnmr.errors import users_level
 from gnmr.names import GEMMS, by_end, select
 from gnmr.precision.backends import with_backend
 from gnmr.precision.cast_stats import AmaxHistory
-from gnmr.precision.converted import Plan
+from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.int8_linear import Int8Linear
 from gnmr.precision.kernels import te
 from gnmr.precision.kernels.int8 import MOST_INPUTS, PER_ROW
@@ -43,7 +43,7 @@ def convert(
     device: torch.device | None = None,
     store: bool = True,
     shown: bool = True,
-) -> Plan:
+) -> ConvertedModel:
     """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
     Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
@@ -54,7 +54,7 @@ def convert(
         seed: of what stochastic rounding draws.
         device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
             device can be planned, not trained: convert it again when it has weights.)
-        store: False leaves what `weights` asks for to `Plan.store`, which may drop the 16-bit weights.
+        store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
         shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
 
     ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
@@ -102,7 +102,7 @@ def convert(
     low_here, recovery_here = paths[()]
     assert low_here is not None
     units = grouped(operators, spec.unit, routed)
-    plan = Plan(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
+    plan = ConvertedModel(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
     if store:
         plan.store(spec.weights)
     return plan

@@ -33,7 +33,7 @@ from gnmr.precision.shared import SharedState
 from gnmr.precision.units import PathUnit, unit_of
 
 DETACHED = "this controller was detached: its model has plain linears again; attach another"
-"""What is raised by everything that needs converted operators after `Plan.restore`."""
+"""What is raised by everything that needs converted operators after `ConvertedModel.restore`."""
 
 
 class _OfOperator(NamedTuple):
@@ -42,7 +42,7 @@ class _OfOperator(NamedTuple):
     recovered: int
     """Arithmetic of its GEMMs that are on the recovery path, a token."""
     extra: float
-    """See `Plan.extra_bytes`."""
+    """See `ConvertedModel.extra_bytes`."""
     kept: int
     """Bytes that it keeps, be they others' too."""
     kept_as: str
@@ -68,7 +68,7 @@ StepMark: TypeAlias = tuple[Mark | None, tuple[Tensor | None, Tensor] | None, in
 
 
 @dataclass(eq=False)
-class Plan:
+class ConvertedModel:
     """The converted operators of a model, in module order, the units that they make up, and what they share."""
 
     operators: list[PathLinear]

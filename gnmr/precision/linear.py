@@ -110,7 +110,7 @@ class PathLinear(nn.Linear):
     """
 
     plain_class = nn.Linear
-    """What `Plan.restore` makes of it again. Each class that a converted linear may have says it for itself."""
+    """What `ConvertedModel.restore` makes of it again. Each class that a converted linear may have says it for itself."""
 
     operator_name: str
     index: int

@@ -51,7 +51,7 @@ TINY = [
         "model.intermediate_size=48",
     ),
     *("model.num_layers=1", "model.num_heads=2", "training.seq_len=16", "training.batch_size=2", "training.threads=1"),
-    *("training.steps=12", "training.eval_every=4", "training.eval_blocks=2", "training.checkpoint_every=3"),
+    *("training.steps=12", "training.eval_every=4", "training.eval_sequences=2", "training.checkpoint_every=3"),
     *("training.keep_checkpoints=2", "controller.alpha=1.05", "controller.beta=1.02", "controller.max_o=2"),
     *("records.live=off", "records.wandb=off", "experiment_name=tiny"),
 ]

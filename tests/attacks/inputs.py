@@ -355,7 +355,7 @@ _HARMLESS_HUGE = {
         "scores.batch_size",
         "precision.probe_tokens",
     ),
-    *("model.adapter.scaling", "faults.history", "faults.duration", "training.eval_blocks"),
+    *("model.adapter.scaling", "faults.history", "faults.duration", "training.eval_sequences"),
 }
 """Keys for which a huge number means: never, or all there is."""
 

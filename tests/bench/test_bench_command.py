@@ -190,7 +190,10 @@ def test_switching_is_between_the_paths_of_the_preset(preset, tiny_words, monkey
     def same_step(parts):
         assert (parts.config.precision.low, parts.config.precision.recovery) == paths.SWITCHED[preset]
         step = plain(parts)
-        return lambda: (taken.append((id(parts), [operator.recovering for operator in parts.plan.operators])), step())
+        return lambda: (
+            taken.append((id(parts), [operator.recovering for operator in parts.converted.operators])),
+            step(),
+        )
 
     monkeypatch.setattr(paths, "same_step", same_step)
     figure = paths._switching(Setting(config, [], 1, console=Console(file=io.StringIO())), preset)

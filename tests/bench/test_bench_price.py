@@ -53,7 +53,7 @@ def test_scores_by_hand(setting: Setting) -> None:
     forks = Forks("shipped")
     parts = forks.parts(price.forked(forks, "sim_e2m1"))
     found = price.measured(parts, setting, "a test", strides=(16,))
-    operator = parts.plan.operators[5]
+    operator = parts.converted.operators[5]
     state, group = parts.optimizer.state[operator.weight], parts.optimizer.param_groups[0]
     before = operator.weight.detach().double().clone()
     beta1, beta2 = group["betas"]
@@ -67,7 +67,7 @@ def test_scores_by_hand(setting: Setting) -> None:
         "both sum squares of elements, of the input's and of the output's space"
     )
     assert np.isfinite(found.rises).all() and found.together > 0
-    assert all(operator.weight.grad is None and not operator.recovering for operator in parts.plan.operators)
+    assert all(operator.weight.grad is None and not operator.recovering for operator in parts.converted.operators)
 
 
 def test_a_cadence_holds_the_steps_that_it_measures() -> None:
@@ -231,7 +231,7 @@ def test_atlas_forks_one_gemm_at_a_time_and_goes_on_where_it_stopped(
     setting = replace(setting, config=replace(setting.config, runs_dir=str(tmp_path)), repeats=2)
     forks = Forks("shipped")
     parts = forks.parts(price.forked(forks, "sim_e2m1"))
-    names = [operator.operator_name for operator in parts.plan.operators]
+    names = [operator.operator_name for operator in parts.converted.operators]
     scores = price.scored(parts)[0]
     assert (scores["wgrad's error"] > 0).all() and (scores["dgrad's error"] > 0).all()
     gains = dict(zip(names, scores["price"], strict=True))
@@ -289,6 +289,6 @@ def forked_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
         return run(forks, cell, *more)
 
     monkeypatch.setattr(module, "_run", counted)
-    short = ("training.steps=2", "training.eval_blocks=8")
+    short = ("training.steps=2", "training.eval_sequences=8")
     monkeypatch.setattr(module, "forked", lambda forks, low, *words: forked(forks, low, *short, *words))
     return made

@@ -155,7 +155,7 @@ def train(
     from gnmr.lab.evaluation.in_training import RunScorer
     from gnmr.lab.train import build, loop
     from gnmr.lab.train.run import run
-    from gnmr.precision import Plan
+    from gnmr.precision import ConvertedModel
 
     def opened(config: Any, *rest: Any) -> Any:
         if other_data is not None and world.rank() == 1:
@@ -182,7 +182,7 @@ def train(
         config = replace(config, training=replace(config.training, seed=7))
     said: list[str] = []
     before, loop.Steps, open_data, build.open_data = loop.Steps, Steps, build.open_data, opened
-    compiled, Plan.compile = Plan.compile, compiling(backend)  # type: ignore[method-assign]
+    compiled, ConvertedModel.compile = ConvertedModel.compile, compiling(backend)  # type: ignore[method-assign]
     together = World(world.rank(), world.size())
     try:
         run(replace(config, parallel=parallel), said.append, world=together, scorer=RunScorer())
@@ -190,16 +190,16 @@ def train(
         return end.code
     finally:
         loop.Steps, build.open_data = before, open_data
-        Plan.compile = compiled  # type: ignore[method-assign]
+        ConvertedModel.compile = compiled  # type: ignore[method-assign]
     return said
 
 
 def compiling(backend: str | None) -> Any:
-    """`Plan.compile` with a backend that takes no minutes."""
-    from gnmr.precision import Plan
+    """`ConvertedModel.compile` with a backend that takes no minutes."""
+    from gnmr.precision import ConvertedModel
 
     options = {} if backend is None else {"backend": backend}
-    return partialmethod(Plan.compile, **options)
+    return partialmethod(ConvertedModel.compile, **options)
 
 
 def apart() -> None:

@@ -18,7 +18,7 @@ from gnmr.distributed import digests, world
 from gnmr.distributed.world import ALONE
 from gnmr.errors import UserError
 from gnmr.lab.config import Config
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -323,7 +323,7 @@ def test_compiled_and_checkpointed_blocks_leave_the_same(
     told = pair("train", config=config, parallel=parallel, backend="aot_eager")
     assert isinstance(told[0], list), told
     assert any("training.compile" in line for line in told[0]) == ("training.compile=true" in words)
-    monkeypatch.setattr(Plan, "compile", compiling("aot_eager"))
+    monkeypatch.setattr(ConvertedModel, "compile", compiling("aot_eager"))
     one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
     for part in ("model", "optimizer", "plan"):
         assert differences(one["state"][part], two["state"][part]) == []

@@ -15,7 +15,7 @@ import gnmr
 from gnmr.doctor.audit import KINDS, unused_recipes
 from gnmr.doctor.operands import decibels
 from gnmr.lab.faults.faults import Fault, Injector
-from gnmr.precision import PathLinear, PathSpec, Plan, Recipe, convert
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.kernels.simulated import GemmContext
 
 UP = "layers.1.up_proj"
@@ -23,12 +23,12 @@ UP = "layers.1.up_proj"
 
 def converted(
     low: str = "fp8_hybrid", dtype: torch.dtype = torch.bfloat16, **options: object
-) -> tuple[nn.Module, Plan]:
+) -> tuple[nn.Module, ConvertedModel]:
     model = net(dtype)
     return model, convert(model, PathSpec(low=low, recovery=None, **options))
 
 
-def planted(plan: Plan, fault: Fault, index: int = 2) -> PathLinear:
+def planted(plan: ConvertedModel, fault: Fault, index: int = 2) -> PathLinear:
     operator = plan.operators[index]
     operator.fault = Injector(fault, None)
     operator.fault.arm(1)

@@ -93,21 +93,21 @@ def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpu
         tiny(*SIZES, "precision.low=sim_int4", "precision.recovery=sim_int8"), tmp_path / "unused", lambda _: None
     )
     parts.model.train()
-    parts.plan.operators[2].switch(True)
+    parts.converted.operators[2].switch(True)
     blocks = validation_blocks(corpus.val, 160, 1)
     found = {}
     for path in ("16bit", "low"):
-        where = {"device": parts.device, "path": path, "plan": parts.plan}
+        where = {"device": parts.device, "path": path, "plan": parts.converted}
         subject = of_run("now", parts.model, parts.corpus.tokenizer_path, max_length=160, **where)
         with subject.serving():
             found[path] = nll(subject.logits, blocks)
             assert not parts.model.training
-    assert parts.model.training and [o.recovering for o in parts.plan.operators].count(True) == 1
-    assert not parts.plan.shared.high_precision and not parts.plan.shared.no_side_effects
+    assert parts.model.training and [o.recovering for o in parts.converted.operators].count(True) == 1
+    assert not parts.converted.shared.high_precision and not parts.converted.shared.no_side_effects
     mixed = nll(parts.model, blocks)
-    parts.plan.operators[2].switch(False)
+    parts.converted.operators[2].switch(False)
     assert found["low"] == nll(parts.model, blocks) != mixed
-    with parts.plan.high_precision():
+    with parts.converted.high_precision():
         assert found["16bit"] == nll(parts.model, blocks) != found["low"]
 
 

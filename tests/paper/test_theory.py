@@ -25,14 +25,16 @@ from gnmr.lab.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.lab.paper.recovery_gaps import ESTIMATE, NORM
 from gnmr.lab.paper.theory_tables import TableFigure
 from gnmr.lab.train.step import loss_of
-from gnmr.precision import PathSpec, Plan, convert
+from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3
 EXPONENTIAL = gamma("exponential", 1.0)
 NARROW = gamma("narrow", 25.0)
 
 
-def tiny_plan(site: str = "saved", low: str = "int2", recovery: str = "int8", **more: str) -> tuple[nn.Module, Plan]:
+def tiny_plan(
+    site: str = "saved", low: str = "int2", recovery: str = "int8", **more: str
+) -> tuple[nn.Module, ConvertedModel]:
     """One layer, seven units."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "init_std": 0.2}
     model = models.build(ModelConfig(**sizes), 61, 16)
@@ -40,7 +42,7 @@ def tiny_plan(site: str = "saved", low: str = "int2", recovery: str = "int8", **
     return model, convert(model, PathSpec.of(low, recovery, site=site, **more))
 
 
-def measured(model: nn.Module, plan: Plan) -> recovery_gaps.Gaps:
+def measured(model: nn.Module, plan: ConvertedModel) -> recovery_gaps.Gaps:
     block = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
     return recovery_gaps.measure(model, plan, lambda: loss_of(model, block).backward())
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import PathSpec, Plan, convert
+from gnmr.precision import ConvertedModel, PathSpec, convert
 from gnmr.precision.kernels import scaled_mm
 from gnmr.precision.kernels.scaled_mm import Codes
 from gnmr.precision.recipes import RECIPES, Recipe
@@ -86,7 +86,7 @@ def spread(*shape: int, seed: int) -> Tensor:
 
 def through(
     backend: str, low: str | Recipe, recovers: list[str] | None = None, tokens: int = 130, **kinds: Any
-) -> tuple[list[Tensor], Plan]:
+) -> tuple[list[Tensor], ConvertedModel]:
     """Output and gradients of one linear, and its plan; `recovers`: it runs in recovery, of these GEMMs."""
     inputs, outputs = kinds.get("widths", (384, 256))
     net = nn.Sequential(nn.Linear(inputs, outputs))
@@ -251,7 +251,7 @@ def test_what_the_device_must_have(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     net = nn.Sequential(nn.Linear(128, 128, device="meta"))
 
-    def made() -> Plan:
+    def made() -> ConvertedModel:
         return convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"), device=torch.device("cuda"))
 
     if said is None:

@@ -1,4 +1,4 @@
-"""Converted linears inside of torch.compile's graphs (`Plan.compile`), against the same model without them."""
+"""Converted linears inside of torch.compile's graphs (`ConvertedModel.compile`), against the same model without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.precision import PathSpec, Plan, convert
+from gnmr.precision import ConvertedModel, PathSpec, convert
 from gnmr.precision.recipes import Recipe
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def tokens(seed: int = 1, rows: int = 2) -> Tensor:
     return torch.randint(VOCAB, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
 
 
-def step(net: nn.Module, plan: Plan, *batches: Tensor) -> list[Tensor]:
+def step(net: nn.Module, plan: ConvertedModel, *batches: Tensor) -> list[Tensor]:
     """Gradients of every parameter and what the casts met, of one step of these micro-batches."""
     net.zero_grad()
     for batch in batches or (tokens(),):
@@ -90,7 +90,7 @@ def step(net: nn.Module, plan: Plan, *batches: Tensor) -> list[Tensor]:
 
 def pair(
     low: str | Recipe, recovery: str | None, name: str = "llama", unit: str = "block", fullgraph: bool = True
-) -> tuple[tuple[nn.Module, Plan], tuple[nn.Module, Plan]]:
+) -> tuple[tuple[nn.Module, ConvertedModel], tuple[nn.Module, ConvertedModel]]:
     """The same model without and with compiled blocks."""
     made = []
     for _ in range(2):
@@ -101,7 +101,7 @@ def pair(
     return made[0], made[1]
 
 
-def switch(plan: Plan, recovering: set[int]) -> None:
+def switch(plan: ConvertedModel, recovering: set[int]) -> None:
     for i, group in enumerate(plan.units):
         group.switch(i in recovering)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule, Window
-from gnmr.precision import FORMATS, PathSpec, Plan, convert
+from gnmr.precision import FORMATS, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import quantize
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.recipes import Cast, Recipe
@@ -156,7 +156,7 @@ def inputs(step: int = 0) -> Tensor:
     return torch.randn(12, 16, generator=seeded(step)) * (1 + step)
 
 
-def make(low: str = "int4", recovery: str | None = "int8", **how) -> tuple[Net, Plan]:
+def make(low: str = "int4", recovery: str | None = "int8", **how) -> tuple[Net, ConvertedModel]:
     net = Net()
     return net, convert(net, PathSpec.of(low, recovery, targets=["a", "b", "c"], **how))
 
@@ -167,7 +167,7 @@ def gradients(net: nn.Module, step: int = 0) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in net.named_parameters() if p.dim() == 2}
 
 
-def armed(plan: Plan, kind: str = "scale_up", targets: tuple[str, ...] = ("a",), **options) -> FaultSchedule:
+def armed(plan: ConvertedModel, kind: str = "scale_up", targets: tuple[str, ...] = ("a",), **options) -> FaultSchedule:
     """A fault in step 2 of 4."""
     schedule = FaultSchedule(plan, Fault(kind, **{"magnitude": 8.0, **options}), targets, 4, windows=[(2, 1)])
     schedule.begin_step(2)
@@ -317,13 +317,13 @@ def test_a_bad_step_does_not_spoil_the_history() -> None:
 @pytest.mark.parametrize("kind", ["stale_scale", "noise", "bit_flip"])
 @pytest.mark.parametrize("how", [{}, {"rounding": "stochastic"}, {"low": "fp8_delayed", "recovery": "bf16"}], ids=str)
 def test_resuming_is_exact(kind: str, how: dict) -> None:
-    def start() -> tuple[Net, Plan, FaultSchedule]:
+    def start() -> tuple[Net, ConvertedModel, FaultSchedule]:
         net, plan = make(**how)
         schedule = FaultSchedule(plan, Fault(kind, 2.0, 0.5, history=3), ["a", "c"], 12, rate=200.0, duration=3, seed=4)
         assert sum(schedule.at(step).any() for step in range(1, 13)) > 4
         return net, plan, schedule
 
-    def steps(net: Net, plan: Plan, schedule: FaultSchedule, first: int, last: int) -> list[Tensor]:
+    def steps(net: Net, plan: ConvertedModel, schedule: FaultSchedule, first: int, last: int) -> list[Tensor]:
         found = []
         for step in range(first, last + 1):
             schedule.begin_step(step)
@@ -394,7 +394,7 @@ def test_what_is_refused() -> None:
     with pytest.warns(UserWarning, match="coarser"):
         _, recipe_kept = make("bf16", "fp8_hybrid")
 
-    def schedule(plan: Plan = plan, targets: tuple[str, ...] = ("a",), **when) -> None:
+    def schedule(plan: ConvertedModel = plan, targets: tuple[str, ...] = ("a",), **when) -> None:
         FaultSchedule(plan, Fault("noise"), targets, 10, **when)
 
     with pytest.raises(ValueError, match=r"targets \['z_proj'\]: no unit has such a name; the units are a, b, c$"):
@@ -569,7 +569,7 @@ OWN = {"nv_blocks": Recipe.of("nv_blocks", NV)}
 BY_HAND = {**BY_HAND, "nv_blocks": (("e2m1/nv", "e2m1/nv2d", None), (None,) * 3, ("e2m1/nv", "e2m1/nv", None))}
 
 
-def readers(low: str, recovery: str | None = "bf16", **how) -> tuple[nn.ModuleDict, Plan]:
+def readers(low: str, recovery: str | None = "bf16", **how) -> tuple[nn.ModuleDict, ConvertedModel]:
     """a and b read one tensor, both without bias."""
     torch.manual_seed(0)
     net = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in "ab"})

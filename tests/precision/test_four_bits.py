@@ -13,7 +13,7 @@ from slow_casts import slow_cast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.precision import RECIPES, PathSpec, Plan, convert
+from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import SIGNS, quantize, rotated
 from gnmr.precision.recipes import Cast, Recipe
 
@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_exact_in_the_mean_and_gives_neighbours(word: str
     assert torch.equal(quantize(exact, drawing, 1, None, generator)[0], exact), "what is a value already stays"
 
 
-def net_and_plan(low: str | Recipe = "nvfp4", width: int = 32, **how: Any) -> tuple[nn.Sequential, Plan]:
+def net_and_plan(low: str | Recipe = "nvfp4", width: int = 32, **how: Any) -> tuple[nn.Sequential, ConvertedModel]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, 48), nn.Linear(48, width))
     return net, convert(net, PathSpec.of(low, how.pop("recovery", "bf16"), targets=["*"], **how))

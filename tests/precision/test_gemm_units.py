@@ -151,7 +151,7 @@ def test_refused_in_one_line(more: dict[str, object], said: str) -> None:
     assert [type(one) for one in net] == [type(one) for one in before]
     if more.get("low") == "int4":
         with pytest.raises(UserError, match=r"paths\.unit=gemm: routes the GEMMs"):
-            config.PathsConfig(unit="gemm", **more)
+            config.PrecisionConfig(unit="gemm", **more)
 
 
 @pytest.mark.parametrize("weights", ["online", "beside", "instead"])

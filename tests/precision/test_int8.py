@@ -21,7 +21,7 @@ import gnmr
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import WEIGHTS
-from gnmr.precision import RECIPES, PathSpec, Plan, backends, convert, int8_linear
+from gnmr.precision import RECIPES, ConvertedModel, PathSpec, backends, convert, int8_linear
 from gnmr.precision.int8_linear import Int8Linear
 from gnmr.precision.kernels import int8
 from gnmr.precision.kernels.int8 import integers, products
@@ -42,7 +42,9 @@ def linear(inputs: int = 40, outputs: int = 24, dtype: torch.dtype = BF16, train
     return nn.Sequential(nn.Linear(inputs, outputs)).to(dtype).requires_grad_(trainable)
 
 
-def converted(low: str = "llm_int8", recovery: str | None = "bf16", **more: Any) -> tuple[nn.Sequential, Plan]:
+def converted(
+    low: str = "llm_int8", recovery: str | None = "bf16", **more: Any
+) -> tuple[nn.Sequential, ConvertedModel]:
     net = linear()
     return net, convert(net, PathSpec.of(low, recovery, targets=["0"], **more))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.precision import FORMATS, PathLinear, PathSpec, Plan, convert
+from gnmr.precision import FORMATS, ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.scaling import compress, decompress
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
@@ -131,7 +131,7 @@ def test_autocast_leaves_float64_alone() -> None:
         assert torch.equal(kept(x), expected)
 
 
-def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
+def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
     kept = plan.saved_bytes()
     assert kept == plan.predicted_bytes()
@@ -154,7 +154,7 @@ def test_measured_bytes_are_those_of_the_memory_model(name: str, dtype: torch.dt
 def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
     """Independent of the plan's own bookkeeping: every tensor that autograd packs, counted by storage."""
 
-    def graph_bytes(net: nn.Module, plan: Plan) -> tuple[int, int]:
+    def graph_bytes(net: nn.Module, plan: ConvertedModel) -> tuple[int, int]:
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest
 
 
 def test_a_state_of_another_site_or_backend_is_refused() -> None:
-    def plan(low: str, **how: str) -> Plan:
+    def plan(low: str, **how: str) -> ConvertedModel:
         return convert(nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", **how))
 
     for one, other in (

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter
-from gnmr.precision import PathSpec, Plan, convert
+from gnmr.precision import ConvertedModel, PathSpec, convert
 
 TOKENS, WIDTH = 96, 128
 
@@ -30,7 +30,7 @@ def batch_of(seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
     return (x * torch.rand(TOKENS, 1).exp()).to(dtype), torch.randint(0, WIDTH, (TOKENS,))
 
 
-def planned(model: nn.Module, **spec: object) -> Plan:
+def planned(model: nn.Module, **spec: object) -> ConvertedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return convert(model, PathSpec(targets=["0", "2", "4"], **spec), shown=False)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def by_hand(plan: Plan, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
+def by_hand(plan: ConvertedModel, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
     """The prices of the low path, of its own forward and backward passes at the operands of a pass in recovery."""
     seen: dict[int, list[Tensor]] = {}
     handles = []
@@ -74,7 +74,7 @@ def by_hand(plan: Plan, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[
     return found
 
 
-def measured(plan: Plan, model: nn.Module, batch: tuple[Tensor, Tensor], **options: object) -> PriceMeter:
+def measured(plan: ConvertedModel, model: nn.Module, batch: tuple[Tensor, Tensor], **options: object) -> PriceMeter:
     meter = plan.price(**{"tokens": 1} | options)  # type: ignore[arg-type]
     loss_of(model, batch).backward()
     meter.enabled = False

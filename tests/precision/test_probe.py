@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gnmr.measure.errors import STATISTICS
-from gnmr.precision import FORMATS, PathLinear, PathSpec, Plan, convert
+from gnmr.precision import FORMATS, ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.kernels import simulated
 from gnmr.precision.scaling import compress, decompress
 
@@ -242,7 +242,7 @@ def test_a_probe_changes_no_bit_of_the_run(how: dict, tokens: int) -> None:
         assert runs[0][1].shared.rounding.mark() == runs[1][1].shared.rounding.mark()
 
 
-def bytes_of(net: nn.Module, plan: Plan) -> int:
+def bytes_of(net: nn.Module, plan: ConvertedModel) -> int:
     y = net(inputs())
     assert plan.saved_bytes() == plan.predicted_bytes()
     kept = plan.saved_bytes()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import PathSpec, Plan, backends, convert
+from gnmr.precision import ConvertedModel, PathSpec, backends, convert
 from gnmr.precision.kernels import scaled_mm
 from gnmr.precision.recipes import RECIPES
 
@@ -45,7 +45,7 @@ def through(
     recovers: list[str] | None = None,
     exact: bool = True,
     **how: bool,
-) -> tuple[list[Tensor], Plan]:
+) -> tuple[list[Tensor], ConvertedModel]:
     """Output and gradients of one linear, and its plan."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (X, W, DY) if exact else (torch.randn(t.shape, generator=generator) for t in (X, W, DY))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, PathSpec, Plan, convert
+from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
 from gnmr.precision import cast as casting
 from gnmr.precision.cast import quantize
 from gnmr.precision.kernels import simulated
@@ -409,7 +409,7 @@ def test_under_autocast(low: str) -> None:
             assert (ours - theirs).norm() < 0.5 * theirs.norm()
 
 
-def kept_bytes(net: nn.Module, plan: Plan, dtype: torch.dtype) -> int:
+def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
     kept = plan.saved_bytes()
     assert kept == plan.predicted_bytes()

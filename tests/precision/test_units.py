@@ -14,7 +14,7 @@ from gnmr.control.norms import UnitNorms
 from gnmr.control.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.precision import PathLinear, PathSpec, Plan, convert
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.units import unit_of
 
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
         return self.head_proj(x)
 
 
-def made(unit: str, low: str = "int4", recovery: str | None = "int8") -> tuple[Net, Plan]:
+def made(unit: str, low: str = "int4", recovery: str | None = "int8") -> tuple[Net, ConvertedModel]:
     model = Net()
     return model, convert(model, PathSpec.of(low, recovery, unit=unit))
 

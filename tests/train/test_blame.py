@@ -182,7 +182,7 @@ def spiking(assembled, blocks_of, step_of):
     def verdict(words, plant):
         parts = assembled(*TWO, *words)
         step, batch = step_of(parts), [blocks_of(parts, 2)]
-        step.measure_saved = not parts.plan.in_graphs
+        step.measure_saved = not parts.converted.in_graphs
         parts.optimizer.param_groups[0]["lr"] = 0.0
         first = step(batch, 0.0)
         step.levels = Levels()
@@ -202,10 +202,10 @@ def spiking(assembled, blocks_of, step_of):
 def broken(*units: str, kind: str = "noise", magnitude: float = 1000.0):
     def plant(parts):
         at = parts.controller.t + 1
-        FaultSchedule(parts.plan, Fault(kind, magnitude), units, at, windows=[[at, 1]]).begin_step(at)
+        FaultSchedule(parts.converted, Fault(kind, magnitude), units, at, windows=[[at, 1]]).begin_step(at)
 
         def undo() -> None:
-            for operator in parts.plan.operators:
+            for operator in parts.converted.operators:
                 operator.fault = None
 
         return undo
@@ -240,7 +240,7 @@ class Louder:
 
 
 def louder(parts):
-    operator = next(one for one in parts.plan.operators if one.operator_name == UP)
+    operator = next(one for one in parts.converted.operators if one.operator_name == UP)
     operator.fault = Louder()
     return lambda: setattr(operator, "fault", None)
 

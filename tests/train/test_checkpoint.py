@@ -88,7 +88,7 @@ def test_everything_comes_back(assembled, checkpointer, step_of, blocks_of):
     assert torch.equal(torch.get_rng_state(), rng)
     assert other.controller.t == 4 and other.controller.active == parts.controller.active
     assert parts.controller.active
-    assert [op.recovering for op in other.plan.operators] == [op.recovering for op in parts.plan.operators]
+    assert [op.recovering for op in other.plan.operators] == [op.recovering for op in parts.converted.operators]
     follow = step_of(other)
     for block in blocks[4:]:
         a, b = step([block], 1e-2), follow([block], 1e-2)
@@ -191,11 +191,11 @@ def test_eval_takes_the_one_before_and_changes_nothing(half_way, assembled):
     flip(half_way / "checkpoints" / "step-00000006" / "meta.json")
     parts, before = assembled(), sorted(half_way.rglob("*"))
     with pytest.warns(UserWarning, match=r"step-00000006 is corrupt \(meta.json .*\): step 3 is taken"):
-        assert load_model(half_way / "checkpoints", parts.model, parts.plan) == 3
+        assert load_model(half_way / "checkpoints", parts.model, parts.converted) == 3
     assert sorted(half_way.rglob("*")) == before
     flip(half_way / "checkpoints" / "step-00000003" / "meta.sha256")
     with pytest.raises(UserError, match="step-00000006 is corrupt"):
-        load_model(half_way / "checkpoints", parts.model, parts.plan)
+        load_model(half_way / "checkpoints", parts.model, parts.converted)
 
 
 def test_without_any_checkpoint_it_begins_again(half_way, train, uninterrupted):

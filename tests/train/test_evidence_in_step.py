@@ -31,8 +31,8 @@ def gradients(parts: Parts, batches: list[Tensor]) -> dict[str, Tensor]:
     """Of the mean loss over all batches, by unit, float64; nothing but forward and backward."""
     for batch in batches:
         (loss_of(parts.model, batch) / len(batches)).backward()
-    parts.plan.shared.forget()
-    found = {op.operator_name: op.weight.grad.double() for op in parts.plan.operators}
+    parts.converted.shared.forget()
+    found = {op.operator_name: op.weight.grad.double() for op in parts.converted.operators}
     parts.model.zero_grad(set_to_none=True)
     return found
 
@@ -154,7 +154,7 @@ def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assemb
     step, batches = train_step(parts), list(blocks_of(parts, 8).split(2))
     for pair in (batches[:2], batches[2:]):  # in the second step nothing of the first one is left
         twin.model.load_state_dict(parts.model.state_dict())
-        for op, switched in zip(twin.plan.operators, parts.plan.operators, strict=True):
+        for op, switched in zip(twin.plan.operators, parts.converted.operators, strict=True):
             op.switch(switched.recovering)
         own = [squares(gradients(twin, [batch])) for batch in pair]
         expected = {unit: (own[0][unit] + own[1][unit]) / 2 for unit in own[0]}
@@ -169,11 +169,12 @@ def test_update_norm_is_what_the_weights_moved(words, assembled, blocks_of):
     parts = assembled("records.evidence=[update_norm]", *words)
     step = train_step(parts)
     for batch in blocks_of(parts, 4).split(2):
-        before = {op.operator_name: op.weight.detach().double() for op in parts.plan.operators}
+        before = {op.operator_name: op.weight.detach().double() for op in parts.converted.operators}
         result = step([batch], LR)
         with torch.no_grad():
             moved = {
-                op.operator_name: float((op.weight - before[op.operator_name]).norm()) for op in parts.plan.operators
+                op.operator_name: float((op.weight - before[op.operator_name]).norm())
+                for op in parts.converted.operators
             }
         assert min(moved.values()) > 0
         assert shown(result, "update_norm") == pytest.approx(moved, rel=1e-5)
@@ -194,7 +195,7 @@ def test_spike_share_is_of_the_gradient_that_backward_left(transform, assembled,
     step, batches = train_step(parts), blocks_of(parts, 4).split(2)
     assert set(shown(step([batches[0]], LR), "spike_share").values()) == {0.0}  # no moments yet
     moments = {}
-    for index, op in enumerate(parts.plan.operators):
+    for index, op in enumerate(parts.converted.operators):
         raw = [1e-15, 1e-13, 1.0][index % 3]
         parts.optimizer.state[op.weight]["exp_avg_sq"].fill_(raw)
         moments[op.operator_name] = raw / (1 - 0.999)  # after one step
@@ -221,7 +222,7 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     evidence = f"records.evidence=[{','.join(names)},weight_std]"
     folder = train(tmp_path / "run", evidence, "training.steps=2", *words)
     parts = assembled("training.steps=2")
-    probe = parts.plan.probe(names)
+    probe = parts.converted.probe(names)
     gradients(parts, [blocks_of(parts, 2)])
     wanted = {
         name: dict(zip(parts.controller.names, values.tolist(), strict=True)) for name, values in probe.read().items()
@@ -230,7 +231,7 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     for name in names:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6), name
         assert name == "underflow" or min(found[name].values()) > 0
-    stds = {op.operator_name: float(op.weight.detach().double().std(correction=0)) for op in parts.plan.operators}
+    stds = {op.operator_name: float(op.weight.detach().double().std(correction=0)) for op in parts.converted.operators}
     assert found["weight_std"] == pytest.approx(stds, rel=1e-5)
 
 

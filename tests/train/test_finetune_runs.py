@@ -151,10 +151,10 @@ def test_evaluation_is_the_mean_over_all_targets(assembled) -> None:
     parts = assembled()
     held_out = validation(parts.config, parts.corpus, 5)
     parts.model.eval()
-    with torch.no_grad(), parts.plan.high_precision():
+    with torch.no_grad(), parts.converted.high_precision():
         whole = float(loss_of(parts.model, held_out))
     parts.model.train()
-    assert evaluate(parts.model, parts.plan, held_out, 2) == pytest.approx(whole, rel=1e-6)
+    assert evaluate(parts.model, parts.converted, held_out, 2) == pytest.approx(whole, rel=1e-6)
     assert parts.model.training
 
 

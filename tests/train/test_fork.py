@@ -134,7 +134,7 @@ def test_the_parts_can_be_changed_before_the_first_step(tiny, words):
     """One operator's recovery by hand, under a controller that chooses nothing."""
     forks, config = Forks(words[0].removeprefix("base=")), tiny(*words, "controller.signal=always_low")
     low = forks(config)
-    changed = forks(config, prepare=lambda parts: parts.plan.operators[0].switch(True))
+    changed = forks(config, prepare=lambda parts: parts.converted.operators[0].switch(True))
     assert low.losses[0] != changed.losses[0] and forks(config) == low
     assert low.validation["base"] == changed.validation["base"]
 
@@ -360,7 +360,7 @@ def test_the_shipped_base_is_forked_by_its_own_tokenizer(tmp_path):
     """On the library of this Python, whichever it is; a step costs what the model can."""
     said: list[str] = []
     forks = Forks(say=said.append)
-    config = forks.config("training.steps=2", "training.eval_blocks=4", "training.threads=1", "precision.low=bf16")
+    config = forks.config("training.steps=2", "training.eval_sequences=4", "training.threads=1", "precision.low=bf16")
     config = replace(config, precision=replace(config.precision, recovery=None))
     result = forks(config)
     assert 2.0 < result.losses[0] < 4.0, "it knows the tokens"
@@ -370,7 +370,7 @@ def test_the_shipped_base_is_forked_by_its_own_tokenizer(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_of_forks_says_how_long_resumes_and_is_reported(gnmr, tmp_path, old, text_file):
     words = [f"base={old}", f"data.path={text_file}", f"runs_dir={tmp_path / 'runs'}", "fork.order=0,1", "fork.heal=1"]
-    words += ["training.steps=20", "training.eval_blocks=2", "training.threads=1", "records.live=off"]
+    words += ["training.steps=20", "training.eval_sequences=2", "training.threads=1", "records.live=off"]
     first = gnmr("train", "-m", "sweep=fork", "arm=never,always", *words)
     assert first.code == 0 and "4 cells, 0 done already, 84 of 84 steps to do: about 0:0" in first.out, first.err
     again = gnmr("train", "-m", "sweep=fork", "arm=never,always", *words)

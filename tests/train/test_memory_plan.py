@@ -25,7 +25,7 @@ def rows(plan: MemoryPlan) -> dict[str, int]:
 def saved_by(parts: Parts, tokens: torch.Tensor | Batch) -> int:
     """Bytes that autograd really saves of a forward pass besides the weights and their codes."""
     known = {t.untyped_storage().data_ptr() for t in (*parts.model.parameters(), *parts.model.buffers())}
-    for operator in parts.plan.operators:
+    for operator in parts.converted.operators:
         codes = operator.kept_codes(operator.weight) if isinstance(operator, Int8Linear) else None
         known |= set() if codes is None else {codes.codes.data_ptr(), codes.scale.data_ptr()}
     storages, alive = {}, []
@@ -121,11 +121,11 @@ def test_a_step_of_adapters_keeps_and_allocates_what_is_planned(tiny, lora, tmp_
     weights_of = [p for p in parts.model.parameters() if not p.requires_grad]
     assert planned["frozen weights"] == sum(p.nbytes for p in weights_of)
     copies = planned.get("INT8 copies of weights", 0)
-    assert copies == (parts.plan.weight_bytes()[1] if weights == "beside" else 0)
+    assert copies == (parts.converted.weight_bytes()[1] if weights == "beside" else 0)
     batch = training_blocks(config, parts.corpus, None).next(8)
     expected = planned["kept for backward"] + planned["loss in backward"] + planned["gradients"]
     for recovering in (False, True):
-        for operator in parts.plan.operators:
+        for operator in parts.converted.operators:
             operator.switch(recovering)
         assert planned["kept for backward"] == pytest.approx(saved_by(parts, batch), rel=0.02)
         parts.optimizer.zero_grad()

@@ -50,7 +50,7 @@ def test_the_loss_that_is_told_is_the_cross_entropy_alone(assembled, blocks_of, 
         block = blocks_of(parts, 2)
         with torch.no_grad():
             expected = F.cross_entropy(parts.model(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
-        assert evaluate(parts.model, parts.plan, block, 2) == pytest.approx(expected, rel=1e-6)
+        assert evaluate(parts.model, parts.converted, block, 2) == pytest.approx(expected, rel=1e-6)
         result = step_of(parts)([block], LR)
         assert result.loss == pytest.approx(expected, rel=1e-6)
         gradients.append(result.grad_norm_pre_clip)

@@ -31,14 +31,14 @@ def test_a_llama_trains_two_steps(low, recovery, assembled, step_of, blocks_of):
         *WIDE, f"precision.low={low}", f"precision.recovery={recovery}", "precision.recovers=[fprop,wgrad]"
     )
     step, blocks = step_of(parts), blocks_of(parts, 2)
-    plain = evaluate(parts.model, parts.plan, blocks, 2)
+    plain = evaluate(parts.model, parts.converted, blocks, 2)
     first, ran = step([blocks], 1e-3), set()
-    for operator in parts.plan.operators:
+    for operator in parts.converted.operators:
         operator.register_forward_hook(lambda module, *_: ran.add(module.path.name))
-    for group in parts.plan.units if recovery != "null" else []:
+    for group in parts.converted.units if recovery != "null" else []:
         group.switch(True)
     second = step([blocks], 1e-3)
-    assert ran == ({low} if recovery == "null" else {parts.plan.recovery.name})
+    assert ran == ({low} if recovery == "null" else {parts.converted.recovery.name})
     assert second.saved_bytes == second.saved_bytes_predicted > 0
     assert not first.skipped and not second.skipped and second.loss < first.loss
     assert abs(first.loss - plain) < 0.05 and (first.loss == pytest.approx(plain, abs=1e-6)) == (low == "bf16")

@@ -61,7 +61,7 @@ def test_it_is_the_16_bit_run_until_it_ends_and_the_low_path_from_there(words, t
 
 def paths_of(parts: Parts) -> dict[str, set[str]]:
     """By unit the names of its operators' paths in force."""
-    return {group.name: {operator.path.name for operator in group.operators} for group in parts.plan.units}
+    return {group.name: {operator.path.name for operator in group.operators} for group in parts.converted.units}
 
 
 NORMS = np.array(
@@ -83,7 +83,7 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
     controller: Controller = parts.controller
     assert controller.names == [f"layers.{i}" for i in range(4)] and controller.warmup_steps == 3
     for step, norms in enumerate(NORMS, start=1):
-        parts.plan.begin_step(step)
+        parts.converted.begin_step(step)
         in_force = paths_of(parts)
         if step <= 3:
             assert set(map(frozenset, in_force.values())) == {frozenset({"bf16"})}
@@ -114,7 +114,7 @@ def test_the_arm_is_the_papers_at_the_papers_scale(text_file) -> None:
     length = ["training.batch_size=2", "training.steps=200", "training.threads=1"]
     parts = assemble(compose([*adapt, *small, *data, *length]), Path("unused"), lambda _: None)
     assert (parts.controller.signal.calibration_steps, parts.controller.warmup_steps) == (5, 5)
-    assert (parts.controller.signal.k, len(parts.controller.units), parts.plan.warmup_steps) == (2, 8, 5)
+    assert (parts.controller.signal.k, len(parts.controller.units), parts.converted.warmup_steps) == (2, 8, 5)
 
 
 def test_a_run_of_it_keeps_one_set_and_replays(train, gnmr, tmp_path) -> None:
@@ -249,6 +249,6 @@ def test_evaluation_and_rehearsals_are_what_they_were(assembled, blocks_of) -> N
     step = TrainStep(parts.model, parts.controller, parts.optimizer)
     step([blocks_of(parts, 2)], 0.0)
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}
-    with parts.plan.no_side_effects():
+    with parts.converted.no_side_effects():
         assert paths_of(parts)["layers.0.mlp.up_proj"] == {"int8"}
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}

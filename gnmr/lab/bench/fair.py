@@ -142,7 +142,7 @@ def _trained(parts: Parts, lengths: Sequence[int]) -> dict[str, Any]:
     """Takes the steps: what came out, with the validation losses after `lengths`."""
     config, after, norms = parts.config, dict[str, float](), list[float]()
     steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
-    held_out, promoted, before = validation(config, parts.corpus, config.training.eval_blocks), 0, list[Tensor]()
+    held_out, promoted, before = validation(config, parts.corpus, config.training.eval_sequences), 0, list[Tensor]()
     for step in range(1, lengths[-1] + 1):
         if step == lengths[-1] - RECENT + 1:
             before = [moment.clone() for moment in _second_moments(parts)]
@@ -174,7 +174,7 @@ def with_beta2(optimizer: torch.optim.Optimizer, beta2: float) -> None:
 
 def _second_moments(parts: Parts) -> list[Tensor]:
     """Adam's, of the operators' weights."""
-    return [parts.optimizer.state[operator.weight]["exp_avg_sq"] for operator in parts.plan.operators]
+    return [parts.optimizer.state[operator.weight]["exp_avg_sq"] for operator in parts.converted.operators]
 
 
 def _threads(setting: Setting) -> list[str]:

@@ -67,7 +67,7 @@ def _static(setting: Setting) -> list[Figure]:
                 ratio,
                 "x",
                 target=SIMULATED,
-                note=described(found.parts[name].plan.low),
+                note=described(found.parts[name].converted.low),
                 interval=True,
             )
             for name, ratio in found.ratios.items()
@@ -89,7 +89,7 @@ def _switching(setting: Setting, preset: str) -> Figure:
     steps = {name: same_step(parts) for name, parts in arms.items()}
 
     def switch(arm: str, recovering: bool) -> None:
-        for group in arms[arm].plan.units:
+        for group in arms[arm].converted.units:
             group.switch(recovering)
 
     def switching() -> None:
@@ -101,7 +101,7 @@ def _switching(setting: Setting, preset: str) -> Figure:
     clock = clock_of(arms["low"].device, setting.clock)
     rounds = setting.rounds(f"recipe: steps that switch every block, {preset}", 30, warm_up=3)
     seconds = alternate({**steps, "switching": switching}, rounds, clock)
-    note = f"{len(arms['low'].plan.units)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
+    note = f"{len(arms['low'].converted.units)} blocks, {low} and {recovery} in turn, over the mean of staying on each"
     ratio = seconds["switching"] / (seconds["low"] + seconds["recovery"])
     return median(f"step that switches every block, {preset}", ratio, "x", target=SWITCHING, note=note, interval=True)
 

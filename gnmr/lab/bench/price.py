@@ -101,7 +101,7 @@ def ranked(forks: Forks, scene: Scene) -> Ranked:
     parts = forks.parts(forked(forks, scene.low, *scene.words))
     costs = arithmetic(operator_shapes(parts.model, parts.config.precision))
     scores = scored(parts)[0] if scene.pins else {}
-    return Ranked([operator.operator_name for operator in parts.plan.operators], scores, costs)
+    return Ranked([operator.operator_name for operator in parts.converted.operators], scores, costs)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Truth:
 
 def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int] = ()) -> Truth:
     """Prices and scores of `MEASURED` blocks, the truth of `HELD_OUT` others. Every operator is in recovery."""
-    config, plan, model = parts.config, parts.plan, parts.model
+    config, plan, model = parts.config, parts.converted, parts.model
     size = config.training.batch_size
     blocks = _blocks(parts, MEASURED + HELD_OUT)
     scores, sampled = scored(parts, strides)
@@ -153,7 +153,7 @@ def measured(parts: Parts, setting: Setting, what: str, *, strides: Sequence[int
 def scored(parts: Parts, strides: Sequence[int] = ()) -> tuple[dict[str, np.ndarray], dict[int, np.ndarray]]:
     """Scores of `MEASURED` blocks by name, and prices by stride; (operators,) each. Every operator is in recovery."""
     parts.model.eval()
-    for operator in parts.plan.operators:
+    for operator in parts.converted.operators:
         operator.switch(True)
     return _scores(parts, _blocks(parts, MEASURED).split(parts.config.training.batch_size), strides)
 
@@ -169,7 +169,7 @@ def _scores(
     parts: Parts, batches: Sequence[Tensor], strides: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[int, np.ndarray]]:
     """By name, and prices by stride; (operators,) each."""
-    plan, model = parts.plan, parts.model
+    plan, model = parts.converted, parts.model
 
     def backward() -> None:
         for batch in batches:
@@ -307,7 +307,7 @@ def sampling(setting: Setting) -> list[Figure]:
     for base, forks in bases(setting):
         for low in ("sim_e2m1", "nvfp4"):
             parts = forks.parts(forked(forks, low))
-            for operator in parts.plan.operators:
+            for operator in parts.converted.operators:
                 operator.switch(True)
             parts.model.eval()
             blocks = _blocks(parts, MEASURED)
@@ -404,7 +404,7 @@ def atlas(setting: Setting) -> list[Figure]:
     found = {}
     for base, forks in opened.items():
         parts = forks.parts(forked(forks, ATLAS_LOW))
-        found[base] = [operator.operator_name for operator in parts.plan.operators], scored(parts)[0]
+        found[base] = [operator.operator_name for operator in parts.converted.operators], scored(parts)[0]
     for base, order in ((base, order) for order in orders for base in opened):
         names, forks = found[base][0], opened[base]
         cells = [Pinned(base, "", "", order), *(Pinned(base, name, gemm, order) for gemm in GEMMS for name in names)]

@@ -128,7 +128,7 @@ class _Run:
 
     def _gradient(self, batches: Sequence[Tensor | Batch]) -> dict[str, Tensor]:
         self.model.zero_grad(set_to_none=True)
-        with self.parts.plan.high_precision():
+        with self.parts.converted.high_precision():
             for batch in batches:
                 (loss_of(self.model, batch) / len(batches)).backward()
         return {name: one.grad.clone() for name, one in self.model.named_parameters() if one.grad is not None}
@@ -152,7 +152,7 @@ class _Run:
     @torch.no_grad()
     def losses(self) -> np.ndarray:
         """Of each held-out batch."""
-        with self.parts.plan.high_precision():
+        with self.parts.converted.high_precision():
             return np.array([float(_loss(self.model, batch)) for batch in self._held_out])
 
 

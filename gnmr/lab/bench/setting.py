@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from gnmr.lab.config import Config, PathsConfig
+from gnmr.lab.config import Config, PrecisionConfig
 
 T = TypeVar("T")
 
@@ -49,5 +49,5 @@ class Setting:
 
     def static(self, fmt: str) -> Config:
         """The config with that format on every operator and nothing to recover to."""
-        paths: PathsConfig = replace(self.config.precision, name=fmt, low=fmt, recovery=None)
+        paths: PrecisionConfig = replace(self.config.precision, name=fmt, low=fmt, recovery=None)
         return replace(self.config, precision=paths, controller=replace(self.config.controller, warmup_frac=0.0))

@@ -23,7 +23,7 @@ def startup(setting: Setting) -> list[Figure]:
     def first_row() -> float:
         with tempfile.TemporaryDirectory(prefix="gnmr-bench-") as folder:
             began = time.perf_counter()
-            with process.train(setting, folder, "training.steps=1", "training.eval_blocks=1") as run:
+            with process.train(setting, folder, "training.steps=1", "training.eval_sequences=1") as run:
                 line_s.append(_until(run, Path(folder, "stdout"), began))
                 return _until(run, Path(folder, "run", "steps.jsonl"), began)
 

@@ -31,7 +31,7 @@ from gnmr.lab.models.moe import MoEMLP
 from gnmr.lab.models.pretrained import as_hugging_face
 from gnmr.lab.train import rows, step
 from gnmr.lab.train.build import assemble, device_of, first_batch, train_step
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.records.recorder import Recorder
 
 # (owner, attribute, part) of what a step has because of the controller and the records.
@@ -39,9 +39,9 @@ _PARTS = (
     (UnitNorms, "__call__", "norms"),
     (Controller, "observe", "signal and policy"),
     (Controller, "apply", "switching"),
-    (Plan, "saved_bytes", "records"),
-    (Plan, "predicted_bytes", "records"),
-    (Plan, "spent", "records"),
+    (ConvertedModel, "saved_bytes", "records"),
+    (ConvertedModel, "predicted_bytes", "records"),
+    (ConvertedModel, "spent", "records"),
 )
 GNMR = "gnmr_delta"
 # Arm: (signal, its options, precision.probe_tokens). Those between measurements never measure again after their first step:
@@ -199,7 +199,7 @@ def check_hf(setting: Setting) -> None:
 def hf(setting: Setting) -> list[Figure]:
     """Forward, loss and backward of one batch, no optimizer, taking turns; the weights are the same."""
     plain, converted = (assemble(setting.static("bf16"), Path(), setting.say) for _ in range(2))
-    plain.plan.restore()
+    plain.converted.restore()
     assert isinstance(plain.model, Llama), "check_hf refuses the others"
     theirs = as_hugging_face(plain.model)
     block = first_batch(plain)[0]

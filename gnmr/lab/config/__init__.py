@@ -27,11 +27,11 @@ from gnmr.lab.config import meant
 from gnmr.lab.config.compression import CompressionConfig
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
-from gnmr.lab.config.faults import USUAL, StressConfig
+from gnmr.lab.config.faults import USUAL, FaultsConfig
 from gnmr.lab.config.fork import ForkConfig
 from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.config.optim import OptimConfig
-from gnmr.lab.config.precision import PathsConfig
+from gnmr.lab.config.precision import PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
 from gnmr.lab.config.texts import LONGEST_NAME, folder_name, place, storable
 from gnmr.lab.config.training import TrainingConfig
@@ -44,10 +44,10 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    precision: PathsConfig = field(default_factory=PathsConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    faults: StressConfig = field(default_factory=StressConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     base: str | None = None
     """Run that this one is forked from: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or shipped, which
     comes with the package; null: none, the run begins with new weights."""

@@ -22,7 +22,7 @@ shorter than training.max_nonfinite_streak, or a run whose low path nobody recov
 
 
 @dataclass(frozen=True)
-class StressConfig:
+class FaultsConfig:
     """Faults in the low-cost path of chosen units at known times (gnmr/lab/faults/faults.py)."""
 
     kind: str = "none"

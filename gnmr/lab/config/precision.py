@@ -9,7 +9,7 @@ from gnmr.precision.spec import PathSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathsConfig(PathSpec):
+class PrecisionConfig(PathSpec):
     """The two execution paths of a unit (gnmr/precision)."""
 
     name: str | None = None

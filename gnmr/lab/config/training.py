@@ -32,7 +32,7 @@ class TrainingConfig:
     that torchrun started."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
-    eval_blocks: int = 64
+    eval_sequences: int = 64
     """Validation blocks, the same in every arm."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
@@ -52,7 +52,7 @@ class TrainingConfig:
     @told_as("training.")
     def __post_init__(self) -> None:
         whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
-        whole(**fields(self, "eval_every", "eval_blocks", "checkpoint_every", "keep_checkpoints"))
+        whole(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))
         whole(or_null=True, **fields(self, "threads", "processes"))
         require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")

@@ -67,12 +67,12 @@ def _subject(parts: Parts) -> Subject:
     config, path, name, device = parts.config, parts.config.scores.path, str(parts.folder), parts.device
     if path == "low":
         try:
-            check_low(parts.plan, config)
+            check_low(parts.converted, config)
         except UserError as error:
             raise UserError(f"scores.{error}") from error
     if config.model.checkpoint is not None:
         return of_checkpoint(
-            name, parts.model, config.model.checkpoint, device=parts.device, path=path, plan=parts.plan
+            name, parts.model, config.model.checkpoint, device=parts.device, path=path, plan=parts.converted
         )
     tokenizer, longest = parts.corpus.tokenizer_path, config.training.seq_len
-    return of_run(name, parts.model, tokenizer, max_length=longest, device=device, path=path, plan=parts.plan)
+    return of_run(name, parts.model, tokenizer, max_length=longest, device=device, path=path, plan=parts.converted)

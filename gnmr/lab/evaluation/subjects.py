@@ -25,10 +25,10 @@ from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
-from gnmr.lab.train.build import build_plan, pretrained_model
+from gnmr.lab.train.build import build_converted, pretrained_model
 from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory_bound import refuse_run
-from gnmr.precision import Plan, Recipe
+from gnmr.precision import ConvertedModel, Recipe
 from gnmr.precision.converted import described
 from gnmr.records.reader import read_json
 from gnmr.records.untrusted import check_folder, exists, reading
@@ -84,7 +84,7 @@ class Subject:
     device: torch.device
     path: str = "16bit"
     """The path in force: one of `PATHS`."""
-    plan: Plan | None = None
+    plan: ConvertedModel | None = None
     """The converted operators of the model, where there are any."""
     generate: Generate | None = None
     """(prompts, most new tokens, whether an answer is ended) -> greedy answers; None: by `logits` for each token."""
@@ -113,7 +113,7 @@ class Subject:
 
 
 @contextmanager
-def _in_force(plan: Plan | None, path: str) -> Iterator[None]:
+def _in_force(plan: ConvertedModel | None, path: str) -> Iterator[None]:
     if plan is None:
         yield
         return
@@ -175,7 +175,7 @@ def _run(folder: Path, in_force: str, device: torch.device) -> Subject:
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)
     plan = None
     if in_force == "low":
-        plan = build_plan(model, config.precision, config.training.seed)
+        plan = build_converted(model, config.precision, config.training.seed)
         check_low(plan, config)
     facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
     name, tokenizer, longest = str(folder), corpus.tokenizer_path, config.training.seq_len
@@ -196,7 +196,7 @@ def _fine_tuned(folder: Path, config: Config, in_force: str, device: torch.devic
     return of_checkpoint(str(folder), model, checkpoint, device=device, path=in_force, plan=plan, facts=facts)
 
 
-def _facts(config: Config, model: nn.Module, plan: Plan | None) -> dict[str, Any]:
+def _facts(config: Config, model: nn.Module, plan: ConvertedModel | None) -> dict[str, Any]:
     return {
         "kind": "run",
         "model": config.model.name,
@@ -224,7 +224,7 @@ def of_run(
     max_length: int,
     device: torch.device,
     path: str = "16bit",
-    plan: Plan | None = None,
+    plan: ConvertedModel | None = None,
     facts: dict[str, Any] | None = None,
 ) -> Subject:
     """A model of ours, loaded or in training, with the tokenizer.json of its data (`TokenCorpus.tokenizer_path`)."""
@@ -274,7 +274,7 @@ def _seen_from(folder: Path, place: str) -> list[Path]:
     return [path] if path.is_absolute() else [folder / path, path]
 
 
-def check_low(plan: Plan, config: Config) -> None:
+def check_low(plan: ConvertedModel, config: Config) -> None:
     """UserError where the low path's forward pass is that of the 16-bit path."""
     if plan.casts_forward:
         return
@@ -308,7 +308,7 @@ def of_checkpoint(
     *,
     device: torch.device,
     path: str = "16bit",
-    plan: Plan | None = None,
+    plan: ConvertedModel | None = None,
     facts: dict[str, Any] | None = None,
 ) -> Subject:
     """A model of Hugging Face's, loaded or in training, with the tokenizer of `checkpoint`. UserError without one."""

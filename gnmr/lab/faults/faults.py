@@ -24,7 +24,7 @@ to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so
 codes of `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken
 rows are rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe;
 one whose GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.
-Elements that a fault saturates, or turns into NaN or Inf, are counted as others are (`Plan.saturation`).
+Elements that a fault saturates, or turns into NaN or Inf, are counted as others are (`ConvertedModel.saturation`).
 
 What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device), never on a
 generator that moves on: resuming and recomputing meet the same faults, and the micro-batches of a step the same rows.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.names import GEMMS, select
-from gnmr.precision.converted import Plan
+from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import KeepFormat, RangeFormat
 from gnmr.precision.recipes import Recipe
 from gnmr.precision.units import module_of
@@ -36,7 +36,7 @@ class FaultSchedule:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ConvertedModel,
         fault: Fault,
         targets: Sequence[str],
         steps: int,
@@ -139,7 +139,7 @@ class FaultSchedule:
             self._history.copy_(state["history"])
 
 
-def _targeted(plan: Plan, targets: Sequence[str]) -> dict[int, int]:
+def _targeted(plan: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
     """{operator: its unit; with unit=gemm itself} of those that the patterns name, or whose unit they name, by place.
     ValueError for a pattern without any, and where a single GEMM is named: a fault hits all that read the input."""
     names = [one.name for one in plan.units]
@@ -162,7 +162,7 @@ def _targeted(plan: Plan, targets: Sequence[str]) -> dict[int, int]:
     }
 
 
-def _members(plan: Plan, group_of: dict[int, int]) -> dict[int, list[int]]:
+def _members(plan: ConvertedModel, group_of: dict[int, int]) -> dict[int, list[int]]:
     """The units of each group of operators that are hit together, by their places: itself, with unit=gemm the GEMMs
     that read the operator's input. ValueError where those are not routed."""
     found: dict[int, list[int]] = {}

@@ -30,7 +30,7 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.paper.theory_tables import in_table
 from gnmr.lab.train.build import assemble, train_step, training_blocks
 from gnmr.lab.train.step import loss_of, objective_of
-from gnmr.precision import Plan, Recipe
+from gnmr.precision import ConvertedModel, Recipe
 
 SITES = ("saved", "forward")
 RECIPES = "recipes"
@@ -64,7 +64,7 @@ class Gaps:
         return [int(unit) for unit in np.argsort(-score_U, kind="stable")[:max_o] if score_U[unit] > 0]
 
 
-def measure(model: nn.Module, plan: Plan, backward: Callable[[], None]) -> Gaps:
+def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]) -> Gaps:
     """Runs `backward` (forward and backward pass of one batch) in 16 bits, on the low and on the recovery path.
 
     Paths, probe, the generator of stochastic rounding and what casts remember are afterwards as they were; gradients
@@ -180,14 +180,14 @@ def recovery(setting: Setting) -> list[Figure]:
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
         raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
-    training, shared, max_o = parts.config.training, parts.plan.shared, parts.config.controller.cap
+    training, shared, max_o = parts.config.training, parts.converted.shared, parts.config.controller.cap
     blocks, take_step = training_blocks(parts.config, parts.corpus, None), train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
 
     def batch() -> list[Tensor | Batch]:
         return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
-    sites = (RECIPES,) if isinstance(parts.plan.low, Recipe) else SITES
+    sites = (RECIPES,) if isinstance(parts.converted.low, Recipe) else SITES
     found: dict[str, list[Comparison]] = {name: [] for name in sites}
     for step in setting.rounds(f"theory: steps on which all paths run, {STRIDE} apart", 2):
         for _ in range(STRIDE if step else 0):
@@ -200,7 +200,7 @@ def recovery(setting: Setting) -> list[Figure]:
 
         for name in sites:
             shared.quantize_forward = name == "forward"
-            gaps = measure(parts.model, parts.plan, backward)
+            gaps = measure(parts.model, parts.converted, backward)
             found[name].append(compare(gaps, max_o, rng))
             if name == sites[0]:
                 last = gaps

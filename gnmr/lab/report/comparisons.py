@@ -13,7 +13,7 @@ from gnmr.lab.report.arms import QUANTIZER, Arm, plain_adamw, same, tell, tellin
 from gnmr.lab.report.runs import Run
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
-_MODEL = ("model.", "training.dtype", "training.eval_blocks")
+_MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 _GIVEN = ("budget", "cost")
 SAME_BUDGET = 0.1

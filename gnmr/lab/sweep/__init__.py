@@ -288,7 +288,7 @@ def cell_cost(config: Config) -> Cost:
         step(micro_batches, config.optim.lr)
         times.append(time.perf_counter() - began)
     began = time.perf_counter()
-    validated(parts, validation(config, parts.corpus, config.training.eval_blocks), 0)
+    validated(parts, validation(config, parts.corpus, config.training.eval_sequences), 0)
     validation_s = time.perf_counter() - began
     training = config.training
     ends = {training.steps, config.total_steps, *range(training.eval_every, config.total_steps, training.eval_every)}

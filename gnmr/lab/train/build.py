@@ -24,7 +24,7 @@ from gnmr.distributed.wrap import Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, told_as
 from gnmr.lab import models
-from gnmr.lab.config import Config, PathsConfig
+from gnmr.lab.config import Config, PrecisionConfig
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.blocks import Branch, TrainBlocks, validation_blocks
 from gnmr.lab.data.cache import Documents, TokenCorpus
@@ -43,7 +43,7 @@ from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.parallel import refuse_compression
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
-from gnmr.precision import Plan, convert
+from gnmr.precision import ConvertedModel, convert
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.kernels.te import UNREADABLE
 from gnmr.records.disk import sha256
@@ -60,7 +60,7 @@ class Parts:
     corpus: TokenCorpus
     device: torch.device
     model: nn.Module
-    plan: Plan
+    converted: ConvertedModel
     controller: AttachedController
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
@@ -174,7 +174,7 @@ def _routed(
 ) -> tuple[
     torch.device,
     nn.Module,
-    Plan,
+    ConvertedModel,
     AttachedController,
     list[Stress],
     FaultSchedule | None,
@@ -249,7 +249,7 @@ def _check_shapes(config: Config, device: torch.device) -> None:
         check_control(config, model, plan)
 
 
-def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
+def check_control(config: Config, model: nn.Module, plan: ConvertedModel) -> None:
     """UserError for faults or a controller that an `empty_model` with its paths cannot have."""
     build_faults(config, plan)
     cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
@@ -265,7 +265,7 @@ def check_control(config: Config, model: nn.Module, plan: Plan) -> None:
 def _controller(
     config: Config,
     model: nn.Module,
-    plan: Plan,
+    plan: ConvertedModel,
     ranks: Ranks | None = None,
     compressed: GreedyLore | PowerSgd | None = None,
 ) -> AttachedController:
@@ -288,7 +288,7 @@ def _controller(
             units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
         )
     _check_evidence(config, controller.needs, plan, model)
-    controller.attach_plan(plan, model, config.precision.probe_tokens, config.precision.price_tokens)
+    controller.attach_converted(plan, model, config.precision.probe_tokens, config.precision.price_tokens)
     with told_as("records.monitor: "):
         monitored(model, controller, config.records.monitor)
     return controller
@@ -371,7 +371,7 @@ def _outliers(config: Config, model: models.Decoder, generator: torch.Generator)
     return [models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator)]
 
 
-def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, Plan]:
+def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, ConvertedModel]:
     """The checkpoint's model with its two paths."""
     training, checkpoint = config.training, config.model.checkpoint
     assert checkpoint is not None
@@ -383,7 +383,7 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, P
     return model, plan
 
 
-def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> Plan:
+def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
     """Gives `model` its two paths and, where asked for, freezes it and adds adapters.
 
     `device`: see `gnmr.precision.conversion`. UserError for paths that it cannot have.
@@ -392,7 +392,7 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
     if adapter.rank:
         model.requires_grad_(False)
     # Before the adapters: how a path treats a weight may depend on whether it is trained.
-    plan = build_plan(model, config.precision, seed, device)
+    plan = build_converted(model, config.precision, seed, device)
     if adapter.rank:
         pretrained.add_adapter(model, adapter, seed)
     _check_watched(config, plan)
@@ -401,7 +401,9 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
     return plan
 
 
-def build_plan(model: nn.Module, paths: PathsConfig, seed: int, device: torch.device | None = None) -> Plan:
+def build_converted(
+    model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
+) -> ConvertedModel:
     """Gives the model's linears the paths of the config. UserError: see `gnmr.precision.conversion`."""
     with told_as("paths: "):
         return convert(model, paths, seed=seed, device=device)
@@ -414,7 +416,7 @@ def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer
     return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
 
 
-def _check_watched(config: Config, plan: Plan) -> None:
+def _check_watched(config: Config, plan: ConvertedModel) -> None:
     """UserError where all converted weights are frozen and the controller or the low path needs their gradients."""
     if not plan.frozen:
         return
@@ -448,7 +450,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
 
 
-def build_faults(config: Config, plan: Plan) -> FaultSchedule | None:
+def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
     """The schedule of the config's `faults`, None without one. UserError for units and windows that the run lacks."""
     faults, training = config.faults, config.training
     if faults.kind == "none":
@@ -483,8 +485,8 @@ def train_step(
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
         measure_saved=not config.training.activation_checkpointing
-        and parts.plan.shared.engine is None
-        and not parts.plan.in_graphs,
+        and parts.converted.shared.engine is None
+        and not parts.converted.in_graphs,
         transform=parts.transform,
         monitor=config.records.monitor,
         levels=levels,
@@ -505,7 +507,7 @@ def first_batch(parts: Parts) -> list[Tensor | Batch]:
 _ORACLE_PARAMETERS = 200_000_000
 
 
-def _check_evidence(config: Config, needs: tuple[str, ...], plan: Plan, model: nn.Module) -> None:
+def _check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel, model: nn.Module) -> None:
     """UserError for evidence that this run cannot measure."""
     accumulation = config.training.accumulation
 

@@ -46,7 +46,7 @@ from gnmr.attachment import AttachedController
 from gnmr.distributed.shards import is_sharded, local
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError, writing
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.records.disk import no_link, sha256, sync_folder
 
 _META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
@@ -310,7 +310,7 @@ def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def load_model(folder: Path, model: nn.Module, plan: Plan | None = None) -> int:
+def load_model(folder: Path, model: nn.Module, plan: ConvertedModel | None = None) -> int:
     """Reads the weights of the checkpoint that `find` finds, and the state of `plan`, and returns its step.
 
     UserError where no checkpoint is whole, and for one of other weights or paths.

@@ -19,7 +19,7 @@ from gnmr.distributed.workers import VirtualWorkers
 from gnmr.distributed.world import World
 from gnmr.errors import UserError, told_as
 from gnmr.lab.config import Config
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 
 GAPS = ("gap_low", "gap_recovery")
 """What a step measures of its matrices in the place of paths' errors."""
@@ -56,7 +56,7 @@ class CompressedController(AttachedController):
 
     @classmethod
     def of(
-        cls, compressed: GreedyLore, plan: Plan, model: nn.Module, config: Config, ranks: Ranks | None
+        cls, compressed: GreedyLore, plan: ConvertedModel, model: nn.Module, config: Config, ranks: Ranks | None
     ) -> CompressedController:
         """The controller of the config. UserError where it does not fit, or its evidence is measured of operators."""
         training, units = config.training, compressed.units()
@@ -81,7 +81,7 @@ class CompressedController(AttachedController):
             )
         controller.compressed = compressed
         compressed.measuring = bool(set(GAPS) & set(controller.needs))
-        controller.attach_plan(plan, model)
+        controller.attach_converted(plan, model)
         return controller
 
     def _path_needs(self) -> tuple[str, ...]:

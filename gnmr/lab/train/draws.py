@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 
 _EVALUATION = 1
 
@@ -22,7 +22,7 @@ _EVALUATION = 1
 class Draws:
     """What the micro-batches of a run draw, each by itself. Call `begin_step` before a step's first."""
 
-    def __init__(self, seed: int, plan: Plan, device: torch.device) -> None:
+    def __init__(self, seed: int, plan: ConvertedModel, device: torch.device) -> None:
         self._seed, self._plan = seed, plan
         self._devices = [device] if device.type == "cuda" else []
         self._step = 0

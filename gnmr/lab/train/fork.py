@@ -52,7 +52,7 @@ class ForkResult:
     promotion_frac: float
     """Active unit-steps over all unit-steps of the arm's steps."""
     spent: float
-    """Share of the GEMMs' arithmetic on the recovery path (`Plan.spent`), mean over the arm's steps."""
+    """Share of the GEMMs' arithmetic on the recovery path (`ConvertedModel.spent`), mean over the arm's steps."""
     sent: float = 1.0
     """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
 
@@ -102,7 +102,9 @@ class Forks:
         held_out = self._held_out(config, parts.corpus)
         found: dict[str, Validation] = {}
         if "base" in phases:
-            key = repr((config.precision, config.training.eval_blocks, config.training.threads, config.training.device))
+            key = repr(
+                (config.precision, config.training.eval_sequences, config.training.threads, config.training.device)
+            )
             if key not in self._before:
                 self._before[key] = _validation(parts, held_out, 0)
             found["base"] = self._before[key]
@@ -127,7 +129,7 @@ class Forks:
         return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))
 
     def _held_out(self, config: Config, corpus: Any) -> Any:
-        blocks = config.training.eval_blocks
+        blocks = config.training.eval_sequences
         return _kept(self._corpora, (repr(config.data), blocks), lambda: validation(config, corpus, blocks))
 
 

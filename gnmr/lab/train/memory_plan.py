@@ -25,7 +25,7 @@ from gnmr.lab import models
 from gnmr.lab.config import Config
 from gnmr.lab.train.build import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
 from gnmr.lab.train.memory_bound import GB, refuse_plan
-from gnmr.precision import Plan, Recipe
+from gnmr.precision import ConvertedModel, Recipe
 from gnmr.precision.converted import described
 from gnmr.precision.int8_linear import Int8Linear
 
@@ -76,7 +76,7 @@ def plan_run(config: Config) -> MemoryPlan:
     return MemoryPlan(rows, _assumed(config, plan, device))
 
 
-def _assumed(config: Config, plan: Plan, device: torch.device) -> list[str]:
+def _assumed(config: Config, plan: ConvertedModel, device: torch.device) -> list[str]:
     """The assumptions that the config does not show."""
     paths = [path for path in (plan.low, plan.recovery) if path is not None]
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
@@ -102,7 +102,7 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def _rows(
     model: nn.Module,
-    plan: Plan,
+    plan: ConvertedModel,
     state: Sequence[Tensor],
     batch_size: int,
     seq_len: int,

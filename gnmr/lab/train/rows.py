@@ -94,7 +94,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
     for stress in parts.stress:
         if isinstance(stress, models.OutlierWindow):
             touched = set(stress.touched())
-            hit = [group for group in parts.plan.units if any(o.operator_name in touched for o in group.operators)]
+            hit = [group for group in parts.converted.units if any(o.operator_name in touched for o in group.operators)]
             windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]
@@ -132,9 +132,11 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "cost": [unit.extra_bytes for unit in parts.controller.units],
         "spend": [unit.cost for unit in parts.controller.units],
         "spend_pinned": parts.controller.pinned,
-        "recoverable": parts.plan.recovery is not None or config.compression.routes,
-        "pinned": [unit.name for unit in parts.plan.units if not unit.routable and parts.plan.recovery is not None],
-        "paths": [described(path) for path in (parts.plan.low, parts.plan.recovery) if path is not None],
+        "recoverable": parts.converted.recovery is not None or config.compression.routes,
+        "pinned": [
+            unit.name for unit in parts.converted.units if not unit.routable and parts.converted.recovery is not None
+        ],
+        "paths": [described(path) for path in (parts.converted.low, parts.converted.recovery) if path is not None],
         "checkpoint": parts.checkpoint,
         "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
         "shape": _shape(parts.model),

@@ -34,7 +34,7 @@ from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.parallel import refuse_processes
 from gnmr.lab.train.provenance import told_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
-from gnmr.precision import Plan, Recipe
+from gnmr.precision import ConvertedModel, Recipe
 from gnmr.precision.converted import described
 from gnmr.records.reader import read_json, stored
 from gnmr.records.recorder import Recorder, Silent
@@ -111,7 +111,7 @@ def _owner(parts: Parts) -> str:
     # Frozen weights are in no checkpoint of ours.
     begun = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
     begun += "" if parts.base is None else f" from base {parts.base.found.sha256[:12]}"
-    return f"{of_run}{begun}{_backends(parts.plan)}"
+    return f"{of_run}{begun}{_backends(parts.converted)}"
 
 
 def _check_begun(parts: Parts) -> None:
@@ -142,7 +142,7 @@ def _check_begun(parts: Parts) -> None:
     raise UserError(f"{what}; to go on with {folder} put it back as it was, or use another run_dir")
 
 
-def _backends(plan: Plan) -> str:
+def _backends(plan: ConvertedModel) -> str:
     """The backends of the plan's recipes; a run does not continue under another one, which rounds differently."""
     recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
     return f" by {' and '.join(map(described, recipes))}" if recipes else ""
@@ -154,7 +154,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         if world.first:
             _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
-    held_out = validation(config, parts.corpus, training.eval_blocks)
+    held_out = validation(config, parts.corpus, training.eval_sequences)
     told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
     checkpointer = _checkpointer(parts)
     counters, counted, levels = Counters(), None, Levels()
@@ -217,7 +217,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
     """What the records begin with; `anew`: not behind a checkpoint."""
     if anew:
-        recorder.say(str(parts.plan), narrow=parts.plan.brief())
+        recorder.say(str(parts.converted), narrow=parts.converted.brief())
         if isinstance(parts.compressed, GreedyLore):
             recorder.say(str(parts.compressed))
     tree = told_config(parts.config, parts.folder)

@@ -57,7 +57,7 @@ from gnmr.lab.train.experts import Experts
 from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.transforms.base import StepContext, Transform, tensor_norms
 from gnmr.names import select
-from gnmr.precision import Plan
+from gnmr.precision import ConvertedModel
 from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -87,9 +87,9 @@ class StepResult:
     monitored: dict[str, float]
     """Gradient norms of the modules that are watched besides the units."""
     spent: tuple[float, float] | None
-    """`Plan.spent` of the step; None where no path was in force (a fork's healing)."""
+    """`ConvertedModel.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
-    """Saturated elements, and Inf or NaN, by operand, of all operators (`Plan.saturation`); empty under formats."""
+    """Saturated elements, and Inf or NaN, by operand, of all operators (`ConvertedModel.saturation`); empty under formats."""
     stop: int | None = None
     """The signal that came to one of several processes, see `TrainStep`."""
     slowest_rank: int | None = None
@@ -574,7 +574,7 @@ def nonfinite_output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    plan: Plan,
+    plan: ConvertedModel,
     blocks: Tensor | Batch,
     batch_size: int,
     low: bool = False,

@@ -50,7 +50,7 @@ class Steps:
     def _heal(self, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
         if self._healing is None:  # not before: it begins a step of the plan
             self._healing = train_step(self._parts, _unrouted(self._parts), stop=self._stop)
-        with self._parts.plan.high_precision():
+        with self._parts.converted.high_precision():
             return self._healing(micro_batches, lr)
 
 
@@ -61,12 +61,12 @@ def heals(parts: Parts, step: int) -> bool:
 
 def _unrouted(parts: Parts) -> AttachedController:
     """A controller of the same units that routes none of them."""
-    units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.plan)]
+    units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.converted)]
     ranks = parts.controller.ranks
     controller = AttachedController(
         units, ControlSpec(signal="always_low"), steps=parts.config.total_steps, ranks=ranks
     )
-    controller.attach_plan(parts.plan, parts.model)
+    controller.attach_converted(parts.converted, parts.model)
     return controller
 
 
@@ -87,13 +87,13 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
     batch_size = parts.config.training.batch_size
     if parts.draws is not None:
         parts.draws.begin_step(step)
-    loss = evaluate(parts.model, parts.plan, held_out, batch_size, world=parts.world, draws=parts.draws)
+    loss = evaluate(parts.model, parts.converted, held_out, batch_size, world=parts.world, draws=parts.draws)
     low = None
     if parts.base is not None:
         low = loss
-        if parts.plan.casts_forward:
+        if parts.converted.casts_forward:
             low = evaluate(
-                parts.model, parts.plan, held_out, batch_size, low=True, world=parts.world, draws=parts.draws
+                parts.model, parts.converted, held_out, batch_size, low=True, world=parts.world, draws=parts.draws
             )
     if not all(math.isfinite(found) for found in (loss, low) if found is not None):
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")

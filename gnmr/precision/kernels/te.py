@@ -11,10 +11,10 @@ is refused. bf16 is the plain linear. A tensor's last rows are filled up to 32 w
 After github.com/NVIDIA/TransformerEngine, 2.0 and later (common/recipe, pytorch/quantization.py, pytorch/module).
 Scales are not always the simulation's: Float8BlockScaling has powers of two unless the environment says
 NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, MXFP8 rounds its powers of two up. An operator keeps its own codes of an input,
-others that read the same tensor theirs. What its casts meet (`Plan.saturation`), what they cost (`Plan.probe`) and what
-they keep (`Plan.saved_bytes`) cannot be read, and nothing can be broken in them (`faults.py`).
+others that read the same tensor theirs. What its casts meet (`ConvertedModel.saturation`), what they cost (`ConvertedModel.probe`) and what
+they keep (`ConvertedModel.saved_bytes`) cannot be read, and nothing can be broken in them (`faults.py`).
 
-Delayed scales are moved by Transformer Engine and not by `Plan.end_step`: those of input and weight when the forward
+Delayed scales are moved by Transformer Engine and not by `ConvertedModel.end_step`: those of input and weight when the forward
 pass of the converted model ends, those of grad_output when its backward pass does, so twice a step with two
 micro-batches. While an operator is on the 16-bit path its history forgets, and then its last scales stay. They belong
 to the state of the plan. A second pass inside of the backward pass (activation checkpointing) is refused, and so is
