@@ -18,7 +18,6 @@ A run folder holds
                     and is deleted when it is DONE
     ratios.parquet
     summary.json    `SUMMARY_FIELDS`
-    order/          the saved permutations of the training blocks
     checkpoints/    step-<number>/
     log.txt         lines for people, of a cell of a sweep or under records.live=log; nothing reads it
     adapter/        what peft loads; where model.adapter.rank > 0

@@ -52,7 +52,7 @@ def blocks_of() -> Callable[[run_module.Parts, int], torch.Tensor]:
 
     def get(parts: run_module.Parts, n: int) -> torch.Tensor:
         training = parts.config.training
-        return TrainBlocks(parts.corpus.train, training.seq_len, training.seed, None).next(n)
+        return TrainBlocks(parts.corpus.train, training.seq_len, training.seed).next(n)
 
     return get
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from everything import differences, everything, same_bits
 
@@ -35,8 +34,6 @@ def test_the_same_seed_gives_the_same_bits(words, train, tmp_path, uninterrupted
 
 def test_another_seed_gives_another_run(train, tmp_path):
     a, b = train(tmp_path / "a"), train(tmp_path / "b", "training.seed=1")
-    orders = [np.load(folder / "order" / "epoch-0.npy") for folder in (a, b)]
-    assert sorted(orders[0]) == sorted(orders[1]) and (orders[0] != orders[1]).mean() > 0.9
     losses = [[row["loss"] for row in read_jsonl(folder / "steps.jsonl")] for folder in (a, b)]
     assert all(x != y for x, y in zip(*losses, strict=True))
 

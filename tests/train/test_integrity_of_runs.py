@@ -143,9 +143,7 @@ def test_the_lock_is_no_way_out_of_the_folder(train, tmp_path):
     assert mine.read_text() == "mine" and [p.name for p in folder.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(
-    "name", ["order", "checkpoints", "steps.jsonl", "summary.json.tmp", "checkpoints/step-00000008"]
-)
+@pytest.mark.parametrize("name", ["checkpoints", "steps.jsonl", "summary.json.tmp", "checkpoints/step-00000008"])
 def test_links_in_a_folder_that_goes_on(name, copied, train, tmp_path):
     away = tmp_path / "away"
     if (copied / name).exists():
@@ -159,7 +157,7 @@ def test_links_in_a_folder_that_goes_on(name, copied, train, tmp_path):
     assert sorted(p for p in tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["steps.jsonl", "header.json", "ratios.rows", "order/epoch-0.npy"])
+@pytest.mark.parametrize("name", ["steps.jsonl", "header.json", "ratios.rows"])
 def test_a_pipe_keeps_nobody_waiting(name, copied, train):
     (copied / name).unlink(missing_ok=True)
     os.mkfifo(copied / name)

@@ -233,7 +233,6 @@ def test_killed_in_the_second_epoch(train, tmp_path, text_file):
     short.write_text("\n".join(text_file.read_text().splitlines()[:8]))
     words = [f"data.path={short}", "training.seq_len=8", "training.batch_size=6"]
     whole, folder = train(tmp_path / "whole", *words), tmp_path / "run"
-    assert (whole / "order" / "epoch-1.npy").exists()
 
     def doomed() -> None:
         in_step(8)()

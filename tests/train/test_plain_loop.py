@@ -29,7 +29,7 @@ def plain_loop(config) -> tuple[list[float], nn.Module]:
     model.to(getattr(torch, training.dtype))
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
 
-    blocks = TrainBlocks(corpus.train, training.seq_len, training.seed, None)
+    blocks = TrainBlocks(corpus.train, training.seq_len, training.seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

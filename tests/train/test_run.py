@@ -47,7 +47,7 @@ def test_the_folder_is_named_by_experiment_arm_hash_and_seed(tiny, tmp_path):
 
 
 def test_what_a_done_run_holds(done, tiny):
-    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order ratios.parquet steps.jsonl"
+    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json ratios.parquet steps.jsonl"
     assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", "records.sha256", ".lock"}
     header = read_json(done / "header.json")
     assert header["torch"] == torch.__version__ and header["machine"]["threads"] == 1
@@ -131,17 +131,6 @@ def test_a_config_that_cannot_be_read_is_told_in_one_line(content, copied, train
     with pytest.raises(UserError) as caught:
         train(copied)
     assert "\n" not in str(caught.value) and "choose another run_dir" in str(caught.value)
-
-
-def test_a_damaged_order_is_told_before_a_record_is_changed(copied, train):
-    (copied / "DONE").unlink()
-    for folder in (copied / "checkpoints").iterdir():
-        shutil.rmtree(folder)
-    (copied / "order" / "epoch-0.npy").write_bytes(b"nonsense")
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"epoch-0\.npy: damaged"):
-        train(copied)
-    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
 def test_a_run_in_a_thread(copied, train, tmp_path):

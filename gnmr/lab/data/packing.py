@@ -12,7 +12,7 @@ holds any of the answer belongs to the answer.
 **Choice 45** (what the paper leaves open):
 - Best fit in the order of the corpus: a document goes into the block with the least room that holds it, of equal ones
   into the one that had this room first, else into a new block. Nothing but the documents' lengths and seq_len decides,
-  in integers, so a resumed run packs the same blocks; their order in an epoch is saved in the run folder.
+  in integers, so a resumed run packs the same blocks.
 - A document of more than seq_len + 1 tokens is cut into pieces as a text is cut into blocks: a piece begins with the
   last target of the piece before, every token but the document's first is a target once, and no piece sees another. A
   piece without any target (a long prompt's) is left out; so no block is without one.
@@ -169,13 +169,12 @@ def _best_fit(sizes: list[int], capacity: int) -> list[int]:
 class PackedBlocks(BlockOrder):
     """Blocks of packed training examples in random order, each once an epoch; used as `TrainBlocks` is.
 
-    `folder` is the run folder, where the order of each epoch is saved; None keeps it in memory. `packing.summary` says
-    how many examples were cut. Raises `UserError` for fewer tokens than one block holds.
+    `packing.summary` says how many examples were cut. Raises `UserError` for fewer tokens than one block holds.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, seed: int, folder: Path | None) -> None:
+    def __init__(self, documents: Documents, seq_len: int, seed: int) -> None:
         self.packing = _packing(documents, seq_len, "training", seq_len)
-        super().__init__(self.packing.num_blocks, seed, folder)
+        super().__init__(self.packing.num_blocks, seed)
         self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:

@@ -106,7 +106,7 @@ class Blocks(Stateful, Protocol):
         ...
 
     def check(self, n: int, seq_len: int) -> None:
-        """UserError for n blocks that cannot be held, and for a saved order that is not this run's."""
+        """Raise UserError for n blocks that cannot be held."""
         ...
 
 
@@ -123,7 +123,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         corpus = open_data(config, say, base)
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
-        blocks = training_blocks(config, corpus, None, branch)  # refuses a corpus that is shorter than a block
+        blocks = training_blocks(config, corpus, branch)  # refuses a corpus that is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
     world.same("the fingerprint of the data", corpus.fingerprint)
@@ -319,12 +319,12 @@ def tokenizer_digest(corpus: TokenCorpus) -> str:
     return sha256(corpus.tokenizer_path)
 
 
-def training_blocks(config: Config, corpus: TokenCorpus, folder: Path | None, branch: Branch | None = None) -> Blocks:
-    """The blocks in the order of `training.seed`, of a fork in its `branch`; `folder` keeps the order, None: memory."""
+def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> Blocks:
+    """Return the blocks in the order of `training.seed`, or of a fork in its `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
-        return PackedBlocks(corpus.train, training.seq_len, training.seed, folder)
-    return TrainBlocks(corpus.train, training.seq_len, training.seed, folder, branch)
+        return PackedBlocks(corpus.train, training.seq_len, training.seed)
+    return TrainBlocks(corpus.train, training.seq_len, training.seed, branch)
 
 
 def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
@@ -500,7 +500,7 @@ def train_step(
 def first_batch(parts: Parts) -> list[Tensor | Batch]:
     """The micro-batches of the run's first step, on its device."""
     training = parts.config.training
-    blocks = training_blocks(parts.config, parts.corpus, None, parts.branch)
+    blocks = training_blocks(parts.config, parts.corpus, parts.branch)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
 

@@ -110,7 +110,7 @@ class Forks:
             found["base"] = self._before[key]
         if prepare is not None:
             prepare(parts)
-        steps = Steps(parts, training_blocks(config, parts.corpus, None, parts.branch))
+        steps = Steps(parts, training_blocks(config, parts.corpus, parts.branch))
         losses, active, spent = [], 0, 0.0
         for step in range(1, config.total_steps + 1):
             result = steps(step)

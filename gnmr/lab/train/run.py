@@ -153,7 +153,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     with world.agreed():
         if world.first:
             _check_begun(parts)
-        blocks = training_blocks(config, parts.corpus, folder if world.first else None, parts.branch)
+        blocks = training_blocks(config, parts.corpus, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_sequences)
     told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
     checkpointer = _checkpointer(parts)
