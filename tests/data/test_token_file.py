@@ -70,7 +70,7 @@ def test_slices_are_those_of_the_array(dtype: str, tmp_path: Path) -> None:
 )
 def test_a_change_in_mid_run_is_one_line(change: Callable[[Path], object], reason: str, corpus: TokenCorpus) -> None:
     """A memory map ends the process with SIGBUS, or gives other tokens without a word."""
-    blocks = TrainBlocks(corpus.train, 16, 0, None)
+    blocks = TrainBlocks(corpus.train, 16, 0)
     blocks.next(2)
     change(corpus.folder / "train.bin")
     with pytest.raises(RunFailed, match=rf"changed while it was in use \({reason}") as caught:

@@ -144,7 +144,7 @@ def test_orders_are_continuations_of_the_data(tiny, words):
 
     def seen(order: int) -> list[int]:
         parts = forks.parts(tiny(*words, f"fork.order={order}", f"training.seed={order}"))
-        blocks = training_blocks(parts.config, parts.corpus, None, parts.branch)
+        blocks = training_blocks(parts.config, parts.corpus, parts.branch)
         return blocks.take(40, 16)
 
     assert seen(1) == seen(1) and len({tuple(seen(order)) for order in range(3)}) == 3
