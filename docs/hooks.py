@@ -1,11 +1,9 @@
 """What the site has that the pages do not: called by mkdocs (mkdocs.yml, `hooks`).
 
     links         those that leave docs/ lead to files of the repository: checked, and shown as text
-    results       all pages of docs/results in the menu, by their titles
     <!-- help: COMMAND -->     what `gnmr COMMAND --help` says
     <!-- fields: NAME -->      a table of gnmr.records.schema.NAME
     <!-- file: PATH -->        a file of the repository
-    <!-- choices -->           every numbered **Choice** of docs, code and conf, with where it stands
 
 A page reads well with none of this.
 """
@@ -16,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,19 +25,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-CHOICE = re.compile(r"\*\*Choice (\d+)\*\*\)?[:,]?\s")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The menu's `results/` becomes the overview and a page a claim."""
-    assert config.nav is not None
-    for section in config.nav:
-        for entry in next(iter(section.values())) if isinstance(section, dict) else []:
-            if isinstance(entry, dict) and entry.get("Results") == "results/":
-                names = sorted(file.name for file in (DOCS / "results").glob("*.md"))
-                names.sort(key=lambda name: name != "README.md")
-                entry["Results"] = [f"results/{name}" for name in names]
-    return config
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -49,7 +33,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = re.sub(r"<!-- help: (\w*) -->", lambda found: _help(found[1]), markdown)
     markdown = re.sub(r"<!-- fields: (\w+) -->", lambda found: _fields(found[1]), markdown)
     markdown = re.sub(r"<!-- file: (\S+) -->", lambda found: _file(found[1]), markdown)
-    markdown = re.sub(r"<!-- choices -->", lambda _: _choices(), markdown)
     markdown = re.sub(r"<!--[=/].*?-->", "", markdown)  # marks of numbers, which would end a list
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", lambda found: _link(found, here), markdown)
 
@@ -91,30 +74,8 @@ def _file(name: str) -> str:
     return f"```{language}\n{(ROOT / name).read_text().rstrip()}\n```"
 
 
-def choices() -> Iterator[tuple[int, str, str]]:
-    """(number, where it stands, its sentence) of every choice."""
-    places = [*DOCS.rglob("*.md"), *(ROOT / "gnmr").rglob("*.py"), *ROOT.glob("conf/**/*.yaml")]
-    for place in places:
-        text = place.read_text()
-        for found in CHOICE.finditer(text):
-            rest = text[found.end() :]
-            if place.suffix == ".yaml":
-                rest = re.split(r"\n(?!#)", rest)[0].replace("\n#", "\n")
-            said = re.split(r'(?<=[.)])\s+(?=[A-Z*`])|\n\s*\n|\n\s*- |"""', rest)[0]
-            yield int(found[1]), place.relative_to(ROOT).as_posix(), re.sub(r"\s+", " ", said).strip()
-
-
-def _choices() -> str:
-    rows = ["| | decision | where |", "|---:|---|---|"]
-    for number, place, said in sorted(choices()):
-        page = place.removeprefix("docs/")
-        where = f"[{page}]({page})" if place != page else f"`{place}`"
-        rows.append(f"| {number} | {_cell(said)} | {where} |")
-    return "\n".join(rows)
-
-
 def on_post_page(output: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Nothing that was to be generated is left."""
-    for word in ("help", "fields", "file", "choices"):
+    for word in ("help", "fields", "file"):
         assert f"<!-- {word}" not in output, f"{page.file.src_uri}: <!-- {word} was not filled in"
     return output
