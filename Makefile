@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench gpu-check evidence evidence-quick wheel clean
+.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench gpu-check wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -45,8 +45,9 @@ sweep: $(READY)  ## all arms over three seeds, side by side: gnmr train -m sweep
 report: $(READY)  ## tables and plots of the runs in RUNS: gnmr report RUNS ARGS
 	$(BIN)/gnmr report $(RUNS) $(ARGS)
 
-bench: $(READY)  ## what controller and paths cost on this machine: gnmr bench ARGS
-	$(BIN)/gnmr bench $(ARGS)
+bench: $(READY)  ## what controller and paths cost on this machine: step.py runs/step.json ARGS
+	@mkdir -p runs
+	$(BIN)/python benchmarks/step.py runs/step.json $(ARGS)
 
 gpu-check: $(READY)  ## check and time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
 	@mkdir -p runs
@@ -75,12 +76,6 @@ docs: $(READY)  ## the documentation as a site, site/index.html: every link and 
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
-
-evidence: $(READY)  ## prices, forks and their tables anew, one night on two cores, resumable: ARGS (--dry: how long)
-	$(BIN)/python benchmarks/evidence.py night $(ARGS)
-
-evidence-quick: $(READY)  ## the same way on the shipped base, minutes: ARGS
-	$(BIN)/python benchmarks/evidence.py quick $(ARGS)
 
 wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"

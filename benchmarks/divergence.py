@@ -1,35 +1,26 @@
-"""Does low precision diverge by nature here, and what prevents it: the student and teacher of 2506.20752, made small.
+"""Where does low precision diverge, and what prevents it: the student and teacher of arXiv 2506.20752, made small.
 
-    python benchmarks/divergence.py OUT.json search      which rate and format: one seed each
-    python benchmarks/divergence.py OUT.json language    the same of a small LLaMA of `gnmr train`
-    python benchmarks/divergence.py OUT.json survival    ten seeds of every arm in the settings of `SURVIVAL`
+    python benchmarks/divergence.py OUT.json search      every format, optimizer and learning rate, one seed each
+    python benchmarks/divergence.py OUT.json survival    ten seeds of every arm in the setting `SURVIVAL`
 
-A student of residual blocks, x + down(gelu(up(norm(x)))), learns a teacher of linears and GELU from Gaussian inputs, a
-fresh batch in every step. Its linears are attached (`gnmr.attach`). Layer norm's gain and bias are cast as the input of
-the forward GEMM that reads the norm, so they are on the low path together with it: that GEMM's recovery is theirs.
+A student of residual blocks, x + down(gelu(up(norm(x)))), learns a teacher of linears and GELU from Gaussian inputs,
+with a fresh batch in every step. Its linears are attached (`gnmr.attach`). The gain and bias of a layer norm are cast
+as the input of the forward GEMM that reads it, so they recover together with that GEMM.
 
-**Diverged**: `LOST` steps in a row whose loss or gradient is not finite, or the mean error of the run's last tenth is
-above `FACTOR` times the lowest mean of any tenth: it rose, and did not come back to the end. The error is the squared
-error, of a language model the perplexity. A step that is not finite is left out, as in `gnmr train`.
-
-Each run is a row of OUT.json, which is written after each of them; a second call goes on where the first one stopped.
-docs/results/divergence.md is made of benchmarks/results/divergence-*.json (python benchmarks/tables.py).
+A run has diverged if `LOST` steps in a row have a loss or gradient that is not finite, or if the mean squared error of
+its last tenth is above `FACTOR` times the lowest mean of any tenth. A step that is not finite is skipped, as in
+`gnmr train`. OUT.json is written after each run, and the same command continues after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import shlex
-import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +33,14 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.control.spec import NO_CAP
-from gnmr.lab.bench.figures import describe_machine
-from gnmr.lab.train.provenance import commit, told_command
+from gnmr.lab.train.provenance import commit
 from gnmr.lab.train.transforms import build_transform
 from gnmr.lab.train.transforms.base import StepContext, Transform
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe
-from gnmr.records.disk import replacing
+from gnmr.records import output
+from timing import header
 
 FACTOR, LOST, TENTHS = 3.0, 10, 10
 BATCH, WARMUP, NOISE = 64, 20, 0.005
@@ -139,9 +130,6 @@ ARMS = {
 }
 """A block is a quarter of the arithmetic. SkipStep begins after 10 values and not 64, or it would come too late."""
 BOUNDS = ("never", "always")
-SIX = tuple(name for name in ARMS if name.endswith("fprop of 6"))
-LATER = ("fprop from a quarter on", "fprop from the half on", "first block", "last block", "clip 1")
-"""Arms that are run when the others are done."""
 
 
 class Norm(nn.LayerNorm):
@@ -283,88 +271,40 @@ def _skips(transform: Transform | None, parameters: list[nn.Parameter], context:
     return bool(context.nonfinite) or (asked is not None and bool(asked))
 
 
-SHAPE = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
-WORDS = ["experiment=pretrain", *SHAPE, "training.seq_len=64", "training.batch_size=8", "training.accumulation=1"]
-WORDS += ["training.threads=1", "optim.warmup_frac=0.1", "optim.min_lr_frac=1", "precision.recovery=null"]
-WORDS += ["controller.warmup_frac=0"]
-
-
-def words_of(setting: Setting, seed: int) -> list[str]:
-    """Of the language model; `width` and `depth` say nothing of it."""
-    words = [*WORDS, f"training.steps={setting.steps}", f"training.seed={seed}", f"optim.lr={setting.rate}"]
-    words += ["optim.betas=[0.9,0.999]", f"precision.low={setting.low}"]
-    if setting.low in OWN:
-        gemms = (f"{g}:{{{','.join(f'{k}:{v}' for k, v in casts.items())}}}" for g, casts in OWN[setting.low].items())
-        words.append(f"+precision.recipes.{setting.low}={{{','.join(gemms)}}}")
-    return words
-
-
-def language(setting: Setting, seed: int) -> Course:
-    """A LLaMA of `gnmr train` under AdamW, always on the low path."""
-    from gnmr.lab.config.compose import compose
-    from gnmr.lab.train.build import assemble, train_step, training_blocks
-    from gnmr.lab.train.optim import learning_rate
-
-    parts = assemble(compose(words_of(setting, seed)), Path("unused"), lambda _line: None)
-    blocks, take = training_blocks(parts.config, parts.corpus, None), train_step(parts)
-    course = Course([], [], setting.steps)
-    for step in range(1, setting.steps + 1):
-        rate = learning_rate(step, setting.steps, parts.config.optim)
-        result = take([blocks.next(parts.config.training.batch_size).to(parts.device)], rate)
-        error = math.exp(min(result.loss, 700.0)) if math.isfinite(result.loss) else math.inf
-        if not course.add(error, 0.0):
-            break
-    return course
-
-
 SEARCH = [Setting(low, rate, "adam") for rate in (0.003, 0.03, 0.1) for low in FORMATS]
 SEARCH += [Setting(low, rate) for rate in (0.03, 0.06, 0.09) for low in FORMATS]
-LANGUAGE = [Setting(low, rate, "adam", 64, 2, 400) for rate in (0.003, 0.01, 0.03) for low in FORMATS if low != "mxfp8"]
-SURVIVAL = [Setting("mxint2", 0.05, steps=120)]
+SURVIVAL = Setting("mxint2", 0.05, steps=120)
 SEEDS = range(10)
 
 
-def work(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], Course]]]:
-    """What each run is, and the run. Survival: the bounds of all seeds first, the positive control."""
+def work(part: str) -> Iterator[tuple[Setting, str, int]]:
+    """Yield (setting, arm, seed) of each run; of `survival` the positive control, never against always, comes first."""
     if part == "search":
-        for one in SEARCH:
-            yield {**asdict(one), "arm": "never", "seed": 0}, partial(trained, one, ARMS["never"], 0)
-    elif part == "language":
-        for one in LANGUAGE:
-            yield {**asdict(one), "arm": "never", "seed": 0}, partial(language, one, 0)
+        yield from ((one, "never", 0) for one in SEARCH)
     else:
-        first = [name for name in ARMS if name not in (*BOUNDS, *SIX, *LATER)]
-        for names in (BOUNDS, first, SIX, LATER):
-            for one in SURVIVAL:
-                for seed in SEEDS:
-                    for name in names:
-                        yield {**asdict(one), "arm": name, "seed": seed}, partial(trained, one, ARMS[name], seed)
+        others = [name for name in ARMS if name not in BOUNDS]
+        yield from ((SURVIVAL, name, seed) for names in (BOUNDS, others) for seed in SEEDS for name in names)
 
 
-def main() -> int:
-    """Runs what is missing, writes after each run; the exit code."""
+def main() -> None:
+    """Run what is missing in OUT.json and write the file after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", metavar="OUT.json", type=lambda word: Path(word).resolve())
-    parser.add_argument("part", choices=["search", "language", "survival"])
+    parser.add_argument("out", metavar="OUT.json", type=Path)
+    parser.add_argument("part", choices=["search", "survival"])
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of attach: paths of which one diverges are meant here
+    warnings.simplefilter("ignore")  # attach warns of paths that diverge, which this script looks for
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     known = [row["run"] for row in rows]
-    told = told_command(shlex.join(["python", "benchmarks/divergence.py", *sys.argv[1:]]))
-    found = {"command": told, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    found |= describe_machine()
-    for what, run in work(asked.part):
+    for setting, arm, seed in work(asked.part):
+        what = {**asdict(setting), "arm": arm, "seed": seed}
         if what in known:
             continue
-        since = time.process_time()
-        row = {"run": what, **run().row(), "seconds": round(time.process_time() - since, 1), "commit": commit()}
+        row = {"run": what, **trained(setting, ARMS[arm], seed).row(), "commit": commit()}
         rows.append(row)
         print(f"{json.dumps(what)}: {json.dumps(row['errors'])} {'DIVERGED' * row['diverged']}", flush=True)
-        with replacing(asked.out) as file:
-            file.write((json.dumps({**found, "rows": rows}, indent=1) + "\n").encode())
-    return 0
+        output.write_json(asked.out, header() | {"rows": rows}, str(asked.out))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

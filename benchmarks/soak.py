@@ -13,12 +13,10 @@ but no times and not who was slowest. Exit code 1 where anything differs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -30,14 +28,13 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train"))
 
 from everything import differences, everything
 
-from gnmr.lab.bench.figures import describe_machine
-from gnmr.lab.train.provenance import told_command
 from gnmr.records.reader import read_json
 from golden import make_inputs
+from timing import header
 
 SIZES = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=1", "model.num_heads=2"]
 SIZES += ["data.name=text", "data.vocab_size=300", "data.path=babble.txt", "training.seq_len=16"]
@@ -201,15 +198,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="after so many no more kills are begun")
     given = parser.parse_args()
     out = given.out.resolve()
-    command = told_command(shlex.join(["python", "benchmarks/soak.py", *sys.argv[1:]]))
-    machine = describe_machine()
+    origin = header()
     with tempfile.TemporaryDirectory(prefix="gnmr-soak-") as name:
         os.chdir(name)
         os.environ["GNMR_CACHE"] = str(Path(name, "cache"))
         make_inputs(Path(name))
         found = soak(given, Path(name))
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    out.write_text(json.dumps({"command": command, "date": date, **machine, **found}, indent=1) + "\n")
+    out.write_text(json.dumps(origin | found, indent=1) + "\n")
     apart, other = found["disagreements"], found["differences"]
     print(f"{len(found['kills'])} kills, {len(found['resumed_after'])} resumptions, {apart} disagreements", end="; ")
     print(f"{len(other)} differences {other[:5]}")

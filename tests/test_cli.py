@@ -105,7 +105,6 @@ def test_help_in_all_its_forms(gnmr):
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
         ("eval", ["usage: gnmr eval CHECKPOINT_OR_RUN", "[gsm8k,mmlu,hellaswag,wikitext2]"]),
-        ("bench", ["usage: gnmr bench", "decision"]),
     ],
 )
 def test_each_command_explains_itself(command, words, gnmr):

@@ -52,8 +52,6 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
   audit    is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read
            gnmr audit RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]
-  bench    measure what the controller and the paths cost on this machine
-           gnmr bench step only=controller
 
   --help, --version
 
@@ -65,7 +63,7 @@ exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit", "bench")
+COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

@@ -586,13 +586,6 @@ RUN data=pipe.txt | RUN data=folder.txt | RUN data=device | RUN data=@300 | RUN 
 RUN out=nowhere/x | RUN out=/proc/x | RUN out=@300 | RUN --nosuch
 """
 
-BENCHES = """
-nosuch | decision repeats=0 | decision repeats=nan | decision repeats= | decision -m | decision clock=sun
-decision out= | decision out=empty_folder | decision out=/nowhere/x | decision out=/proc/x | decision out=plain_file/x
-decision out=@300 | decision training.stps=1 | decision model=lama | decision training.threads=0 | decision --nosuch
-theory run= | theory run=nowhere | theory run=empty_folder | theory run=plain_file | decision training.steps=[1 | -x
-"""
-
 _SHORT = {"@300": "n" * 300, "@250": "n" * 250, "@deep": "n/" * 3000, "@huge": HUGE}
 
 
@@ -605,21 +598,20 @@ def inputs(draw: random.Random) -> list[Input]:
     found += _lines((*TRAIN, "training.steps=1"), EITHER, DOUBTFUL)
     found += _lines((*TRAIN, "-m"), REFUSED, SWEEPS)
     tables = {"report": REPORTS, "replay": REPLAYS, "eval": EVALS, "diagnose": DIAGNOSES, "audit": AUDITS}
-    tables["bench"] = BENCHES
     for command, table in tables.items():
         found += _lines((command,), REFUSED, table)
     odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\udcff=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
     odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
-    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "audit", "bench")]
+    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "audit")]
     found += [Input((command,), USAGE) for command in ("replay", "eval", "diagnose", "audit")]
     found += [Input(("eval", "RUN", "OTHER")), Input(("replay", "RUN", "OTHER"), named=("OTHER",))]
     norms = [name for name in FILES if name.startswith("norms-")]
     legal = ("norms-long.csv", "norms-wide.csv", "norms-huge.csv")
     found += [Input(("replay", name), EITHER if name in legal else REFUSED, (name,)) for name in norms]
     # Written through, or refused; a device stays a device.
-    for line in ("replay RUN out=device", "report RUN --no-plots html=device", "bench decision repeats=1 out=device"):
+    for line in ("replay RUN out=device", "report RUN --no-plots html=device"):
         found.append(Input(tuple(line.split(" ")), EITHER, ("device",)))
     found += [Input(("attach", name), REFUSED, ("../x",) if "../x" in name else (), name) for name in CALLS]
     return found

@@ -260,18 +260,6 @@ def nudged(config: Any, parallel: str = "ddp") -> Any:
         loop.Steps = before
 
 
-def measured(config: Any, hook: bool = False) -> Any:
-    """What a process of `gnmr bench parallel`, or of `gnmr bench hook`, measures, once."""
-    from gnmr.distributed.world import World
-    from gnmr.lab.bench import hook as hooks
-    from gnmr.lab.bench import parallel
-
-    measure = hooks.measured if hook else parallel.of_process
-    found = measure(config, World(world.rank(), world.size()), 1)
-    torch.set_num_threads(1)
-    return found
-
-
 def tensor_parallel(order: str, low: str = "int4", **options: Any) -> Any:
     """Two blocks of which tensor parallelism shards the linears, `first` or `after` two paths: a step, or what is said.
 

@@ -1,13 +1,9 @@
-"""What several processes cost: `gnmr bench parallel`, and the packet that the plan on paper counts."""
+"""The packet that a step sums over ranks: its size in docs/distributed.md, and its guard."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +12,6 @@ import torch
 from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
 from gnmr.errors import RunFailed
-from gnmr.lab.bench import hook, parallel
-from gnmr.lab.config import Config
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train.build import empty_model, with_paths
 
@@ -62,43 +56,3 @@ def test_the_guard_is_exact_for_thousands_of_ranks(size: int, monkeypatch: pytes
         other = np.array([-1.0, (digest - 1) ** 2 - digest**2, 0.0, 0.0])  # of one rank, by one
         with pytest.raises(RunFailed, match="ranks disagree in step 1"):
             ranks.check(same + other, step=1)
-
-
-def test_figures_of_two_processes(pair: Callable[..., list[Any]], tiny: Callable[..., Config]) -> None:
-    config = replace(tiny("training.accumulation=2", "training.batch_size=1"), parallel="ddp")
-    ranks = pair("measured", config=config)
-    assert all(isinstance(rank, dict) for rank in ranks), ranks
-    figures = {figure.name.strip(): figure for figure in (*parallel._shares(ranks), *parallel._sums(ranks))}
-    assert all(math.isfinite(figure.value) for figure in figures.values())
-    control, own = figures["control, 2 processes"], figures["its sum over ranks, 2 processes"]
-    assert control.value > 0 and 0 < own.value <= figures["the same with waiting, 2 processes"].value
-    assert own.note.startswith(f"{8 * numbers_of(7, 5, 2):,} bytes"), own.note  # 7 units; embedding, head, 3 norms
-    for units in parallel.UNITS:
-        figure = figures[f"sum of {units:,} units, 2 processes"]
-        assert figure.value > 0 and figure.note.startswith(f"{8 * (2 * units + 4):,} bytes"), figure.note
-
-
-def test_figures_of_compressed_steps(pair: Callable[..., list[Any]], tiny: Callable[..., Config]) -> None:
-    """Of two processes and of virtual workers; of one round, so what is held is the arms and what they send."""
-    words = ("training.batch_size=1", "compression.rank=2", "compression.refresh_every=4")
-    config = replace(tiny(*words), paths=replace(tiny().paths, low="bf16", recovery=None))
-    ranks = pair("measured", config=config, hook=True)
-    assert all(isinstance(rank, dict) for rank in ranks), ranks
-    alone = hook.measured(config, world.ALONE, 1)
-    kinds = ("wall", "cpu", "sent")
-    assert alone.keys() == ranks[0].keys() == {f"{kind} {arm}" for kind in kinds for arm in hook.ARMS}
-    sent = {arm: alone[f"sent {arm}"][0] for arm in hook.ARMS}
-    assert all(ranks[0][f"sent {arm}"][0] == one for arm, one in sent.items())
-    assert sent["low"] < 0.9 and sent["PowerSGD"] < 0.9 and sent["refresh"] == sent["dense"] == 1 < sent["recovery"]
-    for found, where in ((ranks, "two processes"), ([alone], "virtual workers")):
-        figures = {figure.name: figure for figure in hook._figures(found, where, 4)}
-        assert all(0 < figure.value < math.inf for figure in figures.values())
-        low, refresh = (figures[f"{where}: {arm}, CPU time over dense"].value for arm in ("low", "refresh"))
-        assert figures[f"{where}: GreedyLore, CPU time over dense"].value == pytest.approx((3 * low + refresh) / 4)
-
-
-def test_what_cannot_be_measured_is_told(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
-    assert "clock=cpu: processes wait for each other" in gnmr("bench", "parallel", *tiny_words, "clock=cpu").mistake
-    assert (
-        "training.device=cuda: it measures gloo" in gnmr("bench", "hook", *tiny_words, "training.device=cuda").mistake
-    )

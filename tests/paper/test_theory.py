@@ -16,14 +16,12 @@ from torch import nn
 
 from gnmr.errors import UserError
 from gnmr.lab import models
-from gnmr.lab.bench.figures import Figure
-from gnmr.lab.bench.setting import Setting
 from gnmr.lab.config.compose import compose
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.paper import false_triggers, recovery_gaps, theory
 from gnmr.lab.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.lab.paper.recovery_gaps import ESTIMATE, NORM
-from gnmr.lab.paper.theory_tables import TableFigure
+from gnmr.lab.paper.theory_tables import Figure, TableFigure, show_tables
 from gnmr.lab.train.step import loss_of
 from gnmr.precision import ConvertedModel, PathSpec, convert
 
@@ -142,8 +140,7 @@ def test_an_expert_without_tokens_has_no_gap():
 
 
 def recovery_figures(words: list[str]) -> dict[str, Figure]:
-    setting = Setting(compose(words), words, 1, console=Console(file=io.StringIO()))
-    return {figure.name: figure for figure in recovery_gaps.recovery(setting)}
+    return {figure.name: figure for figure in recovery_gaps.recovery(compose(words), repeats=1)}
 
 
 @pytest.mark.slow
@@ -273,38 +270,21 @@ def test_cells_are_shown_as_a_table():
         cell("after 1", "alpha 2", 1e-7),
         cell("after 2", "alpha 2", 0.0, unit=""),
     ]
-    theory.SHOW("theory", figures, Console(file=text, width=100))
+    show_tables(figures, Console(file=text, width=100))
     lines = [line.split() for line in text.getvalue().splitlines()]
-    assert ["worst", "0.500x", "1"] in lines
+    assert ["worst:", "0.500x", "(n=1)"] in lines
     assert ["after", "1", "25/50/100", "<.01"] in lines and ["after", "2", "0"] in lines
 
 
-def test_without_a_run_a_line_says_what_is_missing(gnmr, tiny_words, monkeypatch):
-    monkeypatch.setattr(theory, "recovery", lambda _setting: [])
-    outcome = gnmr("bench", "theory", *tiny_words, "repeats=1")
-    assert outcome.code == 0 and "as they came" not in outcome.out
-    assert outcome.err.count("theory: theorem 2 in recorded norms is left out; run=FOLDER gives a run\n") == 1
-
-
-@pytest.mark.parametrize("key", ["run", "run_dir"])
 @pytest.mark.slow
-def test_the_recorded_norms_of_a_run(key, gnmr, tiny_words, train, tmp_path, monkeypatch):
-    monkeypatch.setattr(theory, "recovery", lambda _setting: [])
-    run = train(tmp_path / "run", "training.steps=12")
-    outcome = gnmr("bench", "theory", *tiny_words, "repeats=1", f"{key}={run}")
-    assert outcome.code == 0 and "left out" not in outcome.err
-    assert "recorded norms as they came" in outcome.out and "recorded norms: autocorrelation" in outcome.out
-
-
-@pytest.mark.slow
-def test_the_command(gnmr, tiny_words, tmp_path):
+def test_the_command(tiny_words, tmp_path, capsys):
     rng = np.random.default_rng(0)
     rows = [f"{step},{unit},{norm}" for step in range(1, 41) for unit, norm in enumerate(rng.gamma(100, 0.01, 3))]
     recorded, out = tmp_path / "it's 1, norms.csv", tmp_path / "theory.json"
     recorded.write_text("\n".join(["step,unit,norm", *rows]))
-    outcome = gnmr("bench", "theory", *tiny_words, f"run={recorded}", "repeats=1", f"out={out}")
-    assert outcome.code == 0, outcome.err
-    assert "who finds the oracle set" in outcome.out and "as they came" in outcome.out
+    theory.main([str(out), *tiny_words, "--run", str(recorded), "--repeats", "1"])
+    shown = capsys.readouterr().out
+    assert "who finds the oracle set" in shown and "as they came" in shown
     figures = json.loads(out.read_text(), parse_constant=pytest.fail)["figures"]
     named = {figure["name"]: figure for figure in figures}
     assert all(figure["met"] is not False for figure in figures), [f for f in figures if f["met"] is False]
@@ -315,13 +295,7 @@ def test_the_command(gnmr, tiny_words, tmp_path):
     assert [cell["target"] is None for cell in cells] == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["precision.recovery=null"], "precision.recovery=null"),
-        (["run=nowhere"], "nowhere: there is no such file or run folder"),
-        (["run="], "'run=' has no value"),
-    ],
-)
-def test_mistakes_are_one_line(gnmr, tiny_words, words, says):
-    assert says in gnmr("bench", "theory", *tiny_words, *words).mistake
+def test_mistakes_are_told_before_anything_is_measured(tiny_words, tmp_path):
+    for words, key in ((["precision.recovery=null"], "precision.recovery"), (["--run", "nowhere"], "nowhere")):
+        with pytest.raises(UserError, match=key):
+            theory.main([str(tmp_path / "out.json"), *tiny_words, *words])

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def compose(overrides: list[str]) -> Config:
-    """The config of `gnmr train <overrides>` without running it (for `gnmr bench`, examples and tests)."""
+    """The config of `gnmr train <overrides>` without running it (for benchmarks, examples and tests)."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 

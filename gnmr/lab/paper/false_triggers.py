@@ -24,9 +24,7 @@ import numpy as np
 from scipy import stats
 
 from gnmr.errors import UserError
-from gnmr.lab.bench.figures import Figure, median
-from gnmr.lab.bench.setting import Setting
-from gnmr.lab.paper.theory_tables import TableFigure, in_table
+from gnmr.lab.paper.theory_tables import Figure, TableFigure, in_table, median
 from gnmr.lab.records.pack import unpacked
 from gnmr.lab.replay.trace import read_norms
 
@@ -132,19 +130,16 @@ def simulate(law: Law, rng: np.random.Generator, number: int) -> np.ndarray:
     return (x[:, -1:, None] >= np.array(ALPHAS) * means[:, :, None]).sum(axis=0)
 
 
-def false_triggers(setting: Setting) -> list[Figure]:
-    """Theorem 2's rate by simulation beside its bound, and in recorded norms where `run_dir` gives a run."""
+def false_triggers(norm_TU: np.ndarray | None = None, rounds: int = 20) -> list[Figure]:
+    """Return theorem 2's rate by simulation beside its bound, and in recorded norms if these are given."""
     laws, figures = list(LAWS), list[Figure]()
-    if setting.config.run_dir is not None:
-        norm_TU = recorded_norms(Path(setting.config.run_dir).expanduser())
+    if norm_TU is not None:
         x_SU, dependence = detrended(norm_TU)
         laws.append(resampled("recorded norms, detrended, resampled", x_SU))
         figures += [*_recorded(norm_TU), dependence]
     generators = [np.random.default_rng(seed) for seed in range(len(laws))]
     hits = np.zeros((len(laws), len(HISTORIES), len(ALPHAS)), dtype=int)
-    rounds = 0
-    for _ in setting.rounds(f"theory: {HISTORIES_DRAWN:,} simulated histories of {len(laws)} kinds", 20):
-        rounds += 1
+    for _ in range(rounds):
         for law, rng, own in zip(laws, generators, hits, strict=True):
             own += simulate(law, rng, HISTORIES_DRAWN)
     cells = [c for law, own in zip(laws, hits, strict=True) for c in _rates(law, own, rounds * HISTORIES_DRAWN)]

@@ -23,11 +23,11 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from gnmr.console import say
 from gnmr.errors import UserError
-from gnmr.lab.bench.figures import Figure, median
-from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.paper.theory_tables import in_table
+from gnmr.lab.paper.theory_tables import Figure, in_table, median
 from gnmr.lab.train.build import assemble, train_step, training_blocks
 from gnmr.lab.train.step import loss_of, objective_of
 from gnmr.precision import ConvertedModel, Recipe
@@ -134,7 +134,7 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
     gap, number = gaps.gap_U, len(gaps.gap_U)
     oracle = gaps.best(gap, max_o)
     if not oracle:
-        raise UserError("bench theory: no unit has a gap above 0, so its two paths are equally good; use other paths.*")
+        raise UserError("no unit has a gap above 0, so its two paths are equally good; use other paths.*")
     gains: dict[frozenset[int], float] = {}
 
     def gain(units: Collection[int]) -> float:
@@ -174,12 +174,12 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
     )
 
 
-def recovery(setting: Setting) -> list[Figure]:
-    """Both sites at the same weights, in some steps of a run; recipes as they are. See `compare`."""
-    parts = assemble(setting.config, Path(), setting.say)
+def recovery(config: Config, repeats: int = 2) -> list[Figure]:
+    """Compare both sites at the same weights in `repeats` steps of a run; recipes as they are. See `compare`."""
+    parts = assemble(config, Path(), say)
     number = sum(p.numel() for p in parts.model.parameters())
     if number > MOST_PARAMETERS:
-        raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
+        raise UserError(f"{number:,} parameters: the theory runs on models of up to {MOST_PARAMETERS:,}")
     training, shared, max_o = parts.config.training, parts.converted.shared, parts.config.controller.cap
     blocks, take_step = training_blocks(parts.config, parts.corpus, None), train_step(parts)
     site, rng = shared.quantize_forward, np.random.default_rng(0)
@@ -189,7 +189,7 @@ def recovery(setting: Setting) -> list[Figure]:
 
     sites = (RECIPES,) if isinstance(parts.converted.low, Recipe) else SITES
     found: dict[str, list[Comparison]] = {name: [] for name in sites}
-    for step in setting.rounds(f"theory: steps on which all paths run, {STRIDE} apart", 2):
+    for step in range(repeats):
         for _ in range(STRIDE if step else 0):
             take_step(batch(), parts.config.optim.lr)
         micro_batches = batch()

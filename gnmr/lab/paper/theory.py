@@ -1,33 +1,45 @@
-"""The paper's theory (its section 7) as numbers: what recovering a unit gains, and how often luck triggers."""
+"""The paper's theory (its section 7) as numbers: what recovering a unit gains, and how often luck triggers.
+
+    python -m gnmr.lab.paper.theory OUT.json                     theorem 1, corollary 1, and theorem 2 by simulation
+    python -m gnmr.lab.paper.theory OUT.json --run RUN_OR_CSV    theorem 2 in recorded norms too
+
+Overrides of the config are those of `gnmr train`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
+from gnmr.console import for_tables
 from gnmr.errors import UserError
-from gnmr.lab.bench.figures import Figure
-from gnmr.lab.bench.setting import Setting
+from gnmr.lab.config.compose import compose
 from gnmr.lab.paper.false_triggers import false_triggers, recorded_norms
 from gnmr.lab.paper.recovery_gaps import recovery
 from gnmr.lab.paper.theory_tables import show_tables
+from gnmr.lab.train.provenance import commit
+from gnmr.records import output
 
 
-def check_theory(setting: Setting) -> None:
-    """UserError unless both paths exist and the run whose norms are asked for can be read."""
-    if setting.config.precision.recovery is None:
-        raise UserError("bench theory: runs both paths, and precision.recovery=null has none")
-    if setting.config.run_dir is not None:
-        recorded_norms(Path(setting.config.run_dir).expanduser())
+def main(argv: list[str]) -> None:
+    """Measure, show and write. Raises UserError if there is no recovery path or the run cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--run", type=Path, help="a run folder or a CSV file, whose recorded norms are counted too")
+    parser.add_argument("--repeats", type=int, help="steps on which all paths run, and rounds of simulated histories")
+    asked = parser.parse_intermixed_args(argv)
+    config = compose(asked.overrides)
+    if config.precision.recovery is None:
+        raise UserError("precision.recovery=null: the theory compares two paths; name a recovery path")
+    norms = None if asked.run is None else recorded_norms(asked.run.expanduser())
+    figures = recovery(config, asked.repeats or 2) + false_triggers(norms, asked.repeats or 20)
+    show_tables(figures, for_tables())
+    rows = [asdict(figure) | {"met": figure.met} for figure in figures]
+    output.write_json(asked.out, {"commit": commit(), "figures": rows}, str(asked.out))
 
 
-def theory(setting: Setting) -> list[Figure]:
-    """Theorem 1's identity and corollary 1's set where all paths are run; theorem 2's false triggers, simulated, and
-    in the norms of a run where one is given."""
-    if setting.config.run_dir is None:
-        setting.say("theory: theorem 2 in recorded norms is left out; run=FOLDER gives a run")
-    return recovery(setting) + false_triggers(setting)
-
-
-PARTS = {"theory": theory}
-CHECKS = {"theory": check_theory}
-SHOW = show_tables
+if __name__ == "__main__":
+    main(sys.argv[1:])

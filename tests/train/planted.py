@@ -1,50 +1,28 @@
-"""Verdicts on steps that spike or are not finite, from planted causes and from ordinary spikes (docs/blame.md).
+"""Tiny runs in which a cause is planted: broken operators, a corrupt batch, a buffer that is read too early.
 
-    python benchmarks/blame.py OUT.json planted               every arm: planted causes, faults that are not finite
-    python benchmarks/blame.py OUT.json spikes                200 ordinary spikes over all arms
-    python benchmarks/blame.py OUT.json planted --only moe    of the arms whose names match
-
-Of each arm (formats of saved inputs, of forward passes, a recipe, mixtures of experts, fine-tuning) a tiny model is
-trained until its loss moves slowly; each cause is then planted in a step of the run as it stood there. Broken operators
-are one, or two at once; to be named are those that make a spike alone, and none that was not broken. An ordinary spike
-is a step of a run with sound paths above `SIGMAS` standard deviations, lower than the 6 of a run, so that there are
-enough; a verdict "precision" on one is a false one.
+Each arm (formats of saved inputs, of forward passes, a recipe, mixtures of experts, fine-tuning) is trained until its
+loss moves slowly; each cause is then planted in a step of the run as it stood there. Broken operators are one, or two
+at once. A verdict must name those that make a spike alone, and none that was not broken.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-import re
-import shlex
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 
-from gnmr.attachment.blame import Levels, Verdict
-from gnmr.lab.bench.figures import describe_machine
+from gnmr.attachment.blame import Levels
 from gnmr.lab.config.compose import compose
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.train.build import Parts, assemble, train_step, training_blocks
-from gnmr.lab.train.provenance import told_command
 from gnmr.lab.train.step import StepResult, TrainStep
-from golden import make_inputs
 
-LEARN, SIGMAS = 140, 3.0
 SIZES = ["training.steps=100000", "training.seq_len=64", "training.batch_size=4", "training.threads=1"]
 SIZES += ["training.eval_sequences=2", "optim.lr=0.003", "optim.clip_norm=1", "optim.warmup_frac=0.0002"]
 SIZES += ["controller.warmup_frac=0", "controller.alpha=99", "controller.beta=null", "controller.max_o=4"]
@@ -77,7 +55,7 @@ class Bed:
     levels: Levels
     blocks: Any
     take: TrainStep
-    learn: int = LEARN
+    learn: int
     """Steps before the rate falls."""
     step: int = 0
     _kept: list[Any] = field(default_factory=list)
@@ -134,7 +112,7 @@ class Bed:
             operator.fault = None
 
 
-def bed(words: list[str], learn: int = LEARN) -> Bed:
+def bed(words: list[str], learn: int) -> Bed:
     """A run of an arm after its warm steps."""
     text = TEXT if "experiment=finetune" not in words else TEXT[::2]
     parts = assemble(compose([*words, *SIZES, *text]), Path("unused"), lambda _: None)
@@ -271,86 +249,3 @@ def not_finite(made: Bed, units: int = 5) -> Iterator[tuple[str, bool, bool]]:
             break_paths(made, kind, 1.0, [unit])
             result = made()
             yield f"{kind} {unit}", result.skipped, result.verdict is not None
-
-
-def ordinary(made: Bed, number: int) -> Iterator[Verdict]:
-    """The verdicts on that many spikes of a run with sound paths."""
-    made.back()
-    made.levels.sigmas = SIGMAS
-    found = 0
-    while found < number and made.step < 40_000:
-        if (verdict := made().verdict) is not None:
-            found += 1
-            yield verdict
-
-
-def main() -> int:
-    """Measures, prints, writes; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", metavar="OUT.json", type=lambda word: Path(word).resolve())
-    parser.add_argument("part", choices=["planted", "spikes"])
-    parser.add_argument("--only", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
-    parser.add_argument("--spikes", type=int, default=200, help="ordinary spikes over all arms")
-    asked = parser.parse_args()
-    chosen = {name: words for name, words in ARMS.items() if re.search(asked.only, name)}
-    if not chosen:
-        parser.error(f"--only {asked.only}: no such arm; there are {', '.join(ARMS)}")
-    command = told_command(shlex.join(["python", "benchmarks/blame.py", *sys.argv[1:]]))
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found: dict[str, Any] = {"command": command, "date": date, **describe_machine(), "arms": {}}
-    with tempfile.TemporaryDirectory(prefix="gnmr-blame-") as scratch:
-        make_inputs(Path(scratch))
-        os.chdir(scratch)
-        os.environ["GNMR_CACHE"] = "cache"
-        for name, words in chosen.items():
-            made = bed(words)
-            if asked.part == "planted":
-                found["arms"][name] = of_planted(name, made)
-            else:
-                found["arms"][name] = of_spikes(name, made, -(-asked.spikes // len(chosen)))
-            asked.out.write_text(json.dumps(found, indent=1) + "\n")
-        os.chdir("/")
-    return 0
-
-
-def of_planted(name: str, made: Bed) -> dict[str, Any]:
-    """The figures of one arm, told as they come."""
-    rows = []
-    for row in planted(made):
-        rows.append(row)
-        wrong = row.verdict is not None and (row.verdict != row.cause or (row.cause == "precision" and not row.right))
-        print(f"{name}  {'WRONG ' * wrong}{row.planted}: {row.told}", flush=True)
-    broken: list[dict[str, Any]] = [
-        {"planted": what, "lost": lost, "told": told} for what, lost, told in not_finite(made)
-    ]
-    spiked = [row for row in rows if row.verdict is not None]
-    precision = [row for row in spiked if row.cause == "precision"]
-    few, many = ([row for row in precision if (len(row.units) > 1) == more] for more in (False, True))
-    figures = {
-        "planted": len(rows),
-        "spiked": dict(Counter(row.cause for row in spiked)),
-        "right cause": dict(Counter(row.cause for row in spiked if row.verdict == row.cause)),
-        "single": [sum(row.right for row in few), len(few)],
-        "pairs": [sum(row.right for row in many), len(many)],
-        "pairs named as pairs": sum(len(row.named) == 2 for row in many if row.right),
-        "most step times": max((row.passes for row in spiked), default=0.0),
-        "not finite": {key: sum(row[key] for row in broken) for key in ("lost", "told")} | {"n": len(broken)},
-    }
-    print(f"{name}: {json.dumps(figures)}", flush=True)
-    return {"figures": figures, "planted": [asdict(row) for row in rows], "not_finite": broken}
-
-
-def of_spikes(name: str, made: Bed, number: int) -> dict[str, Any]:
-    """The verdicts of one arm, told as they come."""
-    rows, first = [], made.step
-    for verdict in ordinary(made, number):
-        row = {"step": verdict.step, "cause": verdict.cause, "units": verdict.units, "passes": verdict.passes}
-        rows.append(row | {"told": verdict.told})
-        print(f"{name} {len(rows)}  {verdict}", flush=True)
-    causes = dict(Counter(row["cause"] for row in rows))
-    print(f"{name}: {json.dumps(causes)}", flush=True)
-    return {"figures": {"steps": made.step - first, "causes": causes}, "spikes": rows}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The pages of docs/results that come from benchmarks/results, one file each; tables.py writes them."""

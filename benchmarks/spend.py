@@ -1,0 +1,216 @@
+"""What recovery buys: the fraction of the BF16 loss gap that an arm recovers, against the GEMM FLOPs that it spends.
+
+    python benchmarks/spend.py OUT.jsonl sim_e2m1 --base RUN,RUN --orders 5
+    python benchmarks/spend.py OUT.jsonl quick                                # of the shipped base, minutes
+
+A fork continues a base for 40 steps in low precision with the GEMMs of its arm in BF16. Its loss is the validation
+loss in BF16 afterwards. Forks of one base and data order share their data: they are a block, the unit of a paired
+test. An arm fills the budget, a fraction of the GEMM FLOPs, with the operators that it ranks highest per FLOP:
+
+    never, always                           no GEMM in BF16, and all of them
+    price, gradient norm, gap, mse, ...     pins by a score of the base, which is measured once
+    random, first, last, first_last         pins by the usual guesses
+    NAME, each step                         a controller, which chooses anew in every step
+    NAME, held                              the same with a set that holds for 20 steps
+
+Every fork is one line of OUT.jsonl, written when it is done; the same command continues after an interruption.
+`never` and `always` come first: without a gap between them no other arm is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from gnmr.doctor.knapsack import GUESSES, arithmetic, guess
+from gnmr.lab.config import Config
+from gnmr.lab.train.build import Parts
+from gnmr.lab.train.fork import Forks
+from gnmr.lab.train.provenance import commit
+from gnmr.names import GEMMS
+from gnmr.precision.conversion import operator_shapes
+from price import forked, pins_of, scored
+
+EACH, HELD, HOLD = ", each step", ", held", 20
+BOUNDS = {"never": 0.0, "always": 1.0}
+PRICE = ("signal=price", "+options.every=10")
+SIGNALS = {
+    "random": ("signal=random",),
+    "price": PRICE,
+    "GNMR": ("signal=gnmr_delta",),
+    "gap": ("signal=gap",),
+    "MSE": ("signal=mse",),
+    "gradient norm": ("signal=grad_norm",),
+    "Jacobian": ("signal=jacobian",),
+    "oracle": ("signal=oracle",),
+    "static k": ("signal=static_k",),
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A low path and the arms that are tried on it."""
+
+    low: str
+    budgets: tuple[float, ...] = (0.10,)
+    recovers: tuple[str, ...] = GEMMS
+    """GEMMs of an operator that a budget buys."""
+    pins: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ("random",)
+    controllers: tuple[str, ...] = ("GNMR",)
+    held: tuple[str, ...] = ()
+    fault: tuple[str, ...] = ()
+    """Words of `faults.`; the fault hits one operator, another one in every block."""
+    words: tuple[str, ...] = ()
+    units: int | None = None
+    """Units that a controller promotes in every step, in place of a budget."""
+
+
+SCORES = ("price", "gradient norm", "update norm", "gap", "mse")
+SCENES = {
+    "sim_e2m1": Scene(
+        "sim_e2m1", (0.025, 0.05, 0.075, 0.10, 0.15, 0.25), GEMMS[:1], SCORES, GUESSES, ("GNMR", "price")
+    ),
+    "nvfp4": Scene("nvfp4", (0.05, 0.10, 0.25), GEMMS[:1], ("price", "gap", "mse")),
+    "int4": Scene("int4", (0.05, 0.10, 0.25), GEMMS, SCORES, GUESSES, ("GNMR", "price")),
+    "broken": Scene(
+        "fp8_hybrid",
+        (0.025, 0.05, 0.10),
+        ("fprop", "wgrad"),  # the GEMMs that read the input, which is broken
+        ("price",),
+        controllers=("GNMR", "pin excess", "gap", "MSE", "gradient norm", "random"),
+        fault=("kind=scale_down", "magnitude=64", "windows=[[21,20]]"),
+    ),
+    "table11": Scene(
+        "int4", (1 / 7,), GEMMS, (), (), (*SIGNALS,), ("random", "price", "GNMR"), (), ("precision.recovery=int8",), 4
+    ),
+    "quick": Scene("int2", (0.10,), GEMMS, ("price",), controllers=("GNMR", "price", "random")),
+}
+
+
+def arms_of(scene: Scene) -> list[tuple[str, float]]:
+    """Return (arm, budget) of all arms."""
+    names = [*scene.pins, *scene.guesses, *(n + EACH for n in scene.controllers), *(n + HELD for n in scene.held)]
+    return [(name, budget) for budget in scene.budgets for name in names]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A fork without its outcome."""
+
+    base: str
+    scene: str
+    arm: str
+    budget: float
+    order: int
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A base, and what its pins are chosen by."""
+
+    forks: Forks
+    parts: Parts
+    scores: dict[str, np.ndarray]
+
+
+def config_of(cell: Cell, scene: Scene, base: Ranked) -> Config:
+    words = [*scene.words, f"fork.order={cell.order}", "fork.heal=0"]
+    names = [operator.operator_name for operator in base.parts.converted.operators]
+    if scene.fault:
+        broken = random.Random(f"{cell.base} {cell.order}").choice(names)
+        words += [f"faults.targets=[{broken}]", *(f"faults.{word}" for word in scene.fault)]
+    name, _, how = cell.arm.partition(", ")
+    if how:
+        signal = ("signal=pin_excess", "+options.every=1") if name == "pin excess" else SIGNALS[name]
+        cap = [f"budget={cell.budget}", "max_o=null"] if scene.units is None else [f"max_o={scene.units}"]
+        hold = [f"hold={HOLD}"] if how == "held" else []
+        for word in ("routing=ranked", *cap, *signal, *hold):
+            words.append(f"+controller.{word[1:]}" if word.startswith("+") else f"controller.{word}")
+        if scene.recovers != GEMMS:
+            words.append(f"precision.recovers=[{','.join(scene.recovers)}]")
+        return forked(base.forks, scene.low, *words)
+    if name in BOUNDS:
+        pins = {operator: list(GEMMS) for operator in names} if name == "always" else {}
+    elif name in GUESSES:
+        costs = arithmetic(operator_shapes(base.parts.model, base.parts.config.precision))
+        pins = guess(name, {}, costs, cell.budget, gemms=scene.recovers, seed=cell.order).pins
+    else:
+        pins = pins_of(base.parts, base.scores[name], cell.budget, scene.recovers)
+    config = forked(base.forks, scene.low, *words)
+    return replace(config, precision=replace(config.precision, pins=pins))
+
+
+def run(cell: Cell, scene: Scene, base: Ranked) -> dict[str, Any]:
+    """Make the fork and return its row."""
+    result = base.forks(config_of(cell, scene, base), phases=("low",))
+    found = {"loss": result.validation["low"].high, "spent": result.spent, "steps": len(result.losses)}
+    return asdict(cell) | found | {"checkpoint": base.forks.base.found.sha256[:12], "commit": commit()}
+
+
+def recorded(out: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the rows of an earlier call; a last line that was cut off is removed from the file."""
+    lines = out.read_text().splitlines(keepends=True) if out.exists() else []
+    if lines and not lines[-1].endswith("\n"):
+        out.write_text("".join(lines := lines[:-1]))
+    rows = [json.loads(line) for line in lines]
+    return {Cell(*(row[key] for key in Cell.__dataclass_fields__)): row for row in rows}
+
+
+def gaps_of(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Return the loss of `never`, and what it lies above `always`, by base and order."""
+    never, always = (frame[frame.arm == arm].set_index(["base", "order"]).loss for arm in BOUNDS)
+    return never, (never - always).dropna()
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return, by arm and budget, the mean recovered fraction of the base's gap and its standard error over blocks."""
+    frame = pd.DataFrame(rows)
+    never, gaps = gaps_of(frame)
+    gap, keys = gaps.groupby("base").mean(), zip(frame.base, frame.order, frame.loss, strict=True)
+    frame["recovered"] = [(never[base, order] - loss) / gap[base] for base, order, loss in keys]
+    told = {"spent": ("spent", "mean"), "recovered": ("recovered", "mean"), "error": ("recovered", "sem")}
+    return frame.groupby(["arm", "budget"], sort=False).agg(**told, n=("recovered", "size"))
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("--base", default="shipped", help="run folders, with commas between them")
+    parser.add_argument("--orders", type=int, default=3)
+    asked = parser.parse_args()
+    scene, known = SCENES[asked.scene], recorded(asked.out)
+    bases = {}
+    for name in asked.base.split(","):
+        forks = Forks(name, print)
+        parts = forks.parts(forked(forks, scene.low, *scene.words))
+        bases[forks.base.name] = Ranked(forks, parts, scored(parts) if scene.pins else {})
+    blocks = [(base, order) for order in range(asked.orders) for base in bases]
+    for arms in ([*BOUNDS.items()], arms_of(scene)):
+        for base, order in blocks:
+            for arm, budget in arms:
+                if (cell := Cell(base, asked.scene, arm, budget, order)) in known:
+                    continue
+                known[cell] = run(cell, scene, bases[base])
+                with asked.out.open("a") as rows:
+                    rows.write(json.dumps(known[cell]) + "\n")
+                print(f"{base}, order {order}, {arm}, {budget:.1%}: {known[cell]['loss']:.4f}", flush=True)
+        gaps = gaps_of(pd.DataFrame(known.values()))[1]
+        if len(gaps) > 1 and not stats.ttest_1samp(gaps, 0.0, alternative="greater").pvalue < 0.05:
+            print(f"no gap (mean {gaps.mean():.4f} nats): no other arm is run")
+            return
+    print(table([*known.values()]).round(4).to_string())
+
+
+if __name__ == "__main__":
+    main()

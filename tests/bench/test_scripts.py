@@ -1,0 +1,219 @@
+"""benchmarks/ as far as a CPU can run it in seconds: tiny models, few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Cast
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+if not BENCHMARKS.is_dir():
+    pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
+
+sys.path.insert(0, str(BENCHMARKS))
+divergence, gpu, price, spend, step, timing = map(
+    import_module, ("divergence", "gpu", "price", "spend", "step", "timing")
+)
+
+
+# ---- arms that take turns ----
+
+
+def test_the_order_turns_and_rounds_below_0_are_not_kept() -> None:
+    now, log = [0.0], []
+
+    def work(name: str, seconds: float) -> None:
+        log.append(name)
+        now[0] += seconds
+
+    arms = {name: lambda name=name, s=s: work(name, s) for name, s in (("a", 2.0), ("b", 3.0), ("c", 5.0))}
+    found = timing.alternate(arms, range(-1, 3), lambda: now[0])
+    assert "".join(log) == "cababcbcacab"
+    assert {name: values.tolist() for name, values in found.items()} == {"a": [2.0] * 3, "b": [3.0] * 3, "c": [5.0] * 3}
+
+
+def test_the_interval_of_a_median_narrows_with_n() -> None:
+    draws = np.random.default_rng(0).normal(1.0, 0.1, 1000)
+    few, many = (timing.spread(draws[:n]) for n in (20, 1000))
+    assert few["low"] <= few["median"] <= few["high"] and abs(many["median"] - 1.0) < 0.02
+    assert many["high"] - many["low"] < 0.5 * (few["high"] - few["low"])
+
+
+def test_the_cpu_clock_is_for_the_cpu_alone() -> None:
+    with pytest.raises(ValueError, match="clock"):
+        timing.clock_of(torch.device("cuda"), "cpu")
+
+
+@pytest.mark.slow
+def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["step.py", str(tmp_path / "out.json"), *tiny_words, "--rounds", "1", "--clock", "cpu", "--only"]
+    monkeypatch.setattr(sys, "argv", [*words, "controller"])
+    step.main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["no controller", *step.SIGNALS]
+    monkeypatch.setattr(sys, "argv", [*words, "saved"])
+    step.main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    sizes = {row["arm"]: row["value"] for row in rows if "value" in row}
+    assert 0.25 < sizes["int4"] < 0.4 and 0.5 < sizes["int8"] < 0.6
+
+
+# ---- the GPU script ----
+
+
+def rows_of(section: str, out: Path) -> list[dict[str, Any]]:
+    assert gpu.main([str(out), "--device", "cpu", "--tiny", "--only", section]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
+
+
+def test_on_one_device_everything_is_equal(tmp_path: Path) -> None:
+    rows = rows_of("correctness", tmp_path / "out.json")
+    assert {row["least_share_of_equal_elements"] for row in rows if row["what"] == "cast"} == {1.0}
+    assert {row[name] for row in rows if row["what"] == "saved" for name in ("codes", "scales", "values")} == {1.0}
+    for row in rows:
+        if row["what"] == "linear":
+            stochastic = row["path"].startswith("nvfp4") and row["path"] != "nvfp4_no_sr"
+            assert stochastic or row["gpu_to_cpu"] == [999.0] * 3, row
+    hardware = {row["recipe"]: row for row in rows if row["what"] == "hardware"}
+    assert hardware["llm_int8"]["sqnr_to_simulation"] == [999.0] * 3
+    assert min(hardware["fp8_hybrid"]["sqnr_to_simulation"]) > 40 and "refused" in hardware["nvfp4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "what", "arms"), [("control", "step", 5), ("paths", "path", 11), ("compiled", "step", 5)]
+)
+def test_sections(section: str, what: str, arms: int, tmp_path: Path) -> None:
+    rows = rows_of(section, tmp_path / "out.json")
+    assert len({row["arm"] for row in rows if row["what"] == what}) == arms
+    if section == "paths":
+        saved = {row["arm"]: row for row in rows if row["what"] == "memory" and "saved_bytes" in row}
+        assert all(row["saved_bytes"] == row["predicted_bytes"] for row in saved.values())
+        assert saved["int4"]["saved_bytes"] < 0.28 * saved["bf16"]["saved_bytes"]
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([str(tmp_path / "out.json"), "--device", "cpu", "--only", "speed"]) == 2
+    assert capsys.readouterr().err.startswith("gpu: --only speed")
+    if not torch.cuda.is_available():
+        assert gpu.main([str(tmp_path / "out.json")]) == 2
+
+
+# ---- divergence ----
+
+
+def course(errors: list[float]) -> Any:
+    made = divergence.Course([], [], 40)
+    for error in errors:
+        if not made.add(error, 0.5):
+            break
+    return made.row()
+
+
+def test_diverged_is_what_rose_and_did_not_come_back() -> None:
+    assert not course([40.0 - i for i in range(40)])["diverged"]
+    assert course([1.0] * 36 + [3.1] * 4)["diverged"]
+    assert not course([1.0] * 36 + [2.9] * 4)["diverged"]
+    assert not course([1.0] * 10 + [500.0] * 20 + [2.0] * 10)["diverged"]
+    lost = course([1.0] * 8 + [math.nan, math.inf] * 16)
+    assert lost["diverged"] and lost["steps"] == 18 and lost["not_finite"] == 9
+    back = course([1.0] * 8 + [math.inf] * 9 + [1.0] * 23)
+    assert not back["diverged"] and back["steps"] == 40
+
+
+def test_the_norm_is_cast_as_its_reader_reads_and_recovers_with_it() -> None:
+    student = divergence.Student(32, 1)
+    norm, up = student.layers[0].norm, student.layers[0].up_proj
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.0)
+        norm.bias.uniform_(-0.1, 0.1)
+    x = torch.randn(4, 32)
+    plain = norm(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        setting = divergence.Setting("mxint2", 0.1)
+        controller = divergence.attached(student, setting, divergence.ranked("random", 0.5), 0)
+    cast = Cast.of("int2/mx")
+    assert cast is not None
+    gain, bias = (quantize(p.detach()[None], cast, 1)[0][0] for p in (norm.weight, norm.bias))
+    wanted = torch.nn.functional.layer_norm(x, (32,), gain, bias)
+    assert not torch.allclose(plain, wanted, atol=0.05)
+    torch.testing.assert_close(norm(x), wanted)
+    up.switch(True)
+    torch.testing.assert_close(norm(x), plain)
+    controller.detach()
+
+
+def test_every_arm_trains_and_spends_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergence, "BATCH", 8)
+    setting = divergence.Setting("mxint2", 0.05, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = {name: divergence.trained(setting, arm, 0) for name, arm in divergence.ARMS.items()}
+    spent = {name: run.row()["spent"] for name, run in runs.items()}
+    assert all(len(run.errors) == 2 and all(map(math.isfinite, run.errors)) for run in runs.values())
+    assert spent["never"] == spent["layer norm's parameters"] == spent["SkipStep"] == 0
+    assert spent["always"] == 1 and spent["fprop"] == pytest.approx(1 / 3, abs=1e-3)
+    assert spent["first two blocks"] == 0.5 and spent["fprop from the half on"] == pytest.approx(1 / 6, abs=1e-3)
+    for name in ("GNMR", "price", "random"):  # chosen from the second step on
+        assert spent[f"{name}, 4 of 8 operators"] == 0.25
+        assert spent[f"{name}, fprop of 6"] == 0.125
+
+
+# ---- prices and forks of the shipped base ----
+
+
+@pytest.mark.slow
+def test_prices_rank_operators_as_the_loss_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(price, "MEASURED", 8)
+    monkeypatch.setattr(price, "HELD_OUT", 16)
+    rows = {row.get("score"): row for row in price.truth(price.Forks("shipped"), "sim_e2m1", 1)}
+    assert rows["price"]["spearman"] > 0.5 > rows["mse"]["spearman"]
+    assert 0.3 < rows["price"]["share"] <= rows["truth"]["share"] + 0.05
+    assert rows[None]["operators"] == 28
+
+
+@pytest.mark.slow
+def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out, made = tmp_path / "forks.jsonl", list[str]()
+
+    def run(cell: Any, scene: Any, base: Any) -> dict[str, Any]:
+        made.append(cell.arm)
+        spend.config_of(cell, scene, base)
+        loss = {"never": 3.0, "always": 2.0}.get(cell.arm, 2.5) + cell.order / 100
+        return {**spend.asdict(cell), "loss": loss, "spent": cell.budget}
+
+    monkeypatch.setattr(spend, "run", run)
+    monkeypatch.setattr(sys, "argv", ["spend.py", str(out), "quick", "--orders", "2"])
+    spend.main()
+    assert len(made) == 2 * 7 and made[:4] == ["never", "always"] * 2
+    out.write_text(out.read_text()[:-20])  # killed while it wrote
+    spend.main()
+    assert len(made) == 2 * 7 + 1 and len(out.read_text().splitlines()) == 2 * 7
+    assert "recovered" in capsys.readouterr().out
+
+
+def test_recovered_fractions_by_hand() -> None:
+    losses = {"never": (3.0, 3.2), "always": (2.0, 2.2), "price": (2.5, 2.45)}
+    rows = [
+        {"base": "a", "arm": arm, "budget": 0.1, "order": order, "loss": loss, "spent": 0.1}
+        for arm, both in losses.items()
+        for order, loss in enumerate(both)
+    ]
+    found: pd.DataFrame = spend.table(rows)
+    assert (
+        found.loc[("price", 0.1), "recovered"] == pytest.approx(0.625) and found.loc[("never", 0.1), "recovered"] == 0
+    )
