@@ -35,7 +35,7 @@ import gnmr
 from gnmr.control.spec import NO_CAP
 from gnmr.lab.train.provenance import commit
 from gnmr.lab.train.transforms import build_transform
-from gnmr.lab.train.transforms.base import StepContext, Transform
+from gnmr.lab.train.transforms.transform import StepContext, Transform
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe

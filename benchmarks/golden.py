@@ -48,7 +48,7 @@ STRESSES = {
     "underflow": "scale_up",
 }
 """Part of a run's name: its kind of fault."""
-TRANSFORMS = ["adagc", "agc", "gradient_stabilizer", "norm_clip", "skip_step", "spam", "stable_spam", "zclip"]
+TRANSFORMS = ["agc", "gradient_stabilizer", "skip_step", "stable_spam"]
 STEP_KEYS = (
     "loss",
     "grad_norm_pre_clip",

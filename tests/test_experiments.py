@@ -78,7 +78,7 @@ def test_a_kind_of_stress(kind):
         (("precision.recovery=null",), "int4"),
         (("precision.low=fp8_hybrid", "precision.recovery=bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
         (("controller.signal=gnmr", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
-        (("controller.signal=zscore", "optim.transform.name=spam"), "int4_int8-zscore-spam"),
+        (("controller.signal=mse", "optim.transform.name=agc"), "int4_int8-mse-agc"),
         (("precision.name=mine", "controller.name=held"), "mine-held"),
         (("precision.name=mine", "arm=other"), "other"),
         (("controller.signal=module:Own",), "int4_int8-Own"),

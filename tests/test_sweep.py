@@ -163,7 +163,7 @@ def test_a_mistake_in_all_cells_writes_nothing(gnmr, tiny_words, tmp_path):
     assert "Key 'unknown' not in 'Config'" in gnmr("train", *tiny_words, SEEDS, "unknown=1", "-m").mistake
     assert "nowhere: there is no such folder" in gnmr("train", *tiny_words, "-m", "--config-dir=nowhere").mistake
     assert "controller.alpha=-1.0: must be" in gnmr("train", *tiny_words, "controller.alpha=-1,-2", "-m").mistake
-    for words in (["memory_plan=true"], ["++memory_plan=true,false"], ["hydra.sweeper.max_batch_size=0"]):
+    for words in (["++nosuch=true,false"], ["hydra.sweeper.max_batch_size=0"]):
         assert gnmr("train", *tiny_words, SEEDS, *words, "-m").mistake
     assert not (tmp_path / "runs").exists()
 

@@ -150,8 +150,8 @@ def _run_config(folder: Path) -> Config:
 def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -> list[Finding]:
     """Puts a run's model on its low path and adds its own lists; what its config declares in vain."""
     from gnmr.doctor.audit import unused_recipes
-    from gnmr.lab.train.build import build_converted
     from gnmr.lab.train.checkpoint import load_model
+    from gnmr.lab.train.model import build_converted
 
     if subject.plan is None:
         subject.plan = build_converted(subject.model, config.precision, config.training.seed)

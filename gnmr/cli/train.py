@@ -15,16 +15,15 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.words import runs
-from gnmr.console import activation, say, shared, shown_command, wiping
-from gnmr.distributed.launch import is_first, is_torchrun, launch, started
+from gnmr.console import activation, say, shared, shown_command
+from gnmr.distributed.torchrun import is_first, is_torchrun, started
 from gnmr.errors import RunFailed, UserError, told_as, writing
 from gnmr.lab.config import Config, ControllerConfig, load
 from gnmr.lab.config.compose import choices_of, conf_dir, register, with_base, with_plan
@@ -186,44 +185,28 @@ def run_cell(composed: DictConfig) -> None:
     refuse_arm(config, settings)
     refuse_sizes(config, settings.overrides.task)
 
-    if not config.memory_plan:
-        from gnmr.lab.train.folder import done_already, run_folder
+    from gnmr.lab.train.folder import done_already, run_folder
 
-        tell = say if is_first() else _silent
-        if done_already(config, tell):
-            if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and is_first():
-                _tell_next(config)
-            return
-        if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-            tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
+    tell = say if is_first() else _silent
+    if done_already(config, tell):
+        if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and is_first():
+            _tell_next(config)
+        return
+    if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
+        tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
 
     if config.plan is not None:
         from gnmr.lab.train.build import check_plan
 
         check_plan(config)
-    if config.memory_plan:
-        from gnmr.lab.train.memory_plan import plan_run
-
-        say(str(plan_run(config)))
-        return
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
-    if config.parallel == "none" and config.training.processes is None and not is_torchrun():
-        folder = _train(config, command)
-        if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-            with suppress(UserError, OSError):  # records that cannot be read: the run is done all the same
-                _show_beside(folder)
-        return
-    from gnmr.lab.train.parallel import refuse_processes
-
-    refuse_processes(config)
     if settings.mode == RunMode.MULTIRUN and started() > 1:
-        raise UserError(f"-m: torchrun has started {started()} processes; a sweep starts its own: training.processes=N")
-    if (processes := config.training.processes) is None:
-        _train(config, command)
-    else:
-        config = replace(config, training=replace(config.training, processes=None))
-        launch(processes, rank_of_run, config, command)
+        raise UserError(f"-m: torchrun has started {started()} processes; run one cell at a time by torchrun")
+    folder = _train(config, command)
+    if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and not is_torchrun():
+        with suppress(UserError, OSError):  # records that cannot be read: the run is done all the same
+            _show_beside(folder)
 
 
 def _train(config: Config, command: str) -> Path:
@@ -246,24 +229,6 @@ def _train(config: Config, command: str) -> Path:
 
 def _silent(_: str) -> None:
     """In the place of `say` in other processes than the first."""
-
-
-def rank_of_run(config: Config, command: str) -> tuple[str, Any]:
-    """One of the processes that a run starts itself: how it ended (`launch`)."""
-    if config.records.live in ("off", "log"):
-        wiping()  # the bar of a sweep may stand there
-    try:
-        _train(config, command)
-    except UserError as error:
-        return "mistake", str(error)
-    except RunFailed as error:
-        return "failed", str(error)
-    except SystemExit as error:
-        why = error.__cause__  # of a process that is not the first
-        if isinstance(why, (UserError, RunFailed)):
-            return ("mistake" if isinstance(why, UserError) else "failed"), str(why)
-        return "ended", error.code
-    return "done", None
 
 
 def _tell_next(config: Config) -> None:

@@ -1,11 +1,11 @@
-"""Whose gradients a mean is over: the processes of a run, or virtual workers, all played by one process.
+"""The workers over which gradients are averaged: the ranks of a run, or virtual workers that one process plays.
 
-A tensor of (K, ...) holds a row for each of the K workers that this process has: 1 of a rank, all of virtual ones.
+Shapes: K is the number of workers that this process has (1 for a rank, all of the virtual ones).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,27 +14,29 @@ from gnmr.distributed import world
 from gnmr.distributed.reduce import reaching
 from gnmr.errors import whole
 
+T = TypeVar("T")
+
 
 class Workers(Protocol):
-    """Data parallel workers, some of them here."""
+    """Data parallel workers, of which this process has `here`."""
 
     @property
     def size(self) -> int:
-        """How many there are in all."""
+        """The number of all workers."""
         ...
 
     @property
     def here(self) -> slice:
-        """Which of them this process has."""
+        """The workers of this process."""
         ...
 
     def mean(self, x_KN: Tensor) -> Tensor:
-        """(K, N) -> (N,), the mean over all workers, the same bits in every process: one collective."""
+        """Return the mean over all workers, (K, N) -> (N,), the same bits in every process."""
         ...
 
 
 class VirtualWorkers:
-    """Workers that one process plays: all their gradients are here."""
+    """Workers that one process plays; it holds all their gradients."""
 
     def __init__(self, number: int) -> None:
         whole(2, workers=number)
@@ -42,12 +44,12 @@ class VirtualWorkers:
         self.here = slice(0, number)
 
     def mean(self, x_KN: Tensor) -> Tensor:
-        """No collective."""
+        """Return the mean without a collective."""
         return x_KN.mean(0)
 
 
 class RankWorkers:
-    """The processes of torch.distributed's default group, one worker each. ValueError where there is one alone."""
+    """The ranks of the default process group, one worker each. Raises ValueError if there is only one."""
 
     def __init__(self) -> None:
         self.size = world.size()
@@ -56,8 +58,15 @@ class RankWorkers:
             raise ValueError("compressed gradients need data parallelism, here is one process: start several of them")
 
     def mean(self, x_KN: Tensor) -> Tensor:
-        """One all-reduce, which does not wait for the device. RunFailed where another process is gone."""
+        """Return the mean by one all-reduce, without waiting for the device. Raises RunFailed if a rank is gone."""
         total = x_KN[0].clone()
         with reaching():
             torch.distributed.all_reduce(total)
         return total.div_(self.size)
+
+
+def done(value: T) -> torch.futures.Future[T]:
+    """Return a completed future, as DDP's communication hooks do."""
+    future: torch.futures.Future[T] = torch.futures.Future()
+    future.set_result(value)
+    return future

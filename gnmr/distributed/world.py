@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from gnmr.distributed.launch import started
+from gnmr.distributed.torchrun import started
 from gnmr.errors import RunFailed, UserError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.world import World
 from gnmr.errors import UserError
 
-KINDS = ("none", "ddp", "fsdp", "hsdp")
+Compressed: TypeAlias = GreedyLore | PowerSgd
 
 
 class Wrapped:
@@ -35,7 +35,7 @@ class Wrapped:
         """When this rank came to the last point of a step up to which it waited for no other; 0: not yet."""
         self.workers = 1
         """Over how many workers gradients are a mean."""
-        self.compressed: GreedyLore | PowerSgd | None = None
+        self.compressed: Compressed | None = None
         self.own: dict[int, Tensor] | None = None
         """What this process's last backward pass left of each parameter before it was reduced, by the parameter's id;
         None: it is not kept (`keep_own`)."""
@@ -61,7 +61,7 @@ class Wrapped:
 class _Virtual(Wrapped):
     """One process that plays all workers: micro-batch i is worker i modulo their number's."""
 
-    def __init__(self, model: nn.Module, compressed: GreedyLore | PowerSgd) -> None:
+    def __init__(self, model: nn.Module, compressed: Compressed) -> None:
         super().__init__(model)
         self.compressed, self._reduce, self.workers = compressed, compressed.reduce, compressed.workers.size
         self._of_worker: list[list[Tensor | None]] = []
@@ -90,9 +90,7 @@ class _Virtual(Wrapped):
 class _DDP(Wrapped):
     """The inner model keeps its names; `arrived`: its own gradients were there."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, size: int, compressed: GreedyLore | PowerSgd | None
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, size: int, compressed: Compressed | None) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         from torch.nn.parallel import DistributedDataParallel
 
@@ -158,10 +156,10 @@ def wrap(
     kind: str,
     world: World,
     device: torch.device,
-    compressed: GreedyLore | PowerSgd | None = None,
+    compressed: Compressed | None = None,
     partly: bool = False,
 ) -> Wrapped:
-    """The model as `world` runs it, by a word of `KINDS`; parameters may be others afterwards (FSDP2).
+    """The model as `world` runs it, by `parallel` (none, ddp, fsdp, hsdp); parameters may be others afterwards (FSDP2).
 
     `compressed`: in one process with virtual workers, else of DDP's. `partly`: whether a pass may leave out parts of
     the model, in some processes others than in the next. UserError where this PyTorch's FSDP2 cannot have that.

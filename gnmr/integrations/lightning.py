@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gnmr.attachment import AttachedController, attach, specs_of
+from gnmr.attachment import AttachedController, attach
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
-from gnmr.integrations.tally import Tally
+from gnmr.integrations.shared import Tally, check_options, resuming
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -50,10 +50,7 @@ class GnmrCallback(Callback):
 
     def __init__(self, **options: Any) -> None:
         """`options` of `gnmr.attach`. TypeError for an unknown one."""
-        asked = dict(options)
-        for name in ("plan", "steps", "seed", "record"):
-            asked.pop(name, None)
-        specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
+        check_options(options)
         self.controller: AttachedController | None = None
         """None before fitting begins."""
         self.decision: Decision | None = None
@@ -171,16 +168,11 @@ class GnmrCallback(Callback):
     def _load(self, saved: dict[str, Any]) -> None:
         assert self.controller is not None
         try:
-            self.controller.load_state_dict(saved["controller"])
-        except UserError:  # of the records
+            with resuming("the checkpoint"):
+                self.controller.load_state_dict(saved["controller"])
+        except UserError:
             self.detach()
             raise
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            self.detach()
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"the checkpoint cannot be resumed here ({reason}): use the model and paths it was saved with"
-            ) from error
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

@@ -18,7 +18,6 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, install, nearest
-from gnmr.integrations.tally import Tally
+from gnmr.integrations.shared import Tally, resuming
 from gnmr.integrations.torchtitan_rules import (
     ControlSection,
     check_version,
@@ -314,11 +313,6 @@ class _State(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """UserError for one that does not fit."""
-        try:
+        with resuming("the checkpoint"):
             saved = torch.load(io.BytesIO(state["controller"]), map_location="cpu", weights_only=True)
             self._controller.load_state_dict(saved)
-        except (ValueError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"the checkpoint cannot be resumed here ({reason}): use the model and paths it was saved with"
-            ) from error

@@ -5,10 +5,10 @@
     trainer.train()
 
 A Trainer has no event between the last backward pass of a step and clipping: `on_pre_optimizer_step` comes after both.
-So the callback goes around the Trainer's own methods instead, those that its documentation offers for overriding, of
-this one object: `training_step` (forward and backward of a micro-batch; norms are read when the step's last returns),
-`prediction_step` (evaluation is on the 16-bit path), `log` (its numbers stand in the Trainer's own entries, wherever
-they go) and `train` (to know which checkpoint is resumed). Subclasses that override these work.
+The callback therefore wraps methods of this one Trainer, which its documentation offers for overriding: `training_step`
+(forward and backward of a micro-batch; norms are read when the step's last one returns), `prediction_step` (evaluation
+is on the 16-bit path), `log` (figures are added to the Trainer's own entries) and `train` (to know which checkpoint is
+resumed). Subclasses that override these work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,11 +25,11 @@ from typing import Any
 
 import torch
 
-from gnmr.attachment import AttachedController, attach, specs_of
+from gnmr.attachment import AttachedController, attach
 from gnmr.attachment.blame import Levels, Verdict
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
-from gnmr.integrations.tally import Tally
+from gnmr.integrations.shared import Tally, check_options, resuming
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -48,22 +47,18 @@ STATE_FILE = "gnmr.pt"
 class GnmrCallback(TrainerCallback):
     """Routes the units of the Trainer's model while it trains; one callback for one Trainer.
 
-    - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. Once an optimizer step it waits for
-      the device, under FP16's loss scale twice.
+    - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. The callback waits for the device
+      once an optimizer step, under FP16's loss scale twice.
     - Every entry of the Trainer's log that has a loss gets `Tally.figures` over the steps since the last one.
-    - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it. Where
-      a checkpoint has none, or one that does not fit, that is a `UserError`.
-
-    - With `record=FOLDER` among the options the records have the loss, rate and evaluations of the Trainer; a training
-      that resumes goes on in the same folder.
-
-    - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to say
-      what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. Where the
-      loss is not finite by the low path of some units, they are put on the recovery path and the step is tried again.
+    - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it.
+    - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer.
+    - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to find
+      what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. If the low
+      path of some units makes the loss non-finite, they are put on the recovery path and the step is tried again.
       `verdicts=False` turns it off; in several processes there are none.
 
-    In several processes (torchrun, DDP) all have the same set. What it cannot do is refused with a `UserError`: several
-    devices in one process, FSDP, DeepSpeed, tensor parallelism, `auto_find_batch_size` and hyperparameter search.
+    In several processes (torchrun, DDP) all have the same set. Raises UserError for several devices in one process,
+    FSDP, DeepSpeed, tensor parallelism, `auto_find_batch_size` and hyperparameter search.
     """
 
     def __init__(
@@ -74,12 +69,11 @@ class GnmrCallback(TrainerCallback):
         verdicts: bool = True,
         **options: Any,
     ) -> None:
-        """`controller`: attached to the Trainer's model by the caller, who detaches it; or else `options` of
-        `gnmr.attach`: the model is then attached when training begins and detached when it ends (after an error
-        midway it is not: `callback.controller.detach()`).
+        """Either `controller`, which the caller attached and detaches, or `options` of `gnmr.attach`.
 
-        Add it to the Trainer afterwards. TypeError for an unknown option, UserError for a Trainer that is not
-        supported, and where the Trainer is missing: one that is still being made cannot have it among `callbacks`.
+        With options the model is attached when training begins and detached when it ends (not after an error midway:
+        `callback.controller.detach()`). Add the callback to the Trainer afterwards. Raises TypeError for an unknown
+        option, UserError for a Trainer that is missing or not supported.
         """
         if not isinstance(trainer, Trainer):
             what = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"
@@ -91,10 +85,7 @@ class GnmrCallback(TrainerCallback):
             raise UserError(
                 f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
             )
-        asked = dict(options)
-        for name in ("plan", "steps", "seed", "record"):
-            asked.pop(name, None)
-        specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
+        check_options(options)
         _check(trainer, attached=controller is not None)
         self.trainer = trainer
         self.controller = controller
@@ -262,18 +253,11 @@ def load_state(controller: AttachedController, folder: Path, step: int) -> None:
     file = folder / STATE_FILE
     if not file.exists():
         raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrCallback; resume it without")
-    try:
+    with resuming(file):
         saved = torch.load(file, map_location="cpu", weights_only=True)
         if saved["step"] != step:
             raise ValueError(f"it is of step {saved['step']}, the checkpoint of step {step}")
         controller.load_state_dict(saved["controller"])
-    except UserError:  # of the records
-        raise
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{file} cannot be resumed here ({reason}): use the model and paths it was saved with"
-        ) from error
 
 
 def _check(trainer: Trainer, attached: bool) -> None:

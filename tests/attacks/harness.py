@@ -58,7 +58,7 @@ TINY = [
 """Words of a run of twelve steps and seven units, with thresholds so low that the controller is busy."""
 _SCOUTS = (
     ["train", *TINY, "run_dir=scout"],
-    ["train", "-m", *TINY, "training.steps=1", "training.seed=0,1", "hydra/launcher=joblib", "memory_plan=true"],
+    ["train", "-m", *TINY, "training.steps=1", "training.seed=0,1", "hydra/launcher=joblib"],
     ["report", "scout"],
     ["replay", "scout", "alpha=1.2"],
     ["eval", "scout", "tasks=[perplexity]"],

@@ -106,7 +106,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
         ("eval", "STOPPED", "tasks=[wikitext2,hellaswag]", "data=odd", "limit=1", "block=16", "out=s.json"),
         (0, 2),
     ),
-    "tune": (("train", "model=pretrained", "scale=finetune_cpu", "model.checkpoint=odd", "memory_plan=true"), (0, 2)),
+    "tune": (("train", "model=pretrained", "scale=finetune_cpu", "model.checkpoint=odd", "training.steps=1"), (0, 2)),
     "train": (("TRAIN", "run_dir=odd"), (0, 1, 2)),
     "fork": (("TRAIN", "base=odd", "run_dir=forked"), (0, 1, 2)),
 }

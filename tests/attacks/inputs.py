@@ -396,7 +396,7 @@ def _systematic(draw: random.Random) -> Iterator[Input]:
     for key, kind in _keys():
         for value, expect in _of_key(key, kind, draw):
             more = (("faults.kind=noise",) if key.startswith("stress.") else ()) + (
-                ("memory_plan=true",) if expect == EITHER else ()
+                ("--cfg=job",) if expect == EITHER else ()
             )
             yield Input((*TRAIN, *more, f"{key}={value}"), expect, (key.rpartition(".")[2],))
 
@@ -452,8 +452,8 @@ records.monitor=[no] | faults.kind=noise faults.windows=[[2,9]]
 faults.kind=noise faults.windows=[[1,99999999999999999999]]
 faults.kind=noise precision.low=bf16 | faults.kind=noise faults.windows=[[1,2],[2,1]]
 faults.kind=noise faults.rate=0 | model.outlier_channels.number=99 | model.outlier_channels.window=[1,3]
-model.outlier_channels.gain=1e39 | optim.transform.name=spam optim.transform.options.grace=600 | optim.betas=[nan,0.9]
-optim.betas=[0.9] | optim.name=scale optim.transform.name=spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
+model.outlier_channels.gain=1e39 | optim.transform.name=agc optim.transform.options.clip=-1 | optim.betas=[nan,0.9]
+optim.betas=[0.9] | optim.name=scale optim.transform.name=stable_spam | optim.lr=1e39 | optim.lr=1e30 | optim.lr=0
 optim.weight_decay=1e39 | optim.warmup_frac=2 | model.init_std=1e39 | model.norm_eps=1e39 | model.rope_theta=1e400
 training.dtype=float16 | training.device=tpu | training.threads=100000 | training.seed=4611686018427387904
 scores.tasks=[nosuch] | scores.tasks=[[gsm8k]] | scores.tasks=[wikitext2]
@@ -497,7 +497,7 @@ model=pretrained model.checkpoint=model-deep scale=finetune_cpu
 """Behind `gnmr train`: keys and grammar; contradictions; sizes; places; data; checkpoints; the user's own YAML."""
 
 LEGAL = """
-memory_plan=true | arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
+arm='ä' | arm='x y' | arm='🙂' | run_dir='a b' | run_dir=a/b/c | training.seed=4611686018427387903
 controller.max_o=2147483647 | optim.betas=[0,0] | optim.clip_norm=1e-30 | controller.alpha=null controller.beta=null
 controller.alpha=1e39 | training.keep_checkpoints=1000000 | training.max_nonfinite_streak=1 | precision.low=bf16
 optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | precision.backend=simulated precision.low=bf16
@@ -505,12 +505,12 @@ optim.lr=1e-30 | data.path=binary.txt | controller.hold=1000000 | precision.back
 """
 
 DOUBTFUL = """
-training.steps=1000000000000000 memory_plan=true | training.accumulation=99999999999999 memory_plan=true
+training.accumulation=99999999999999
 runs_dir='' | run_dir=' ' | data.cache_dir=cache | data.path=surrogate.jsonl | data.path=unbroken.txt
 data.path=zeros.txt | data.path=utf16.txt
-model.num_layers=1000000000 memory_plan=true | model.hidden_size=100000000 memory_plan=true
-training.batch_size=9999999999999 memory_plan=true | model=moe model.experts.number=100000 memory_plan=true
-training.seq_len=1000000000000 memory_plan=true | arm='\u202eabc' | data.vocab_size=2147483648 memory_plan=true
+model.num_layers=1000000000 model.hidden_size=100000000
+training.batch_size=9999999999999 model=moe model.experts.number=100000
+training.seq_len=1000000000000 arm='\u202eabc' | data.vocab_size=2147483648
 run_dir='a\nb'
 run_dir='a\udcffb' | data.text_column='a\udcffb' | records.wandb=online | hydra.output_subdir=.hydra
 hydra.job.chdir=true | hydra.run.dir=elsewhere | controller.trigger=1e-300 | +training.steps=1
@@ -518,7 +518,7 @@ faults.kind=noise faults.magnitude=1e39 | faults.kind=noise faults.duration=2147
 """
 
 SWEEPS = """
-memory_plan=true | training.stps=1,2 | nosuch=1,2 | sweep=nosuch | training.steps=-1 | training.steps=-1,-2 | --nosuch
+training.stps=1,2 | nosuch=1,2 | sweep=nosuch | training.steps=-1 | training.steps=-1,-2 | --nosuch
 training.seed=0,1 data.path=nowhere | experiment_name=a/b training.seed=0,1 | run_dir='' training.seed=0,1
 hydra/launcher=nosuch training.seed=0,1 | hydra.sweep.dir=/proc/x training.seed=0,1 | hydra.sweep.dir=plain_file
 training.seed=range(0,10,0) | training.seed=range(0,1000000000) | training.seed=choice() | training.seed=,

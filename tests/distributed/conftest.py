@@ -46,6 +46,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
         yield call
 
 
+@pytest.fixture
+def numbered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of a run of one process, as under torchrun, whose micro-batches draw as those of several processes do."""
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    return ["parallel=ddp"]
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """As `pair`, of four."""

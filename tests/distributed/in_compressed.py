@@ -73,7 +73,6 @@ def compress(
     return {
         "sets": sets,
         "sent": sent,
-        "held_back": compressed.held_back(),
         "model": model.state_dict(),
         "compressed": compressed.state_dict(),
         "controller": controller.state_dict(),

@@ -8,7 +8,6 @@ import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partialmethod
 from typing import Any
 
 import torch
@@ -143,19 +142,17 @@ def train(
     slow: int | None = None,
     other_seed: bool = False,
     other_data: str | None = None,
-    backend: str | None = None,
 ) -> Any:
     """The run of this config by both ranks: what was said, or how it ended.
 
     `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
-    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one. `backend`: of torch.compile.
+    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
     from gnmr.lab.evaluation.in_training import RunScorer
     from gnmr.lab.train import build, loop
     from gnmr.lab.train.run import run
-    from gnmr.precision import ConvertedModel
 
     def opened(config: Any, *rest: Any) -> Any:
         if other_data is not None and world.rank() == 1:
@@ -182,7 +179,6 @@ def train(
         config = replace(config, training=replace(config.training, seed=7))
     said: list[str] = []
     before, loop.Steps, open_data, build.open_data = loop.Steps, Steps, build.open_data, opened
-    compiled, ConvertedModel.compile = ConvertedModel.compile, compiling(backend)  # type: ignore[method-assign]
     together = World(world.rank(), world.size())
     try:
         run(replace(config, parallel=parallel), said.append, world=together, scorer=RunScorer())
@@ -190,16 +186,7 @@ def train(
         return end.code
     finally:
         loop.Steps, build.open_data = before, open_data
-        ConvertedModel.compile = compiled  # type: ignore[method-assign]
     return said
-
-
-def compiling(backend: str | None) -> Any:
-    """`ConvertedModel.compile` with a backend that takes no minutes."""
-    from gnmr.precision import ConvertedModel
-
-    options = {} if backend is None else {"backend": backend}
-    return partialmethod(ConvertedModel.compile, **options)
 
 
 def apart() -> None:
@@ -228,15 +215,6 @@ def unreduced() -> None:
     outer = wrapped(model, "ddp")
     with outer.no_sync():
         outer(torch.full((2, 16), 1.0 + world.rank())).sum().backward()
-    controller.step()
-
-
-def refused(how: str = "ddp", **options: Any) -> None:
-    """What `attach` says of these options."""
-    model = net()
-    controller = gnmr.attach(model, targets=["*_proj"], max_o=1, **options)
-    outer = wrapped(model, how)
-    outer(torch.ones(2, 16)).sum().backward()
     controller.step()
 
 

@@ -12,14 +12,10 @@ from gnmr.control.evidence import UpdateNorms, spike_share, weight_std
 from gnmr.control.units import Unit
 from gnmr.distributed.reduce import Ranks
 from gnmr.lab.train.transforms import TRANSFORMS
-from gnmr.lab.train.transforms.base import StepContext, tensor_norms
+from gnmr.lab.train.transforms.transform import StepContext, tensor_norms
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "norm_clip": {"max_norm": 0.01},
-    "zclip": {"warmup": 2, "z_threshold": 0.01},
-    "adagc": {"warmup": 1, "ratio": 0.3},
     "agc": {"clip": 0.001},
-    "spam": {"threshold": 0.5, "grace": 1, "reset_every": 3},
     "stable_spam": {"theta": 0.5, "reset_every": 3},
     "gradient_stabilizer": {},
     "skip_step": {"window": 4, "min_values": 3, "sigmas": 0.01},

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import in_ranks
+import numpy as np
 import pytest
 import torch
 
-import gnmr.control
+from gnmr.distributed import world
+from gnmr.distributed.reduce import Ranks
+from gnmr.errors import RunFailed
 
 pytestmark = [
     pytest.mark.xdist_group("pair"),
@@ -104,19 +105,13 @@ def test_ranks_that_went_apart_end_in_one_line_on_each(pair: Pair, case: str, li
         assert told.startswith(line) and "\n" not in told
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"signal": "gsnr"}, "micro_square: needs each micro-batch's own gradient, and 2 processes have the mean"),
-    ],
-)
-def test_signals_that_are_no_sums_are_refused_by_name(pair: Pair, options: dict[str, Any], line: str) -> None:
-    for told in pair("refused", **options):
-        assert told.startswith(f"ValueError: {line}")
-
-
-def test_the_controller_knows_no_process_group() -> None:
-    for file in Path(gnmr.control.__file__).parent.rglob("*.py"):
-        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
-        assert not names & {"distributed", "all_reduce"}, file
-        assert "import torch.distributed" not in file.read_text() and "from torch.distributed" not in file.read_text()
+@pytest.mark.parametrize("size", [2, 1000, 8192])
+def test_the_guard_is_exact_for_thousands_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "size", lambda: size)
+    ranks = Ranks()
+    for digest in (0xFFFFF, 714_025):
+        same = np.array([size * digest, size * digest**2, 0.0, 0.0])
+        ranks.check(same, step=1)
+        other = np.array([-1.0, (digest - 1) ** 2 - digest**2, 0.0, 0.0])  # of one rank, by one
+        with pytest.raises(RunFailed, match="ranks disagree in step 1"):
+            ranks.check(same + other, step=1)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gnmr.errors import UserError
-from gnmr.lab.config import Config, config_hash
-from gnmr.lab.config.compose import compose
+from gnmr.lab.config import Config
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -110,26 +109,6 @@ class TestRanks:
         for told in pair("train", config=config, parallel="ddp"):
             assert told.startswith("UserError: compression.name=powersgd: a run cannot be continued")
 
-    def test_powersgd_of_two_ranks_is_that_of_virtual_workers(
-        self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
-    ) -> None:
-        """In float64, of a model that is one bucket of DDP's: torch draws by bucket."""
-        from gnmr.lab.train.run import run
-
-        def config(name: str) -> Config:
-            words = [*TWO, "compression.name=powersgd", "compression.dense_steps=2", "training.steps=6"]
-            found = tiny(f"run_dir={tmp_path / name}", *words)
-            object.__setattr__(found.training, "dtype", "float64")
-            return found
-
-        run(config("one"), lambda _: None)
-        pair("train", config=config("two"), parallel="ddp")
-        one, two = left(tmp_path / "one"), left(tmp_path / "two")
-        assert [row["numbers_sent"] for row in one["steps"]] == [row["numbers_sent"] for row in two["steps"]]
-        assert [row["numbers_sent_frac"] < 0.2 for row in one["steps"]] == [False] * 2 + [True] * 4
-        for key, weight in one["state"]["model"].items():
-            torch.testing.assert_close(two["state"]["model"][key], weight, rtol=0, atol=1e-9)
-
     def test_other_numbers_of_workers(
         self, pair: Callable[..., list[Any]], tiny: Callable[..., Config], tmp_path: Path
     ) -> None:
@@ -161,13 +140,10 @@ def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(
 MISTAKES = {
     "compression.workers=null": "compression.name=greedylore: needs data parallelism: parallel=ddp",
     "compression.rank=31": "compression.rank=31: layers.0.self_attn.q_proj is 32 wide, above",
-    "compression.targets=[embed_tokens]": "compression.targets: embed_tokens is an embedding or the head",
     "compression.dense_steps=12": "compression.dense_steps=12: the run has 12 steps: nothing is compressed",
     "compression.workers=4": "training.accumulation=3: 4 workers need a micro-batch of a step each",
     "precision.recovery=int8": "precision.recovery=int8: compression.name=greedylore: the controller routes gradients",
     "controller.signal=price": "controller.signal=price: price is measured of operators",
-    "controller.observe=input_grad": "controller.observe=input_grad: gradients that are sent are parameters'",
-    "compression.basis=best": "compression.basis=best: must be one of greedy, random",
 }
 
 
@@ -179,23 +155,3 @@ def test_what_cannot_be_compressed_is_one_line(tiny: Callable[..., Config], tmp_
         run(tiny(f"run_dir={tmp_path / 'run'}", *TWO, word), lambda _: None)
     assert str(told.value).startswith(MISTAKES[word]) and "\n" not in str(told.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_the_word_of_the_other_section_is_told(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
-    told = gnmr("train", *tiny_words, "parallel.compression=greedylore").mistake
-    assert told == (
-        "parallel.compression=greedylore: parallel has no keys of its own: did you mean compression.name=greedylore?"
-    )
-
-
-def test_without_compression_a_run_is_called_as_before(tiny: Callable[..., Config]) -> None:
-    assert config_hash(tiny()) == config_hash(tiny("compression.rank=3"))
-    assert config_hash(tiny(*TWO)) != config_hash(tiny(*TWO, "compression.rank=3"))
-    assert tiny(*TWO, "compression.basis=random").arm_name == "bf16-greedylore-r4-random-basis-gnmr"
-
-
-def test_the_setting_of_the_paper_composes() -> None:
-    config = compose(["experiment=compressed_gradients", "scale=130m"])
-    asked = config.compression
-    assert (asked.rank, asked.refresh_every, asked.dense_steps, asked.workers) == (32, 200, 1000, 2)
-    assert config.training.accumulation % 2 == 0 and config.model.hidden_size == 768

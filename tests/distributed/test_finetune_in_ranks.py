@@ -25,8 +25,6 @@ pytestmark = [
 ]
 WORDS = ["training.accumulation=2", "training.batch_size=2", "training.steps=6", "optim.lr=0.01"]
 LORA = ["model.adapter.rank=2", "model.adapter.dropout=0.2", "precision.unit=block", "controller.observe=adapter"]
-NUMBERED = ["parallel=ddp", "training.processes=1"]
-"""One process whose micro-batches draw as those of several do."""
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,12 @@ def test_adapters_are_those_of_one_process(
     train: Callable[..., Path],
     tuned: list[str],
     tmp_path: Path,
+    numbered: list[str],
     parallel: str,
     paths: list[str],
 ) -> None:
     words = [*tuned, *LORA, *paths]
-    one = everything(train(tmp_path / "one", *words, *NUMBERED))
+    one = everything(train(tmp_path / "one", *words, *numbered))
     config = tiny(f"run_dir={tmp_path / 'run'}", *words)
     assert pair("train", config=config, parallel=parallel, stop=4) == [128 + signal.SIGTERM] * 2
     told = pair("train", config=config, parallel=parallel)

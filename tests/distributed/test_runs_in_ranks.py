@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from in_ranks import compiling
 
-from gnmr.distributed import digests, world
+from gnmr.distributed import shards, world
 from gnmr.distributed.world import ALONE
 from gnmr.errors import UserError
 from gnmr.lab.config import Config
-from gnmr.precision import ConvertedModel
 from gnmr.records.reader import read_json, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -43,7 +41,7 @@ def digested(folder: Path, alone: dict[str, Any]) -> None:
     """The digests of the run's weights were taken in time, and the last is that of one process."""
     found = {row["step"]: row["weights_digest"] for row in read_jsonl(folder / "steps.jsonl") if row["weights_digest"]}
     assert found.keys() == {4, 8} and found[4] != found[8]
-    assert found[8] == digests.of_run(alone["state"]["model"], ALONE, 8)
+    assert found[8] == shards.digest(alone["state"]["model"], ALONE, 8)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def test_shards_leave_the_same_weights_and_sets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [("ddp", "none"), ("fsdp", "none", "fsdp"), ("none", "fsdp")], ids="-".join)
+@pytest.mark.parametrize("ways", [("ddp", "none"), ("fsdp", "none", "fsdp")], ids="-".join)
 def test_a_run_goes_on_with_another_number_of_processes(
     pair: Callable[..., list[Any]],
     tiny: Callable[..., Config],
@@ -152,14 +150,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 FAULTS = {
-    "noise": ["faults.kind=noise", "faults.rate=200", "faults.duration=2", "faults.share=0.5"],
     "bit_flip": ["faults.kind=bit_flip", "faults.windows=[[2,3]]", "precision.low=sim_e2m1", "precision.recovery=bf16"],
     "stale_scale": ["faults.kind=stale_scale", "faults.windows=[[4,4]]", "faults.targets=[up_proj]"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "parallel"), [("noise", "fsdp"), ("bit_flip", "ddp"), ("stale_scale", "fsdp")])
+@pytest.mark.parametrize(("fault", "parallel"), [("bit_flip", "ddp"), ("stale_scale", "fsdp")])
 def test_faults_hit_what_they_hit_in_one_process(
     pair: Callable[..., list[Any]],
     tiny: Callable[..., Config],
@@ -172,7 +169,7 @@ def test_faults_hit_what_they_hit_in_one_process(
     told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
     assert isinstance(told[0], list), told
     one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
-    sound = left(train(tmp_path / "sound", *WORDS, *(w for w in words if w.startswith("paths."))))
+    sound = left(train(tmp_path / "sound", *WORDS, *(w for w in words if w.startswith("precision."))))
     for part in ("model", "optimizer", "extras"):  # extras: what stale_scale remembers
         assert differences(one["state"].get(part), two["state"].get(part)) == []
     assert [row["loss"] for row in one["steps"]] == [row["loss"] for row in two["steps"]]
@@ -216,7 +213,6 @@ RANDOM = {
     "nvfp4": ["precision.low=nvfp4", "precision.recovery=bf16", "precision.backend=simulated"],
     "dropout": ["precision.low=sim_int8", "precision.recovery=bf16", "controller.observe=adapter"],
 }
-NUMBERED = ["parallel=ddp", "training.processes=1"]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +227,7 @@ def test_random_numbers_are_those_of_a_micro_batch_whoever_has_it(
     tiny: Callable[..., Config],
     train: Callable[..., Path],
     tmp_path: Path,
+    numbered: list[str],
     what: str,
     parallel: str,
 ) -> None:
@@ -242,7 +239,7 @@ def test_random_numbers_are_those_of_a_micro_batch_whoever_has_it(
         words += ["model.adapter.dropout=0.3", "optim.lr=0.01"]
     told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
     assert isinstance(told[0], list), told
-    two, one = left(tmp_path / "run"), left(train(tmp_path / "one", *words, *NUMBERED))
+    two, one = left(tmp_path / "run"), left(train(tmp_path / "one", *words, *numbered))
     for part in ("model", "optimizer", "plan", "rng"):
         assert differences(one["state"][part], two["state"][part]) == []
     assert [row["loss"] for row in one["steps"]] == [row["loss"] for row in two["steps"]]
@@ -297,40 +294,6 @@ def test_experts_without_tokens_on_a_rank_or_on_all(
         assert [row["loss"] for row in one["steps"]] == pytest.approx([row["loss"] for row in two["steps"]], rel=1e-2)
 
 
-COMPILED = {
-    "between": ["training.compile=true"],
-    "graphs": ["training.compile=true", "precision.low=sim_e2m1", "precision.recovery=bf16", "precision.unit=block"],
-    "checkpointed": ["training.activation_checkpointing=true", "model.num_layers=2"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "parallel"),
-    [("between", "ddp"), ("graphs", "fsdp"), ("checkpointed", "fsdp"), ("checkpointed", "ddp")],
-)
-def test_compiled_and_checkpointed_blocks_leave_the_same(
-    pair: Callable[..., list[Any]],
-    tiny: Callable[..., Config],
-    train: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    parallel: str,
-) -> None:
-    words = [*WORDS, *COMPILED[what], "controller.max_o=1", "training.steps=4"]
-    config = tiny(f"run_dir={tmp_path / 'run'}", *words)
-    told = pair("train", config=config, parallel=parallel, backend="aot_eager")
-    assert isinstance(told[0], list), told
-    assert any("training.compile" in line for line in told[0]) == ("training.compile=true" in words)
-    monkeypatch.setattr(ConvertedModel, "compile", compiling("aot_eager"))
-    one, two = left(train(tmp_path / "one", *words)), left(tmp_path / "run")
-    for part in ("model", "optimizer", "plan"):
-        assert differences(one["state"][part], two["state"][part]) == []
-    assert one["events"], "a run without promotions shows little"
-    assert [row["unit"] for row in one["events"]] == [row["unit"] for row in two["events"]]
-
-
 @pytest.mark.slow
 def test_every_rank_scores_and_the_first_records(
     pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
@@ -350,20 +313,10 @@ def test_every_rank_scores_and_the_first_records(
 
 MISTAKES = [
     (["training.accumulation=1"], "ddp", "training.accumulation=1: 2 processes need a micro-batch of a step each"),
-    (
-        ["training.accumulation=3"],
-        "fsdp",
-        "training.accumulation=3: under parallel=fsdp it must be a multiple of the 2",
-    ),
+    (["training.accumulation=3"], "fsdp", "training.accumulation=3: under parallel=fsdp it must be a multiple of"),
     ([*WORDS], "hsdp", "parallel=hsdp: needs an even number of processes, 4 or more, here are 2; use fsdp"),
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
-    ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
-    ([*WORDS, "precision.backend=te"], "ddp", "precision.backend=te: is for one process so far, here are 2"),
-    (
-        [*WORDS, "controller.signal=gsnr"],
-        "fsdp",
-        "controller: micro_square: needs each micro-batch's own gradient, and 2",
-    ),
+    ([*WORDS, "controller.signal=gsnr"], "fsdp", "controller: micro_square: needs each micro-batch's own gradient"),
 ]
 
 
@@ -410,8 +363,6 @@ def test_an_address_in_use_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 def test_several_processes_have_to_be_started(gnmr: Callable[..., Any], tiny_words: list[str]) -> None:
     told = gnmr("train", *tiny_words, "parallel=fsdp").mistake
-    assert told.startswith("parallel=fsdp: needs several processes: torchrun --nproc-per-node N -m gnmr train ..., or")
-    told = gnmr("train", *tiny_words, "training.processes=2").mistake
-    assert told == "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"
+    assert told.startswith("parallel=fsdp: needs several processes: torchrun --nproc-per-node N -m gnmr train ...")
     told = gnmr("train", *tiny_words, "parallel=both").mistake
     assert told.startswith("parallel=both: must be one of none, ddp, fsdp, hsdp")

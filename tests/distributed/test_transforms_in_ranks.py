@@ -121,7 +121,7 @@ def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_", "evidence", "parallel"),
-    [("oracle", "true_gap", "ddp"), ("oracle", "true_gap", "fsdp"), ("gsnr", "micro_square", "ddp")],
+    [("oracle", "true_gap", "fsdp"), ("gsnr", "micro_square", "ddp")],
 )
 def test_what_takes_passes_or_gradients_of_its_own_is_that_of_one_process(
     pair: Callable[..., list[Any]],

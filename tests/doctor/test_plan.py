@@ -271,7 +271,6 @@ def test_train_refuses_another_model_and_paths_beside_it(
     words = [*tiny_words, f"plan={file}", "model.num_layers=2"]
     line = f"plan={file}: is the plan of another model: of 7 operators; this one, of 14, has layers.1.self_attn.q_proj"
     assert gnmr("train", *words).mistake.startswith(line)
-    assert gnmr("train", *words, "memory_plan=true").mistake.startswith(line)
     assert gnmr("train", *tiny_words, "plan=nowhere.json").mistake == "plan=nowhere.json: there is no such file"
     assert not (tmp_path / "runs").exists()
 

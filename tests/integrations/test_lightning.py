@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import runpy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,25 +24,6 @@ def fits() -> ModuleType:
     import lightning_fits
 
     return lightning_fits
-
-
-def test_what_the_log_shows_and_what_is_left(fits: ModuleType, tmp_path: Path) -> None:
-    """Every third step, over three steps; afterwards plain linears."""
-    module = fits.Module()
-    from lightning.pytorch.loggers import CSVLogger
-
-    callback = fits.fit(tmp_path, module, logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=3)
-    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
-    told = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-    assert [row["step"] for row in told] == ["2", "5"]
-    for row, window in zip(told, (callback.seen[:3], callback.seen[3:]), strict=True):
-        on = [int(decision.in_force.sum()) for decision in window]
-        assert float(row["gnmr/promotion_frac"]) == pytest.approx(sum(on) / 9)
-        assert float(row["gnmr/hit_max_o_frac"]) == pytest.approx(sum(on) / 3)  # max_o is 1
-        assert float(row["gnmr/max_risk"]) == pytest.approx(max(d.risk.max() for d in window))
-    promotions = sum(event.event == "promote" for decision in callback.seen for event in decision.events)
-    assert sum(float(row["gnmr/promotions"]) for row in told) == promotions > 0
-    assert not any(isinstance(one, PathLinear) for one in module.modules())
 
 
 def test_validation_is_on_the_16_bit_path(fits: ModuleType, tmp_path: Path) -> None:
@@ -138,13 +117,3 @@ def test_what_is_not_supported(fits: ModuleType, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("gnmr.integrations.lightning.SingleDeviceStrategy", fits.pl.strategies.FSDPStrategy)
     with pytest.raises(UserError, match="strategy SingleDeviceStrategy is not supported"):
         fits.fit(tmp_path)
-
-
-def test_the_example(fits: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parent.parent.parent / "examples" / "lightning_loop.py"
-    pytest.importorskip("transformers")
-    names = runpy.run_path(str(path))
-    names["main"](["--steps", "12"])
-    told = re.findall(r"^step +(\d+) .*promotions (\S+)  loss (\S+)$", capsys.readouterr().out, flags=re.M)
-    assert [int(step) for step, *_ in told] == list(range(1, 13))
-    assert float(told[-1][2]) < float(told[0][2]) - 0.5 and any(float(number) for _, number, _ in told)

@@ -71,51 +71,6 @@ def test_adapter_norms_are_those_of_the_matrices_in_the_unit(unit: str) -> None:
         assert norm == pytest.approx(torch.cat(own).norm().item(), rel=1e-5)
 
 
-def test_without_adapters_there_is_a_way_out() -> None:
-    """Named in the error and in the warning; the model is left as it was."""
-    model = llama().requires_grad_(False)
-    with pytest.raises(ValueError, match=r"unit 'model.layers.0' has no trainable parameter; .*observe='input_grad'"):
-        gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block", observe="adapter")
-    with pytest.raises(ValueError, match="observe='outputs': must be one of parameters, adapter, input_grad"):
-        gnmr.attach(model, observe="outputs")
-    assert not any(isinstance(module, gnmr.precision.PathLinear) for module in model.modules())
-    with pytest.warns(UserWarning, match=r"3 of 3 units .*observe='adapter' where .*else observe='input_grad'"):
-        gnmr.attach(model, low="sim_int8", recovery="bf16", unit="block")
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_frozen_int8_layers_without_adapters(reentrant: bool | None) -> None:
-    """Only the embedding is trained: attentions (which return tuples) and MLPs are watched by their outputs'
-    gradients, the same under the library's own checkpointing."""
-    blocks = token_blocks(2)
-    plain, model = llama().requires_grad_(False), llama().requires_grad_(False)
-    for each in (plain, model):
-        each.get_input_embeddings().requires_grad_(True)
-    outputs: dict[str, Tensor] = {}
-    for name, module in plain.named_modules():
-        if name.endswith(("self_attn", "mlp")):
-            module.register_forward_hook(
-                lambda _m, _i, y, name=name: outputs.__setitem__(name, y[0] if isinstance(y, tuple) else y)
-            )
-    static = gnmr.attach(plain, low="sim_int8", recovery=None, unit="layer", observe="input_grad")
-    loss = loss_of(plain, blocks)
-    for y in outputs.values():
-        y.retain_grad()
-    loss.backward()
-
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.train()
-    hooks = [dict(module._forward_hooks) for module in model.modules()]
-    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", unit="layer", observe="input_grad", max_o=1)
-    loss_of(model, blocks).backward()
-    decision = controller.step()
-    assert decision.units == list(outputs) == static.names and decision.observed.all()
-    assert decision.norm.tolist() == pytest.approx([y.grad.norm().item() for y in outputs.values()], rel=1e-5)
-    controller.detach()
-    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
-
-
 def shaken(model: nn.Module) -> nn.Module:
     """Adapters that say something."""
     torch.manual_seed(3)
@@ -141,17 +96,9 @@ def low_losses(weights: str, dora: bool = False, safe: bool = False) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("dora", "safe"), [(False, False), (True, True)])
 def test_codes_beside_a_weight_follow_adapters_that_are_merged_and_taken_out(dora: bool, safe: bool) -> None:
     assert low_losses("beside", dora, safe) == low_losses("online", dora, safe)
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_an_adapter_is_not_merged_into_codes(dora: bool) -> None:
-    line = r"^weights='instead': of the weight of model\.layers\.0\.self_attn\.q_proj INT8 codes alone .* merging$"
-    with pytest.raises(ValueError, match=line):
-        low_losses("instead", dora)
 
 
 def test_adapters_that_are_added_switched_to_and_deleted_are_watched() -> None:

@@ -125,7 +125,6 @@ def assert_same(theirs: list[Decision], ours: list[Decision], rtol: float) -> No
 
 SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], float]] = {
     "full": (llama, {**ROUTED, "low": "int4", "recovery": "int8"}, {}, 1e-5),
-    "lora": (lora_llama, LORA, {}, 1e-5),
     "lora_bf16": (lora_llama, LORA, {"bf16": True}, 1e-5),
     "lora_input_grad": (lora_llama, {**LORA, "observe": "input_grad", "unit": "operator", "max_o": 3}, {}, 1e-5),
     "gsnr": (lora_llama, {**LORA, "signal": SIGNALS["gsnr"], "routing": "ranked", "unit": "layer"}, {}, 1e-5),
@@ -285,22 +284,6 @@ def test_a_recorded_training_is_made_longer(tmp_path: Path) -> None:
     train("mine-s0", 4, resume=True)
     run = load(tmp_path / "records" / "mine-s0").check()
     assert run.status == "done" and run.steps["step"].tolist() == [1, 2, 3, 4] and (run.steps["loss"] > 0).all()
-
-
-def test_a_calibration_that_is_not_over_is_told(tmp_path: Path) -> None:
-    model = lora_llama()
-    controller = gnmr.attach(model, **LORA)
-    controller.calibrate(steps=100)
-    trainer, _ = made(model, tmp_path, {"controller": controller}, max_steps=2)
-    with pytest.warns(UserWarning, match="still calibrating after 2 of 100 steps"):
-        trainer.train()
-
-
-def test_a_callback_that_was_not_added_warns(tmp_path: Path) -> None:
-    trainer = Trainer(lora_llama(), arguments(tmp_path, max_steps=1), train_dataset=Blocks(TOKENS))
-    GnmrCallback(trainer, **LORA)
-    with pytest.warns(UserWarning, match="was not added to its Trainer"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["nan", "spike", "none"])

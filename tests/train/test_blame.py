@@ -140,7 +140,7 @@ def spiky(monkeypatch) -> None:
             "optim.clip_norm=1",
         ],
         pytest.param(["precision.low=fp8_delayed", "precision.recovery=bf16"], marks=pytest.mark.slow),
-        pytest.param([*MOE, *FORWARD, "optim.transform.name=zclip"], marks=pytest.mark.slow),
+        pytest.param([*MOE, *FORWARD, "optim.transform.name=agc"], marks=pytest.mark.slow),
     ],
     ids=["formats", "delayed", "moe"],
 )

@@ -38,15 +38,6 @@ def test_another_seed_gives_another_run(train, tmp_path):
     assert all(x != y for x, y in zip(*losses, strict=True))
 
 
-def test_the_seed_of_rounding_matters(train, tmp_path):
-    """With stochastic rounding the first loss is the same as to nearest (exact forward), the second is not."""
-    losses = [
-        [row["loss"] for row in read_jsonl(train(tmp_path / name, f"precision.rounding={name}") / "steps.jsonl")]
-        for name in ("nearest", "stochastic")
-    ]
-    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
-
-
 @pytest.mark.slow
 def test_the_order_does_not_depend_on_paths_or_controller(train, tmp_path, batches):
     arms = {

@@ -187,7 +187,7 @@ def test_a_skipped_step_moves_nothing(assembled, blocks_of):
     assert result.skipped and set(shown(result, "update_norm").values()) == {0.0}
 
 
-@pytest.mark.parametrize("transform", [[], ["optim.transform.name=norm_clip", "optim.transform.options.max_norm=1e-6"]])
+@pytest.mark.parametrize("transform", [[], ["optim.transform.name=agc", "optim.transform.options.clip=1e-7"]])
 def test_spike_share_is_of_the_gradient_that_backward_left(transform, assembled, blocks_of):
     """Second moments made small in one unit, so that some of its coordinates spike; clipping comes after."""
     words = [FP32, "controller.signal=always_low"]
@@ -266,7 +266,7 @@ LOOKING_ON = {
     "stochastic": ["precision.rounding=stochastic"],
     "forward": ["precision.site=forward", "optim.clip_norm=0.1"],
     "checkpointing": ["training.activation_checkpointing=true"],
-    "transform": ["optim.transform.name=spam", "optim.transform.options.grace=1"],
+    "transform": ["optim.transform.name=stable_spam"],
     "faults": ["faults.kind=bit_flip", "faults.windows=[[2,3]]"],
     "stale": ["faults.kind=stale_scale", "faults.windows=[[3,3]]", "precision.rounding=stochastic"],
     "stale_forward": [

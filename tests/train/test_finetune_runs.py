@@ -15,8 +15,8 @@ from everything import differences, everything
 from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
-from gnmr.lab.train.build import Parts, assemble, training_blocks, validation
-from gnmr.lab.train.step import TrainStep, evaluate, loss_of, num_targets
+from gnmr.lab.train.build import Parts, assemble, training_blocks
+from gnmr.lab.train.step import TrainStep, loss_of, num_targets
 from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -100,35 +100,6 @@ def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Wor
     train(tmp_path / "run", *words)
 
 
-def test_the_oracle_changes_nothing_under_dropout(train, tmp_path: Path, lora: Words) -> None:
-    plain = everything(train(tmp_path / "plain", *lora))
-    seen = everything(train(tmp_path / "oracle", *lora, "records.evidence=[true_gap]"))
-    assert differences(plain["state"]["model"], seen["state"]["model"]) == []
-
-
-def test_a_hub_name_is_known_by_the_weights_that_are_loaded(base: Path, tmp_path: Path, monkeypatch) -> None:
-    from huggingface_hub import constants
-
-    from gnmr.lab.models import pretrained
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(pretrained, "_fetched", pretrained._fetched.__wrapped__)  # each fetch is a process's first
-    repository = tmp_path / "models--somebody--letters"
-    (repository / "refs").mkdir(parents=True)
-
-    def push(commit: str) -> Path:
-        (repository / "refs" / "main").write_text(commit)
-        return shutil.copytree(base, repository / "snapshots" / commit)
-
-    push("a" * 40)
-    assert pretrained.fingerprint("somebody/letters") == pretrained.fingerprint(str(base))
-    weight = load("somebody/letters", torch.float32, torch.device("cpu")).lm_head.weight
-    assert torch.equal(weight, load(str(base), torch.float32, torch.device("cpu")).lm_head.weight)
-    config = push("b" * 40) / "config.json"
-    config.write_text(config.read_text() + " ")
-    assert pretrained.fingerprint("somebody/letters") != pretrained.fingerprint(str(base))
-
-
 def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -> None:
     """Micro-batches hold unequal numbers of targets."""
     parts = assembled(
@@ -145,17 +116,6 @@ def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -
     result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
     assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
     assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
-
-
-def test_evaluation_is_the_mean_over_all_targets(assembled) -> None:
-    parts = assembled()
-    held_out = validation(parts.config, parts.corpus, 5)
-    parts.model.eval()
-    with torch.no_grad(), parts.converted.high_precision():
-        whole = float(loss_of(parts.model, held_out))
-    parts.model.train()
-    assert evaluate(parts.model, parts.converted, held_out, 2) == pytest.approx(whole, rel=1e-6)
-    assert parts.model.training
 
 
 def test_a_gradient_that_is_not_finite_leaves_adapters_and_moments(assembled) -> None:
@@ -214,22 +174,6 @@ def test_what_a_frozen_base_cannot_have(train, tmp_path: Path, lora: Words, word
     assert not (tmp_path / "run").exists()
 
 
-def test_norms_of_micro_batches_with_unequal_targets_are_their_own(assembled) -> None:
-    parts = assembled("records.evidence=[micro_square]", "model.adapter.dropout=0.0")
-    blocks = training_blocks(parts.config, parts.corpus, None)
-    batches = [blocks.next(2), blocks.next(2)]
-    expected = torch.zeros(3, dtype=torch.float64)
-    for batch in batches:
-        own = torch.autograd.grad(
-            loss_of(parts.model, batch), [p for u in parts.controller.units for p in u.parameters]
-        )
-        squares = torch.stack([g.double().square().sum() for g in own]).view(3, -1).sum(dim=1)
-        expected += squares / 2
-    assert num_targets(batches[0]) != num_targets(batches[1])
-    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
-    assert result.decision.evidence["micro_square"] == pytest.approx(expected.numpy(), rel=1e-4)
-
-
 def test_a_llama_of_ours_is_exported_and_fine_tuned(train, tmp_path: Path, lora: Words, rows: Path) -> None:
     """Pre-training, export, fine-tuning: the whole path, and weights that arrive unchanged."""
     first = train(tmp_path / "first", "training.export_hf=true", "model.num_layers=2")
@@ -258,9 +202,3 @@ def test_a_run_that_is_done_is_exported_from_its_last_checkpoint(train, tmp_path
     with pytest.raises(UserError, match=r"training.export_hf=true: .* is done, and its last checkpoint is gone"):
         train(folder, "training.export_hf=true")
     assert (folder / "DONE").exists()
-
-
-def test_a_model_without_a_layout_there_is_refused_before_it_trains(tiny, train, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"training\.export_hf"):
-        train(tmp_path / "run", "model.name=gpt", "training.export_hf=true")
-    assert not (tmp_path / "run").exists()

@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 import torch
 from everything import differences, everything, in_child
-from wandb_files import history_of, parts_of
 
 from gnmr.cli import main
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
-from gnmr.records.ratios import rows_of_steps
-from gnmr.records.reader import read_jsonl, read_ratios
 
 RICH = [
     "precision.rounding=stochastic",
@@ -34,24 +31,10 @@ RICH = [
     "controller.init_frac=0.75",
     "controller.warmup_frac=0.25",
 ]
-GPT = [
-    "model.name=gpt",
-    "model.num_layers=2",
-    "training.dtype=float32",
-    "precision.site=forward",
-    "controller.t_lock=3",
-]
 MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "controller.t_lock=2"]
 LEARNED = [*MOE, "model.experts.number=4", "training.activation_checkpointing=true"]
 IDLE = [*MOE, "model.num_layers=1", "model.experts.number=32", "model.experts.routing_seed=0", "optim.weight_decay=0.1"]
 """So many experts that some have had no token when the checkpoint is written."""
-NVFP4 = [
-    "precision.low=nvfp4",
-    "precision.recovery=bf16",
-    "training.activation_checkpointing=true",
-    "training.accumulation=2",
-]
-"""Random numbers in every backward pass."""
 DELAYED = [
     *MOE,
     "model.experts.number=4",
@@ -67,7 +50,6 @@ REAL = [
     "training.accumulation=2",
 ]
 """In eight bits, which CPUs have too."""
-BLOCKS = ["model.num_layers=4", "precision.low=sim_e2m1", "precision.recovery=fp8_delayed", "precision.unit=block"]
 ADAPT = ["model.num_layers=4", "precision.unit=block", "controller.signal=static_k", "controller.routing=ranked"]
 ADAPT += ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "controller.max_o=4"]
 ADAPT += ["controller.options.calibration_frac=0.5", "controller.options.k_frac=0.25"]
@@ -134,23 +116,15 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "within_the_first_checkpoint": (at_file("open", ".writing-step-00000003/.metadata"), []),
     "within_a_checkpoint": (at_file("open", ".writing-step-00000006/.metadata"), []),
     "before_a_checkpoint_has_its_name": (at_file("os.rename", ".writing-step-00000006"), []),
-    "before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), []),
+    "before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), RICH),
     "before_done": (at_file("os.rename", "DONE"), []),
-    "rich_before_the_first_checkpoint": (in_step(2), RICH),
     "rich_between_checkpoints": (in_step(6), RICH),
-    "rich_before_an_old_checkpoint_goes": (at_file("shutil.rmtree", "/step-00000003"), RICH),
-    "gpt_between_checkpoints": (in_step(5), GPT),
     "moe_between_checkpoints": (in_step(5), LEARNED),
-    "moe_with_idle_experts": (in_step(5), IDLE),
     "moe_with_idle_experts_and_scale": (in_step(5), [*IDLE, "optim.name=scale"]),
     "moe_under_delayed_scales": (in_step(5), DELAYED),
-    "stochastic_casts_under_checkpointing": (in_step(5), NVFP4),
-    "blocks_between_recipes": (in_step(5), BLOCKS),
     "in_a_warm_up_in_16_bits": (in_step(4), ADAPT),  # from the checkpoint of step 3
-    "after_a_warm_up_in_16_bits": (in_step(8), ADAPT),
     "scaled_mm_under_delayed_scales": (in_step(5), REAL),
 }
-
 
 QUICK = ("between_checkpoints", "within_a_checkpoint", "rich_between_checkpoints")
 
@@ -192,47 +166,13 @@ def test_killed_twice(train, tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
-    """The newest part holds every step: W&B replaces the history of a run by that of the part uploaded last."""
-    wandb = pytest.importorskip("wandb")
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    words = ["training.steps=60", "training.checkpoint_every=20", "records.wandb=offline", "records.wandb_every=4"]
-    folder = tmp_path / "run"
-
-    def doomed() -> None:
-        in_step(47)()
-        train(folder, *words)
-
-    assert in_child(doomed) == -signal.SIGKILL
-    train(folder, *words)
-    wandb.teardown()
-    first, newest = parts_of(folder)
-    history = history_of(newest)
-    rows = {row["step"]: row for row in read_jsonl(folder / "steps.jsonl")}
-    events = [row["step"] for row in read_jsonl(folder / "events.jsonl") if row["event"] == "promote"]
-    assert list(rows) == list(range(1, 61)) == [step for step in sorted(history) if step in rows] and events
-    ratios = {rows.step: rows for rows in rows_of_steps(read_ratios(folder))}
-    for step, row in rows.items():
-        got = history[step]
-        assert (got["train/loss"], got["recovery/num_active"]) == (row["loss"], row["num_active"])
-        assert got["recovery/promotions"] == sum(one <= step for one in events)
-        units = ratios[step].units if step % 4 == 0 else []
-        want = dict(zip(units, ratios[step].columns["gnmr"].tolist(), strict=False))
-        assert {name[5:]: got[name] for name in got if name.startswith("gnmr/")} == want
-    for row in read_jsonl(folder / "eval.jsonl"):
-        assert history[row["step"]]["val/loss"] == row["val_loss"]
-    before = history_of(first)  # what the killed process sent is the same
-    assert all(before[step]["train/loss"] == rows[step]["loss"] for step in before if step in rows)
-
-
-@pytest.mark.slow
 def test_killed_in_the_second_epoch(train, tmp_path, text_file):
     """A corpus so short that the run goes through it more than once."""
     short = tmp_path / "short.txt"
     short.write_text("\n".join(text_file.read_text().splitlines()[:8]))
     words = [f"data.path={short}", "training.seq_len=8", "training.batch_size=6"]
     whole, folder = train(tmp_path / "whole", *words), tmp_path / "run"
+    assert everything(whole)["host"]["blocks"]["epoch"] >= 1
 
     def doomed() -> None:
         in_step(8)()
@@ -275,17 +215,16 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
     assert differences({**want, "checkpoints": None}, {**got, "checkpoints": None}) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.slow
-def test_a_signal_that_was_ignored_at_the_start_stays_so(number, train, tmp_path):
+def test_a_signal_that_was_ignored_at_the_start_stays_so(train, tmp_path):
     """As under nohup."""
 
     def ignoring() -> None:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         plain = TrainStep.__call__
 
         def call(self: TrainStep, *args: Any) -> Any:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGHUP)
             return plain(self, *args)
 
         TrainStep.__call__ = call  # type: ignore[method-assign]
@@ -377,17 +316,3 @@ def test_the_command_killed_while_it_writes_a_checkpoint(command, gnmr, tiny_wor
     assert gnmr("train", *running.words).code == 0
     assert gnmr("train", *tiny_words, *words, f"run_dir={tmp_path / 'whole'}").code == 0
     assert differences(everything(tmp_path / "whole"), everything(tmp_path / "run")) == []
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.slow
-def test_the_command_stopped_by_a_signal(number, code, command, tmp_path):
-    folder = tmp_path / "run"
-    running = command(folder, "training.steps=1000000")
-    running.wait_for("steps.jsonl")
-    assert running.end(number) == code
-    saved = int(max((folder / "checkpoints").iterdir()).name.removeprefix("step-"))
-    last = running.output.read_text().splitlines()[-1]
-    name = signal.Signals(number).name
-    assert last == f"stopped after step {saved} by {name}, checkpoint saved; the same command continues it"
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == saved

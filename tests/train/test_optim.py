@@ -24,22 +24,11 @@ def test_schedule(step, share):
     assert learning_rate(step, 10, config) == pytest.approx(4e-3 * share, rel=1e-12)
 
 
-def test_schedule_without_warm_up_starts_below_the_peak_and_ends_at_the_floor():
-    config = OptimConfig(lr=1.0, warmup_frac=0.0, min_lr_frac=0.0)
-    assert [round(learning_rate(t, 4, config), 6) for t in range(1, 5)] == [0.853553, 0.5, 0.146447, 0.0]
-
-
-def test_schedule_of_warm_up_alone():
-    config = OptimConfig(lr=1.0, warmup_frac=1.0)
-    assert [learning_rate(t, 4, config) for t in range(1, 5)] == [0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize("scale", ["60m", "130m", "350m", "1.3b"])
-def test_the_papers_schedule(scale):
+def test_the_papers_schedule():
     """Warm-up over the first 10 % of the steps, cosine to 10 % of the peak."""
     from gnmr.lab.config.compose import compose
 
-    config = compose([f"scale={scale}"])
+    config = compose(["scale=60m"])
     steps, peak = config.training.steps, config.optim.lr
     rates = {t: learning_rate(t, steps, config.optim) / peak for t in (1, round(steps / 10), steps)}
     assert rates == pytest.approx({1: 10 / steps, round(steps / 10): 1.0, steps: 0.1}, rel=1e-3)
@@ -62,15 +51,6 @@ def test_only_matrices_decay():
     for name, p in model.named_parameters():
         factor = 1 - 0.5 * 0.1 if p.ndim == 2 else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_moments_have_the_parameters_dtype(dtype):
-    model = model_of_one_step(dtype)
-    optimizer = build_optimizer(model, OptimConfig())
-    optimizer.step()
-    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert len(moments) == 8 and {m.dtype for m in moments} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -107,18 +87,6 @@ def test_a_parameter_that_had_no_gradient_has_its_first_state():
     for p, q in zip(model.parameters(), lazy.parameters(), strict=True):
         assert same_bits(p, q)
         assert all(same_bits(value, optimizers[1].state[q][name]) for name, value in optimizers[0].state[p].items())
-
-
-def test_a_skipped_step_leaves_no_trace_in_the_next():
-    """Moments, weights and the bias correction after skip + step are those of the step alone."""
-    a, b = model_of_one_step(torch.float32), model_of_one_step(torch.float32)
-    optimizers = [build_optimizer(model, OptimConfig(lr=0.1)) for model in (a, b)]
-    skip_where(optimizers[0], torch.tensor(True))
-    optimizers[0].step()
-    for optimizer in optimizers:
-        skip_where(optimizer, torch.tensor(False))
-        optimizer.step()
-    assert all(same_bits(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_clipping():

@@ -44,17 +44,6 @@ def test_places(here: Path) -> None:
     assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
 
 
-def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """Neither HOME nor an entry in passwd, as in containers."""
-
-    def nobody() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", nobody)
-    assert [place(str(here / "x")), place("/scratch/x")] == ["x", "/scratch/x"]
-    assert told_command(f"gnmr train data.path={here}/x run_dir=/scratch/r") == "gnmr train data.path=x run_dir=r"
-
-
 @pytest.mark.parametrize("given", ["{here}/cache", "cache", "{away}/cache"])
 def test_the_token_cache_is_found_from_any_folder(
     given: str, tiny, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,13 +58,6 @@ def test_the_token_cache_is_found_from_any_folder(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert load_subject(str(folder), device="cpu").text.encode("abc", False)
-
-
-def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gnmr.lab.config import DataConfig
-
-    monkeypatch.setenv("GNMR_CACHE", "")
-    assert DataConfig(cache_dir="").cache_dir == "~/.cache/gnmr"
 
 
 def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 from everything import differences, everything, in_child
 from test_kill_and_resume import in_step
 
-from gnmr.lab.config.optim import NEED_ADAM
-from gnmr.lab.train.step import TrainStep
 from gnmr.lab.train.transforms import TRANSFORMS
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
@@ -56,11 +54,7 @@ def plain(train, tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("plain") / "run", "training.steps=3", "optim.lr=1e-2")
 
 
-ARMS = {
-    **{name: transform(name) for name in TRANSFORMS},
-    "scale": SCALE,
-    **{f"scale_{name}": [*SCALE, *transform(name)] for name in TRANSFORMS if name not in NEED_ADAM},
-}
+ARMS = {**{name: transform(name) for name in TRANSFORMS}, "scale": SCALE, "scale_agc": [*SCALE, *transform("agc")]}
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -76,17 +70,6 @@ def test_three_steps(name, train, tmp_path, plain):
     tail = name.removeprefix("scale_")
     header = read_json(folder / "header.json")
     assert header["arm"] == "int4_int8-gnmr" + "-scale" * name.startswith("scale") + f"-{tail}" * (tail != "scale")
-
-
-@pytest.mark.parametrize("name", ["norm_clip", "agc", "adagc"])
-def test_signals_see_the_norms_before_it(name, train, tmp_path):
-    """A transform that all but stops the run leaves the norms as large as they were."""
-    options = {"norm_clip": {"max_norm": 1e-6}, "agc": {"clip": 1e-7}, "adagc": {"warmup_norm": 1e-6}}[name]
-    words = ["training.steps=3", "optim.name=scale", "records.evidence=[update_norm]", "optim.lr=1e-4"]
-    seen, free = train(tmp_path / "a", *words, *transform(name, **options)), train(tmp_path / "b", *words)
-    for step in (1, 2, 3):
-        assert norms(seen, step) == pytest.approx(norms(free, step), rel=0.2)
-    assert min(norms(seen, 3).values()) > 1e-4
 
 
 # ---- steps that a transform leaves out ----
@@ -116,29 +99,10 @@ def test_a_step_that_is_not_finite_counts_with_a_transform_too(train, tmp_path, 
         weight.register_hook(lambda gradient: gradient * (math.nan if next(calls) == 2 else 1.0))
 
     tampered(spoil)
-    rows = rows_of(train(tmp_path / "run", *transform("zclip", warmup=2), "training.steps=4", "optim.clip_norm=0.5"))
+    rows = rows_of(train(tmp_path / "run", *transform("agc"), "training.steps=4", "optim.clip_norm=0.5"))
     assert [row["skipped"] for row in rows] == [False, True, False, False]
     assert [row["nonfinite_total"] for row in rows] == [0, 1, 1, 1]
     assert rows[1]["nonfinite_unit"] == "layers.0.mlp.up_proj" and all(math.isfinite(row["loss"]) for row in rows)
-
-
-# ---- the learning rate ----
-
-
-def test_the_rate_that_is_recorded_is_the_one_that_was_taken(train, tmp_path, monkeypatch):
-    """SPAM warms up anew after each reset of the moments."""
-    taken: list[float] = []
-    plain = TrainStep.__call__
-
-    def call(self, *args):
-        result = plain(self, *args)
-        taken.append(self.optimizer.param_groups[0]["lr"])
-        return result
-
-    monkeypatch.setattr(TrainStep, "__call__", call)
-    rows = rows_of(train(tmp_path / "run", *transform("spam", reset_every=4, warmup=2, grace=1)))
-    assert taken[3] < 0.1 * taken[2]
-    assert [row["lr"] for row in rows] == taken
 
 
 # ---- over a stop ----
@@ -146,9 +110,7 @@ def test_the_rate_that_is_recorded_is_the_one_that_was_taken(train, tmp_path, mo
 STOPS = {
     "stable_spam": transform("stable_spam", reset_every=4),
     "skip_step": SKIP,
-    "spam": transform("spam", reset_every=5, warmup=3, grace=1),
-    "scale_zclip": [*SCALE, *transform("zclip", warmup=2, z_threshold=0.1)],
-    "adagc": [*transform("adagc", warmup=2), "training.dtype=float32", "optim.clip_norm=0.2"],
+    "scale": [*SCALE, *transform("gradient_stabilizer"), "training.dtype=float32", "optim.clip_norm=0.2"],
 }
 
 
@@ -168,4 +130,4 @@ def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path):
     train(folder, *words, say=said.append)
     assert f"continuing after step 6 of {folder}" in said
     assert differences(want, everything(folder)) == []
-    assert "transform" in want["state"].get("extras", {}) or name == "spam"  # it has no state of its own
+    assert "transform" in want["state"]["extras"]

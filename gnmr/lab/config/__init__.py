@@ -69,8 +69,6 @@ class Config:
     parallel: str = "none"
     """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
     compression: CompressionConfig = field(default_factory=CompressionConfig)
-    memory_plan: bool = False
-    """Print what memory the run will need, and train nothing."""
 
     @told_as()
     def __post_init__(self) -> None:
@@ -172,9 +170,7 @@ class Config:
 # hash in the folder's name.
 _OUTSIDE_THE_HASH = (
     "plan",  # what it says stands in paths
-    "memory_plan",
     "parallel",
-    "training.processes",
     "run_dir",
     "runs_dir",
     "data.cache_dir",

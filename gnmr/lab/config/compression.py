@@ -22,8 +22,6 @@ class CompressionConfig:
     """greedylore: steps between two bases, each a dense step."""
     dense_steps: int = 1000
     """Steps at the start in which gradients are sent whole."""
-    basis: str = "greedy"
-    """greedylore: greedy (columns of the basis by what they hold) or random (an orthonormal one, anew in each step)."""
     feedback: bool = True
     """Whether what is not sent is held back and added to the next gradient; false: it is lost."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
@@ -35,7 +33,6 @@ class CompressionConfig:
     @told_as("compression.")
     def __post_init__(self) -> None:
         one_of(NAMES, name=self.name)
-        one_of(("greedy", "random"), basis=self.basis)
         whole(**fields(self, "rank", "refresh_every"))
         whole(0, dense_steps=self.dense_steps)
         whole(2, or_null=True, workers=self.workers)
@@ -50,5 +47,4 @@ class CompressionConfig:
     @property
     def arm(self) -> str:
         """Part of an arm's name: what it is and what differs from the usual."""
-        more = [f"{self.basis}-basis"] * (self.basis != "greedy") + ["no-feedback"] * (not self.feedback)
-        return "-".join([f"{self.name}-r{self.rank}", *more])
+        return f"{self.name}-r{self.rank}" + "-no-feedback" * (not self.feedback)

@@ -7,9 +7,6 @@ from typing import Any
 
 from gnmr.errors import fields, one_of, require, told_as, whole, within
 
-NEED_ADAM = ("spam", "stable_spam")
-"""Transforms that reset Adam's moments."""
-
 
 @dataclass(frozen=True)
 class TransformConfig:
@@ -50,7 +47,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         one_of(("adamw", "scale"), name=self.name)
         adam = self.name == "adamw"
-        sound = adam or self.transform.name not in NEED_ADAM
+        sound = adam or self.transform.name != "stable_spam"
         require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
         require(not adam or not self.options, "options", self.options, "adamw has none")
         if not adam:

@@ -27,9 +27,6 @@ class TrainingConfig:
     threads: int | None = None
     """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit
     for equal thread counts."""
-    processes: int | None = None
-    """Processes on this machine, which the run starts itself, for parallel=ddp, fsdp or hsdp; null: this one, or those
-    that torchrun started."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_sequences: int = 64
@@ -53,7 +50,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
         whole(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))
-        whole(or_null=True, **fields(self, "threads", "processes"))
+        whole(or_null=True, **fields(self, "threads"))
         require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
         one_of(("bfloat16", "float32"), dtype=self.dtype)

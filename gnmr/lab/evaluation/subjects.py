@@ -25,9 +25,9 @@ from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
-from gnmr.lab.train.build import build_converted, pretrained_model
 from gnmr.lab.train.checkpoint import load_model
-from gnmr.lab.train.memory_bound import refuse_run
+from gnmr.lab.train.memory import refuse_run
+from gnmr.lab.train.model import build_converted, pretrained_model
 from gnmr.precision import ConvertedModel, Recipe
 from gnmr.precision.converted import described
 from gnmr.records.reader import read_json

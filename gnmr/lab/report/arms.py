@@ -158,8 +158,7 @@ class Arm:
         get = self.settings.get
         if (name := get("compression.name")) in (None, "none"):
             return None
-        more = [f"{get('compression.basis')} basis"] if get("compression.basis") == "random" else []
-        more += ["no feedback"] if get("compression.feedback") is False else []
+        more = ["no feedback"] if get("compression.feedback") is False else []
         return ", ".join([f"rank {get('compression.rank')} by {name}", *more])
 
     @property

@@ -111,8 +111,6 @@ class Sweep(Sweeper):
         cells: list[Cell] = []
         for words in combinations:
             cell = self._cell(words, len(cells), threads)
-            if cell.config is not None and cell.config.memory_plan:
-                raise UserError("memory_plan=true: plans one run; leave out -m")
             twin = next((other for other in cells if cell.is_run_of(other)), None)  # no run twice
             if twin is None:
                 cells.append(cell)
@@ -178,8 +176,8 @@ def _refuse_tasks(params: Mapping[str, Any]) -> None:
     for key in ("nodes", "tasks_per_node"):
         if (params.get(key) or 1) > 1:
             raise UserError(
-                f"hydra.launcher.{key}={params[key]}: a cell is one task on one node; training.processes=N starts its "
-                "processes there"
+                f"hydra.launcher.{key}={params[key]}: a cell is one task on one node; start a run of "
+                "several processes by torchrun, without -m"
             )
 
 
@@ -340,7 +338,7 @@ def _prepare_data(cells: list[Cell]) -> None:
 def _open_data(config: Config) -> None:
     """Makes the token files of a run where they are not there; UserError for a run that cannot be."""
     from gnmr.lab.train.build import device_of, open_data
-    from gnmr.lab.train.memory_bound import refuse_run
+    from gnmr.lab.train.memory import refuse_run
 
     refuse_run(config, device_of(config.training.device))
     open_data(config, say)

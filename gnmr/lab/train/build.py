@@ -1,8 +1,7 @@
-"""Builds a run from its config: data, model, paths, controller, optimizer. Writes nothing to the run folder."""
+"""Build a run from its config: data, model, paths, controller, optimizer. Nothing is written to the run folder."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,14 @@ from torch import Tensor, nn
 
 from gnmr.attachment import AttachedController, costs_of, norms_of, units_of
 from gnmr.attachment.blame import Levels
-from gnmr.control.evidence import PATH_EVIDENCE
 from gnmr.distributed.compressed import GreedyLore
-from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
-from gnmr.distributed.wrap import Wrapped, wrap
+from gnmr.distributed.wrap import Compressed, Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, told_as
 from gnmr.lab import models
-from gnmr.lab.config import Config, PrecisionConfig
+from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.blocks import Branch, TrainBlocks, validation_blocks
 from gnmr.lab.data.cache import Documents, TokenCorpus
@@ -34,18 +31,18 @@ from gnmr.lab.data.tokens import prepare
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.models import pretrained
-from gnmr.lab.train.base import Base, open_base
 from gnmr.lab.train.checkpoint import Stateful
+from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
 from gnmr.lab.train.compression import CompressedController, build_compression
 from gnmr.lab.train.draws import Draws
-from gnmr.lab.train.memory_bound import refuse_run
+from gnmr.lab.train.fork_base import Base, open_base
+from gnmr.lab.train.memory import refuse_run
+from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
-from gnmr.lab.train.parallel import refuse_compression
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
-from gnmr.precision import ConvertedModel, convert
+from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
-from gnmr.precision.kernels.te import UNREADABLE
 from gnmr.records.disk import sha256
 
 _THREADS = torch.get_num_threads()  # before a run of this process sets its own
@@ -78,9 +75,9 @@ class Parts:
     wrapped: Wrapped | None = None
     """The model as they run it."""
     draws: Draws | None = None
-    """What gives each micro-batch random numbers of its own; None: they draw in turn."""
-    compressed: GreedyLore | PowerSgd | None = None
-    """What sends their gradients, where these are compressed."""
+    """Seeds each micro-batch's random numbers; None: they are drawn in turn."""
+    compressed: Compressed | None = None
+    """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
         """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
@@ -88,14 +85,6 @@ class Parts:
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
         return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
-
-
-class Stress(Stateful, Protocol):
-    """A disturbance of known place and time."""
-
-    def begin_step(self, step: int) -> None:
-        """Switches the disturbance on or off for step `step` (from 1)."""
-        ...
 
 
 class Blocks(Stateful, Protocol):
@@ -111,14 +100,14 @@ class Blocks(Stateful, Protocol):
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
-    """The parts of a run at its start. The same config and seed give the same weights, order and plan."""
+    """Return the parts of a run at its start. The same config and seed give the same weights, order and plan."""
     with world.agreed():
         device = device_of(config.training.device)
         refuse_run(config, device)
         base = base_of(config)
         _check_shapes(config, device)
     if world.size > 1:
-        world.from_first(lambda: open_data(config, say, base) and None)  # what it makes the others find
+        world.from_first(lambda: open_data(config, say, base) and None)  # the other ranks find what it makes
     with world.agreed():
         corpus = open_data(config, say, base)
         refuse_run(config, device, corpus.vocab_size)
@@ -131,7 +120,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
 
 
 def base_of(config: Config) -> Base | None:
-    """What the run is forked from. UserError for a base that is none, or one of another model, data or optimizer."""
+    """Return the base that the run is forked from. Raises UserError if it has another model, data or optimizer."""
     if config.base is None:
         return None
     base = open_base(config.base)
@@ -150,9 +139,35 @@ def build_parts(
     keep: bool = False,
     world: World = ALONE,
 ) -> Parts:
-    """`assemble` without its checks, of data that is open; `keep`: the base's state stays in memory for the next."""
+    """Return what `assemble` returns, of data that is open; `keep`: hold the base's state in memory for the next."""
+    training, stress = config.training, list[Stress]()
+    device = device_of(training.device)
     with world.agreed():
-        device, model, plan, controller, stress, faults, compressed = _routed(config, corpus, say, base, world)
+        refuse_compression(config, world.size)
+        torch.set_num_threads(_THREADS if training.threads is None else training.threads)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
+        if config.model.checkpoint is None:
+            born = config if base is None else base.config  # outlier channels are drawn with the weights
+            model: nn.Module = new_model(config, corpus.vocab_size, device, stress, born.training.seed)
+            plan = with_paths(model, config)
+        else:
+            model, plan = pretrained_model(config, device)
+            check_sizes(config, model, corpus.vocab_size)
+        torch.manual_seed(training.seed)
+        if training.export_hf:
+            pretrained.need("transformers", "training.export_hf=true")
+        if training.compile:
+            between = plan.compile(blocks_of(model))
+            place = (
+                "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
+            )
+            say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
+        compressed = build_compression(config, model, world)
+        ranks = Ranks(tells_own=config.parallel == "ddp") if world.size > 1 else None
+        controller = _controller(config, model, plan, ranks, compressed)
+        faults = build_faults(config, plan)
+    if faults is not None:
+        stress.append(faults)
     partly = isinstance(model, models.Decoder) and bool(model.experts())
     wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
     controller.follow()  # FSDP2 has exchanged the parameters
@@ -161,70 +176,27 @@ def build_parts(
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)
-    of = None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint)
-    built = config, folder, corpus, device, model, plan, controller, optimizer, transform, stress, faults, of
-    draws = None
-    if config.parallel != "none" or compressed is not None:
-        draws = Draws(config.training.seed, plan, device)
-    return Parts(*built, base=base, branch=branch, world=world, wrapped=wrapped, draws=draws, compressed=compressed)
-
-
-def _routed(
-    config: Config, corpus: TokenCorpus, say: Callable[[str], None], base: Base | None, world: World
-) -> tuple[
-    torch.device,
-    nn.Module,
-    ConvertedModel,
-    AttachedController,
-    list[Stress],
-    FaultSchedule | None,
-    GreedyLore | PowerSgd | None,
-]:
-    """The model with its paths, controller, stress and what sends its gradients."""
-    training = config.training
-    refuse_compression(config, world.size)
-    torch.set_num_threads(_THREADS if training.threads is None else training.threads)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
-    device = device_of(training.device)
-    stress = list[Stress]()
-    if config.model.checkpoint is None:
-        born = config if base is None else base.config  # outlier channels are drawn with the weights
-        model: nn.Module = _new_model(config, corpus.vocab_size, device, stress, born.training.seed)
-        plan = with_paths(model, config)
-    else:
-        model, plan = pretrained_model(config, device)
-        check_sizes(config, model, corpus.vocab_size)
-    torch.manual_seed(training.seed)
-    if training.export_hf:
-        pretrained.need("transformers", "training.export_hf=true")
-    if training.compile:
-        between = plan.compile(blocks_of(model))
-        place = "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
-        say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
-    compressed = build_compression(config, model, world)
-    ranks = Ranks(tells_own=config.parallel == "ddp") if world.size > 1 else None
-    controller = _controller(config, model, plan, ranks, compressed)
-    faults = build_faults(config, plan)
-    if faults is not None:
-        stress.append(faults)
-    return device, model, plan, controller, stress, faults, compressed
-
-
-def empty_model(config: Config) -> tuple[nn.Module, int]:
-    """The run's model on the meta device (shapes without contents) and its vocabulary's size; no weights are read.
-
-    A model of ours gets the vocabulary that data.* asks for.
-    """
-    dtype = getattr(torch, config.training.dtype)
-    if config.model.checkpoint is None:
-        with torch.device("meta"):
-            built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
-        _outliers(config, built, torch.Generator())
-        return built.to(dtype), config.data.vocab_size
-    model = pretrained.empty(config.model.checkpoint, dtype)
-    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    check_sizes(config, model, vocab_size)
-    return model, vocab_size
+    in_turn = config.parallel == "none" and compressed is None
+    return Parts(
+        config,
+        folder,
+        corpus,
+        device,
+        model,
+        plan,
+        controller,
+        optimizer,
+        transform,
+        stress,
+        faults,
+        checkpoint=None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint),
+        base=base,
+        branch=branch,
+        world=world,
+        wrapped=wrapped,
+        draws=None if in_turn else Draws(training.seed, plan, device),
+        compressed=compressed,
+    )
 
 
 def check_plan(config: Config) -> None:
@@ -267,17 +239,12 @@ def _controller(
     model: nn.Module,
     plan: ConvertedModel,
     ranks: Ranks | None = None,
-    compressed: GreedyLore | PowerSgd | None = None,
+    compressed: Compressed | None = None,
 ) -> AttachedController:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     if isinstance(compressed, GreedyLore):
         return CompressedController.of(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
-    if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
-        raise UserError(
-            "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
-            "delayed scales; use a recipe without, or precision.backend=scaled_mm"
-        )
     with told_as("controller: "):
         spec = config.controller.spec(training.steps)
         costs, pinned = costs_of(plan, spec)
@@ -287,7 +254,7 @@ def _controller(
         controller = AttachedController(
             units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
         )
-    _check_evidence(config, controller.needs, plan, model)
+    check_evidence(config, controller.needs, plan, model)
     controller.attach_converted(plan, model, config.precision.probe_tokens, config.precision.price_tokens)
     with told_as("records.monitor: "):
         monitored(model, controller, config.records.monitor)
@@ -334,120 +301,11 @@ def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
     return validation_blocks(corpus.val, config.training.seq_len, n)
 
 
-def _new_model(
-    config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int
-) -> models.Decoder:
-    """A model of ours as `seed` draws it; a window of outlier channels joins the `stress`."""
-    training = config.training
-    # Drawn on the CPU in FP32, so that device and dtype do not change the initialisation.
-    generator = torch.Generator().manual_seed(seed)
-    model = models.build(config.model, vocab_size, training.seq_len)
-    model.init_weights(generator)
-    stress += _outliers(config, model, generator)
-    model.to(device=device, dtype=getattr(torch, training.dtype))
-    model.activation_checkpointing = training.activation_checkpointing
-    return model
-
-
-def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
-    """Gives the model its outlier channels, or returns the window of steps in which it has them.
-
-    UserError for channels that do not fit the model and a window that does not fit the run.
-    """
-    training, outliers = config.training, config.model.outlier_channels
-    if outliers.number == 0:
-        return []
-    if not outliers.window:
-        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
-        return []
-    start, stop = outliers.window
-    if stop > training.steps:
-        raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
-    if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
-        raise UserError(
-            f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
-            "weights can be multiplied and divided by exactly"
-        )
-    return [models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator)]
-
-
-def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, ConvertedModel]:
-    """The checkpoint's model with its two paths."""
-    training, checkpoint = config.training, config.model.checkpoint
-    assert checkpoint is not None
-    model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
-    plan = with_paths(model, config)
-    if training.activation_checkpointing:
-        with pretrained.quiet():
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model, plan
-
-
-def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
-    """Gives `model` its two paths and, where asked for, freezes it and adds adapters.
-
-    `device`: see `gnmr.precision.conversion`. UserError for paths that it cannot have.
-    """
-    adapter, seed = config.model.adapter, config.training.seed
-    if adapter.rank:
-        model.requires_grad_(False)
-    # Before the adapters: how a path treats a weight may depend on whether it is trained.
-    plan = build_converted(model, config.precision, seed, device)
-    if adapter.rank:
-        pretrained.add_adapter(model, adapter, seed)
-    _check_watched(config, plan)
-    if config.controller.warmup_path == "16bit":
-        plan.warmup_steps = config.controller.warmup_steps(config.training.steps)
-    return plan
-
-
-def build_converted(
-    model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
-) -> ConvertedModel:
-    """Gives the model's linears the paths of the config. UserError: see `gnmr.precision.conversion`."""
-    with told_as("paths: "):
-        return convert(model, paths, seed=seed, device=device)
-
-
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
     """The optimizer and the gradient transform of the config. UserError for unknown options."""
     optimizer = build_optimizer(model, config.optim)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
-
-
-def _check_watched(config: Config, plan: ConvertedModel) -> None:
-    """UserError where all converted weights are frozen and the controller or the low path needs their gradients."""
-    if not plan.frozen:
-        return
-    if config.controller.observe == "parameters":
-        raise UserError(
-            "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
-            "use adapter (what is trained in each unit) or input_grad"
-        )
-    if plan.without_effect:
-        raise UserError(
-            f"precision.low={config.precision.low}: compresses what the weight gradient reads, and all converted weights are "
-            "frozen; use a recipe (llm_int8) or precision.site=forward"
-        )
-
-
-def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
-    """UserError for blocks or a vocabulary that a checkpoint's model cannot read."""
-    longest, length = int(model.config.max_position_embeddings), config.training.seq_len  # type: ignore[union-attr,arg-type]
-    if length > longest:
-        raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    if rows < vocab_size:
-        raise UserError(
-            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer has "
-            f"{vocab_size}; they do not belong together"
-        )
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The transformer blocks of a model of ours or of Hugging Face's."""
-    return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
 
 
 def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
@@ -484,9 +342,7 @@ def train_step(
         controller or parts.controller,
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
-        measure_saved=not config.training.activation_checkpointing
-        and parts.converted.shared.engine is None
-        and not parts.converted.in_graphs,
+        measure_saved=not config.training.activation_checkpointing and not parts.converted.in_graphs,
         transform=parts.transform,
         monitor=config.records.monitor,
         levels=levels,
@@ -502,53 +358,6 @@ def first_batch(parts: Parts) -> list[Tensor | Batch]:
     training = parts.config.training
     blocks = training_blocks(parts.config, parts.corpus, parts.branch)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
-
-
-_ORACLE_PARAMETERS = 200_000_000
-
-
-def _check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel, model: nn.Module) -> None:
-    """UserError for evidence that this run cannot measure."""
-    accumulation = config.training.accumulation
-
-    def key(*names: str) -> str:
-        asked = set(names) <= set(config.records.evidence)
-        return "records.evidence" if asked else f"controller.signal={config.controller.signal}"
-
-    if plan.shared.engine is not None and (measured := [name for name in needs if name in PATH_EVIDENCE]):
-        raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")
-    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
-        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and precision.recovery is null")
-    if plan.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
-        raise UserError(
-            f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
-            "weights are frozen"
-        )
-    if config.training.activation_checkpointing and "gap_exact" in needs:
-        raise UserError(
-            f"{key('gap_exact')}: gap_exact holds a copy of every input until backward, which "
-            "training.activation_checkpointing=true is there to avoid; use gap_low, or turn that off"
-        )
-    if "spike_share" in needs and config.optim.name != "adamw":
-        raise UserError(
-            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
-        )
-    if "micro_square" in needs and accumulation < 2:
-        raise UserError(
-            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
-        )
-    if "true_gap" in needs and config.compression.name != "none" and config.parallel != "none":
-        raise UserError(
-            f"{key('true_gap')}: its passes would send gradients too, and change what "
-            f"compression.name={config.compression.name} remembers of them; use another signal"
-        )
-    if "true_gap" in needs:
-        number = sum(p.numel() for p in model.parameters())
-        if number > _ORACLE_PARAMETERS:
-            raise UserError(
-                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
-                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
-            )
 
 
 def device_of(wanted: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""Compressed gradients in a run: what sends them, the controller of its matrices, and its part of a checkpoint."""
+"""Compressed gradients in a run: the object that sends them, its controller, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,32 +17,29 @@ from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.workers import VirtualWorkers
 from gnmr.distributed.world import World
+from gnmr.distributed.wrap import Compressed
 from gnmr.errors import UserError, told_as
 from gnmr.lab.config import Config
 from gnmr.precision import ConvertedModel
 
 GAPS = ("gap_low", "gap_recovery")
-"""What a step measures of its matrices in the place of paths' errors."""
+"""Evidence that is measured on compressed matrices."""
 
 
-def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | PowerSgd | None:
-    """What sends the gradients; None without compression. UserError for targets or a rank that do not fit the model."""
+def build_compression(config: Config, model: nn.Module, world: World) -> Compressed | None:
+    """Return what sends the gradients; None without compression. Raises UserError if it does not fit the model."""
     asked, seed = config.compression, config.training.seed
     if asked.name == "none":
         return None
     with told_as("compression."):
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
         if asked.name == "greedylore":
-            return GreedyLore(model, greedylore_spec(config), workers=workers, targets=asked.targets)
+            names = ("rank", "refresh_every", "dense_steps", "feedback")
+            spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=seed)
+            return GreedyLore(model, spec, workers=workers, targets=asked.targets)
         options = {name: getattr(asked, name) for name in ("rank", "dense_steps", "feedback")}
         dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
         return PowerSgd(dense, **options, seed=seed, workers=workers)
-
-
-def greedylore_spec(config: Config) -> GreedyLoreSpec:
-    """Of `compression.*`, drawn by training.seed."""
-    names = ("rank", "refresh_every", "dense_steps", "basis", "feedback")
-    return GreedyLoreSpec(**{name: getattr(config.compression, name) for name in names}, seed=config.training.seed)
 
 
 class CompressedController(AttachedController):
@@ -111,15 +108,18 @@ class CompressedController(AttachedController):
 
 
 class CompressionState:
-    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`): what each worker holds back stands under
-    its number, so that ranks save what they have and any process that plays as many workers goes on with it."""
+    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`).
+
+    What each worker holds back is saved under its number: each rank saves its own, and any process that plays as many
+    workers continues with it.
+    """
 
     def __init__(self, compressed: GreedyLore) -> None:
         self._compressed = compressed
         self._forgets = False
 
     def expect(self, host: Mapping[str, Any]) -> None:
-        """See `gnmr.lab.train.checkpoint.Expecting`. Warns where what the workers held back is lost."""
+        """See `gnmr.lab.train.checkpoint.Expecting`. Warns if what the workers held back is lost (**Choice 71**)."""
         workers, size = host["workers"], self._compressed.workers.size
         self._forgets = workers != size
         if self._forgets:
@@ -130,51 +130,51 @@ class CompressionState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Zeros where there is no basis yet, or nothing is held back."""
-        state, here = self._compressed.state_dict(), self._compressed.workers.here
-        weights = dict(self._compressed.matrices())
-        none = {name: like.new_zeros(like.shape[0], like.shape[0]) for name, like in weights.items()}
-        bases = {name: state["bases"].get(name, none[name]) for name in weights}
-        found: dict[str, Any] = {"t": state["t"], "sent_total": state["sent_total"], "bases": bases}
-        if self._forgets:
-            return found
-        held = {name: state["held"].get(name) for name in weights}
-        return found | {
-            f"worker_{number}": {
-                name: torch.zeros_like(weights[name]) if one is None else one[row] for name, one in held.items()
-            }
-            for row, number in enumerate(range(here.start, here.stop))
+        """Return the state, with zeros for a basis that is not there yet and for a worker that holds nothing back."""
+        state, here, zeros = self._compressed.state_dict(), self._compressed.workers.here, dict[str, Tensor]()
+        for name, one in self._compressed.matrices.items():
+            like = one.wide(one.weight.detach())
+            zeros[name] = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+        bases = {
+            name: state["bases"].get(name, one.new_zeros(one.shape[0], one.shape[0])) for name, one in zeros.items()
         }
+        found: dict[str, Any] = {"t": state["t"], "sent_total": state["sent_total"], "bases": bases}
+        for row, number in enumerate(() if self._forgets else range(here.start, here.stop)):
+            held = state["held"]
+            found[f"worker_{number}"] = {name: held[name][row] if name in held else one for name, one in zeros.items()}
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there. ValueError for what does not fit."""
-        here, now = self._compressed.workers.here, self._compressed.state_dict()
-        bases = {name: one for name, one in state["bases"].items() if bool(one.any())}
+        """Restore the state. Raises ValueError if it does not fit."""
+        here = self._compressed.workers.here
         rows = [] if self._forgets else [state[f"worker_{number}"] for number in range(here.start, here.stop)]
-        held = {name: torch.stack([row[name] for row in rows]) for name in state["bases"]} if rows else {}
         self._forgets = False
-        counts = {"t": state["t"], "sent_total": state["sent_total"]}
-        self._compressed.load_state_dict(now | counts | {"bases": bases, "held": held})
+        self._compressed.load_state_dict(
+            {
+                "t": state["t"],
+                "sent_total": state["sent_total"],
+                "workers": self._compressed.workers.size,
+                "bases": {name: one for name, one in state["bases"].items() if bool(one.any())},
+                "held": {name: torch.stack([row[name] for row in rows]) for name in state["bases"]} if rows else {},
+            }
+        )
 
 
 class NoState:
-    """PowerSGD's part of a checkpoint: none, so that a run cannot be continued."""
+    """PowerSGD's part of a checkpoint: torch's hook has no state to save, so a run cannot be continued."""
 
     def expect(self, host: Mapping[str, Any]) -> None:
-        """UserError."""
-        raise UserError(
-            "compression.name=powersgd: a run cannot be continued, torch's hook has no state that a checkpoint could "
-            "hold; start again in another run_dir"
-        )
+        """Raises UserError."""
+        raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called: see `expect`."""
+        """Never called, because `expect` raises."""
 
 
-def state_of(compressed: GreedyLore | PowerSgd) -> CompressionState | NoState:
-    """What a checkpoint keeps of it."""
+def state_of(compressed: Compressed) -> CompressionState | NoState:
+    """Return what a checkpoint keeps of it."""
     return CompressionState(compressed) if isinstance(compressed, GreedyLore) else NoState()

@@ -23,8 +23,8 @@ from gnmr.lab.config import Config
 from gnmr.lab.config.compose import compose
 from gnmr.lab.config.fork import SHIPPED
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.train.base import open_base
 from gnmr.lab.train.build import Parts, build_parts, open_data, training_blocks, validation
+from gnmr.lab.train.fork_base import open_base
 from gnmr.lab.train.steps import Steps, heals, phase, validated
 
 PHASES = ("base", "low", "healed")
@@ -62,7 +62,7 @@ class Forks:
     """Forks of one base. Calling it with a config makes one."""
 
     base_name: str | Path = SHIPPED
-    """The base: `shipped`, or a run's folder (gnmr/lab/train/base.py)."""
+    """The base: `shipped`, or a run's folder (gnmr/lab/train/fork_base.py)."""
     say: Callable[[str], None] = lambda _: None
     """Gets a line where the data has to be prepared first."""
     _corpora: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnmr.attachment.blame import Levels
 from gnmr.attachment.record import event_rows, ratio_rows
-from gnmr.distributed import digests
+from gnmr.distributed import shards
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import Blocks, Parts
@@ -123,11 +123,11 @@ class Loop:
         return result
 
     def _weights_digest(self) -> str | None:
-        """Of several processes every so often, see `digests.of_run`, and its RunFailed."""
+        """Return `shards.digest` every `records.check_every` steps of several processes."""
         world, step = self.parts.world, self.counters.step
         if world.size == 1 or step % self.parts.config.records.check_every:
             return None
-        return digests.of_run(dict(self.parts.model.named_parameters()), world, step)
+        return shards.digest(dict(self.parts.model.named_parameters()), world, step)
 
     def _validate(self) -> None:
         step = self.counters.step

@@ -1,6 +1,6 @@
-"""One run from config to DONE: assembles the parts, then the `Loop`.
+"""One run from config to DONE: assemble the parts, then call the `Loop`.
 
-Every mistake in what was asked for is reported before the run folder is made or changed.
+Every mistake in the config is reported before the run folder is made or changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import errno
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from gnmr.lab.models import pretrained
 from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
+from gnmr.lab.train.checks import refuse_processes
 from gnmr.lab.train.compression import state_of
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
-from gnmr.lab.train.parallel import refuse_processes
+from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import told_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
-from gnmr.precision import ConvertedModel, Recipe
+from gnmr.precision import Recipe
 from gnmr.precision.converted import described
 from gnmr.records.reader import read_json, stored
 from gnmr.records.recorder import Recorder, Silent
@@ -48,14 +49,14 @@ def run(
     scorer: Scorer | None = None,
     world: World = ALONE,
 ) -> Path:
-    """Trains one run, or continues it, and returns its folder; a run that is DONE is left as it is.
+    """Train one run, or continue it, and return its folder; a run that is DONE is left as it is.
 
     Args:
-        command: what would give this run again, for its header; None: this process's own words.
-        scorer: needed where scores.tasks asks for any.
+        command: the command that repeats this run, for its header; None: this process's own words.
+        scorer: needed if scores.tasks asks for any.
         world: the processes that take the steps together, each of which calls this; rank 0 writes.
 
-    Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) where
+    Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) if
     training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
     checkpoint is saved.
     """
@@ -105,17 +106,22 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """The run that a checkpoint belongs to: config, seed, data, base and backend."""
-    config = parts.config
-    of_run = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
-    # Frozen weights are in no checkpoint of ours.
-    begun = "" if parts.checkpoint is None else f" from checkpoint {parts.checkpoint[:12]}"
-    begun += "" if parts.base is None else f" from base {parts.base.found.sha256[:12]}"
-    return f"{of_run}{begun}{_backends(parts.converted)}"
+    """Name the run that a checkpoint belongs to: config, seed, data, base and backend.
+
+    A run does not continue under another backend, which rounds differently.
+    """
+    config, plan = parts.config, parts.converted
+    owner = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
+    if parts.checkpoint is not None:  # frozen weights are in no checkpoint of ours
+        owner += f" from checkpoint {parts.checkpoint[:12]}"
+    if parts.base is not None:
+        owner += f" from base {parts.base.found.sha256[:12]}"
+    recipes = [described(path) for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
 def _check_begun(parts: Parts) -> None:
-    """UserError where the folder's run began on other data, from another checkpoint or another base."""
+    """Raises UserError if the folder's run began on other data, from another checkpoint or another base."""
     config, folder = parts.config, parts.folder
     header = read_json(folder / "header.json")
     if header is None:
@@ -140,12 +146,6 @@ def _check_begun(parts: Parts) -> None:
     else:
         return
     raise UserError(f"{what}; to go on with {folder} put it back as it was, or use another run_dir")
-
-
-def _backends(plan: ConvertedModel) -> str:
-    """The backends of the plan's recipes; a run does not continue under another one, which rounds differently."""
-    recipes = [path for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
-    return f" by {' and '.join(map(described, recipes))}" if recipes else ""
 
 
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
@@ -174,7 +174,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     with ExitStack() as stack:
-        stack.enter_context(handled(ending(), _raise))
+        stack.enter_context(handled(ending(), _exit))
         recorder: Recorder | Silent = Silent()
         with world.agreed():
             if world.first:
@@ -215,7 +215,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 
 
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
-    """What the records begin with; `anew`: not behind a checkpoint."""
+    """Begin the records; `anew`: without a checkpoint."""
     if anew:
         recorder.say(str(parts.converted), narrow=parts.converted.brief())
         if isinstance(parts.compressed, GreedyLore):
@@ -229,7 +229,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
 
 
 def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
-    """Restores counters and position in the data from a checkpoint; UserError for values that do not fit together."""
+    """Restore counters and the position in the data. Raises UserError for values that do not fit together."""
     try:
         counters = Counters(**host["counters"])
         blocks.load_state_dict(host["blocks"])  # writes nothing
@@ -244,8 +244,7 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
 
 
 def export(parts: Parts) -> None:
-    """Writes adapter/ (peft's layout), or hf/ (Hugging Face's) where training.export_hf asks for it: rank 0 does, of
-    what all processes have."""
+    """Write adapter/ (peft's layout), or hf/ (Hugging Face's) if training.export_hf asks for it."""
     config, model, folder = parts.config, parts.model, parts.folder
     if not (config.model.adapter.rank or config.training.export_hf):
         return
@@ -260,30 +259,8 @@ def export(parts: Parts) -> None:
     parts.world.from_first(write)
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Resets the peak that `peak_memory_bytes` reads: a sweep runs many cells in one process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Largest resident size of this process since the reset (Linux); on CUDA the most that PyTorch allocated.
-
-    Memory of cells that this process ran before may still count. None where the system does not report it.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """What the next step depends on besides model, optimizer, controller and plan."""
+    """Return what the next step depends on besides model, optimizer, controller and plan."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
@@ -293,7 +270,7 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
 
 
 def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
-    """Why the run ended after `step` steps, in one line; None for a defect of ours."""
+    """Return why the run ended after `step` steps, in one line; None for a defect of ours."""
     if isinstance(error, (UserError, RunFailed)):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -308,15 +285,14 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; the CPU's allocator has no error type of its own."""
+    """Return True if memory ran out; the CPU's allocator has no error type of its own."""
     words = ("can't allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
 
 
-def _raise(number: int, _frame: object) -> None:
-    """Handler of a signal: SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
-    if expected():
-        return
-    raise SystemExit(128 + number)
+def _exit(number: int, _frame: object) -> None:
+    """Handle a signal by SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
+    if not expected():
+        raise SystemExit(128 + number)

@@ -31,14 +31,14 @@ from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import counts, is_sharded, local
 from gnmr.errors import fraction, positive, require, told_as
 from gnmr.lab.config import OptimConfig
-from gnmr.lab.train.transforms.base import check_options
+from gnmr.lab.train.transforms.transform import check_options
 
 
 class SCALE(torch.optim.Optimizer):
     """The update above. A group's `momentum` is 0 but for the head; its `output_dim` says which dimension of a matrix
     counts the outputs (0: linear, 1: embedding). Parameters with one dimension go through torch's fused AdamW kernel.
 
-    Where the attribute `found_inf` (float scalar on the device, see `gnmr.lab.train.optim.skip_where`) is set and not 0,
+    Where the attribute `found_inf` (float scalar on the device, see `optim.skip_where`) is set and not 0,
     a step leaves weights and state as they are. Never waits for the device. Of sharded parameters (FSDP2: by rows) each
     rank steps its own; of an embedding the squares are summed over ranks, a collective each.
     State has the parameters' dtype; every parameter has a `step`, because checkpoints want some state of each.

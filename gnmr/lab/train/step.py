@@ -55,7 +55,7 @@ from gnmr.lab.models import Decoder
 from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.experts import Experts
 from gnmr.lab.train.optim import clip_gradients, skip_where
-from gnmr.lab.train.transforms.base import StepContext, Transform, tensor_norms
+from gnmr.lab.train.transforms.transform import StepContext, Transform, tensor_norms
 from gnmr.names import select
 from gnmr.precision import ConvertedModel
 from gnmr.precision.units import module_of

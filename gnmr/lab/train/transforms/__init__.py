@@ -1,6 +1,6 @@
-"""Gradient transforms: stabilisers that change the gradient before the optimizer, one file each.
+"""Gradient transforms: stabilizers that change the gradient before the optimizer, one file each.
 
-The baselines that routing is compared and combined with. `optim.transform.name` chooses one,
+They are the baselines that routing is compared and combined with. `optim.transform.name` chooses one,
 `optim.transform.options` holds the keyword arguments of its class.
 """
 
@@ -12,22 +12,14 @@ from typing import Any
 from torch import nn
 
 from gnmr.errors import UserError, told_as
-from gnmr.lab.train.transforms.adagc import AdaGC
 from gnmr.lab.train.transforms.agc import AGC
-from gnmr.lab.train.transforms.base import Transform, check_options
 from gnmr.lab.train.transforms.gradient_stabilizer import GradientStabilizer
-from gnmr.lab.train.transforms.norm_clip import NormClip
 from gnmr.lab.train.transforms.skip_step import SkipStep
-from gnmr.lab.train.transforms.spam import SPAM
 from gnmr.lab.train.transforms.stable_spam import StableSPAM
-from gnmr.lab.train.transforms.zclip import ZClip
+from gnmr.lab.train.transforms.transform import Transform, check_options
 
 TRANSFORMS: dict[str, type[Transform]] = {
-    "norm_clip": NormClip,
-    "zclip": ZClip,
-    "adagc": AdaGC,
     "agc": AGC,
-    "spam": SPAM,
     "stable_spam": StableSPAM,
     "gradient_stabilizer": GradientStabilizer,
     "skip_step": SkipStep,
@@ -37,9 +29,9 @@ TRANSFORMS: dict[str, type[Transform]] = {
 def build_transform(
     name: str | None, options: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Transform | None:
-    """The transform `name` over the trainable parameters, None for None.
+    """Return the transform `name` over the trainable parameters, or None for None.
 
-    UserError for an unknown name or option (listing the right ones) or a senseless value.
+    Raises UserError for an unknown name or option (listing the right ones) or an invalid value.
     """
     if name is None:
         if options:

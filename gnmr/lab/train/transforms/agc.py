@@ -5,8 +5,8 @@
 A unit u is a row of a matrix (one output of a linear, one token of an embedding); a parameter with one dimension is
 one unit. Defaults: clip 0.01, floor 1e-3 (so that weights at zero can leave it). No state.
 
-The authors do not clip the final linear layer; so the head (a parameter below a module `lm_head`) is left alone unless
-`clip_head` is set. A head that is tied to the embedding is clipped as an embedding.
+As in the paper, the final linear layer (a parameter below a module `lm_head`) is not clipped. A head that is tied to
+the embedding is clipped as an embedding.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.distributed.shards import is_sharded, local
-from gnmr.errors import positive, true_or_false
-from gnmr.lab.train.transforms.base import StepContext, Transform, norms_of, scale_gradient
+from gnmr.errors import positive
+from gnmr.lab.train.transforms.transform import StepContext, Transform, norms_of, scale_gradient
 
 
 class AGC(Transform):
@@ -30,14 +30,12 @@ class AGC(Transform):
         *,
         clip: float = 0.01,
         floor: float = 1e-3,
-        clip_head: bool = False,
     ) -> None:
         named = list(named_parameters)
         super().__init__(named)
         positive(clip=clip, floor=floor)
-        true_or_false(clip_head=clip_head)
         self.clip, self.floor = clip, floor
-        self._free = {id(p) for name, p in named if "lm_head" in name.split(".") and not clip_head}
+        self._free = {id(p) for name, p in named if "lm_head" in name.split(".")}
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:

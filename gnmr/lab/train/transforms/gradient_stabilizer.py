@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.errors import fraction, positive
-from gnmr.lab.train.transforms.base import StepContext, Transform, scale_gradients, tensor_norms
+from gnmr.lab.train.transforms.transform import StepContext, Transform, scale_gradients, tensor_norms
 
 
 class GradientStabilizer(Transform):

@@ -6,12 +6,8 @@ mean and std (n - 1 in the denominator) are those of the last `window` steps, th
 the global norm. Nothing is skipped before `min_values` steps were seen, the present one included. Only large values
 count, not small ones. Defaults: window 128, min_values 64, sigmas 6.
 
-What enters the window: in the source every value does, also one that was skipped, and so it is here by default. It
-costs sensitivity: four equal outliers among 128 widen the std so far that the fifth passes (outliers with a share p of
-the window lie sqrt((1 - p) / p) std above the mean, less than 6 from p = 1/37 on). The other choice has a worse end: if
-the level of the loss moves for good, the window never learns of it and no update is made any more.
-`remember_skipped=false` takes that choice, for runs whose spikes come in rows. A value that is not finite never enters:
-it would blind the window for `window` steps.
+As in the source, a value that was skipped enters the window too; otherwise no update would be made any more once the
+level of the loss moves for good. A value that is not finite never enters: it would blind the window for `window` steps.
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gnmr.errors import positive, require, true_or_false, whole
-from gnmr.lab.train.transforms.base import StepContext, Transform
+from gnmr.errors import positive, require, whole
+from gnmr.lab.train.transforms.transform import StepContext, Transform
 
 
 class SkipStep(Transform):
@@ -35,7 +31,6 @@ class SkipStep(Transform):
         window: int = 128,
         min_values: int = 64,
         sigmas: float = 6.0,
-        remember_skipped: bool = True,
     ) -> None:
         super().__init__(named_parameters)
         whole(window=window, min_values=min_values)
@@ -46,9 +41,7 @@ class SkipStep(Transform):
             min_values,
             f"must be at least 3 (a spread needs two earlier values) and at most window + 1 = {window + 1}",
         )
-        true_or_false(remember_skipped=remember_skipped)
         self.window, self.min_values, self.sigmas = window, min_values, sigmas
-        self.remember_skipped = remember_skipped
         device = self.parameters[0].device
         # A ring: the value of the n-th step that entered (from 0) lies at place n mod window. Rows: loss, norm.
         self.state = {
@@ -67,8 +60,6 @@ class SkipStep(Transform):
         variance = torch.where(filled, (values - mean[:, None]).square(), 0.0).sum(dim=1) / (n - 1)
         spike = (now - mean > self.sigmas * variance.sqrt()).any()
         skip = spike & (count + 1 >= self.min_values) & ~context.nonfinite
-
-        enters = ~context.nonfinite if self.remember_skipped else ~(context.nonfinite | skip)
         ring = torch.where(self._places == count % self.window, now[:, None], values)
-        self.remember(enters, values=ring, count=count + 1)
+        self.remember(~context.nonfinite, values=ring, count=count + 1)
         return skip

@@ -5,8 +5,8 @@ AdaClip, for each tensor:
     T <- theta T + (1 - theta) max|g|;   T^ = T / (1 - theta^t)
     elements with |g| > T^ become g T^ / max|g|
 
-AdaGN: `GradientStabilizer` on the result, with its own rates. Every `reset_every` steps Adam's moments are zeroed, as
-in SPAM but with no warm-up behind it.
+AdaGN: `GradientStabilizer` on the result, with its own rates. Every `reset_every` steps Adam's moments and its
+step count are zeroed, also in a skipped step, so that the bias correction fits the new moments.
 
 Defaults of the public code: gamma1 0.7, gamma2 0.9 (the choice for 4 bits; its BF16 runs take 0.85 and 0.99999),
 theta 0.999, reset_every 1000 (its BF16 runs: 500), eps 1e-8. Its optional cosine on gamma1 and beta1 is off by default
@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from gnmr.distributed.shards import local
 from gnmr.errors import fraction, whole
-from gnmr.lab.train.transforms.base import StepContext, tensor_norms
 from gnmr.lab.train.transforms.gradient_stabilizer import GradientStabilizer
-from gnmr.lab.train.transforms.spam import reset_moments
+from gnmr.lab.train.transforms.transform import StepContext, tensor_norms
 
 
 class StableSPAM(GradientStabilizer):
@@ -52,7 +51,7 @@ class StableSPAM(GradientStabilizer):
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
-        reset_moments(context, self.reset_every)
+        self._reset_moments(context)
         parameters = self.own(parameters)
         top = tensor_norms(parameters, torch.inf)
         largest = self.theta * self.state["largest"] + (1 - self.theta) * top
@@ -64,3 +63,13 @@ class StableSPAM(GradientStabilizer):
                 own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
         return super().__call__(parameters, context)
+
+    def _reset_moments(self, context: StepContext) -> None:
+        if not isinstance(context.optimizer, torch.optim.Adam):
+            kind = type(context.optimizer).__name__
+            raise ValueError(f"stable_spam resets Adam's moments: it needs optim.name=adamw, not {kind}")
+        if context.step % self.reset_every == 0:
+            states = context.optimizer.state.values()
+            tensors = [local(t) for state in states for t in state.values() if isinstance(t, Tensor)]
+            if tensors:
+                torch._foreach_zero_(tensors)

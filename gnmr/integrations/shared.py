@@ -1,0 +1,76 @@
+"""What the integrations share: figures for another library's log, checks of options, errors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+
+from gnmr.attachment import specs_of
+from gnmr.control import Decision
+from gnmr.errors import UserError
+
+
+@dataclass
+class Tally:
+    """Counts over the steps since the last entry of the log."""
+
+    steps: int = 0
+    promotions: int = 0
+    unit_steps: int = 0
+    """On the recovery path."""
+    hits: int = 0
+    """Steps with max_o units on it."""
+    max_risk: float = 0.0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    """By cause."""
+
+    def add(self, decision: Decision, max_o: int) -> None:
+        """Count a step."""
+        in_force = int(np.count_nonzero(decision.in_force))
+        self.steps += 1
+        self.promotions += sum(event.event == "promote" for event in decision.events)
+        self.unit_steps += in_force
+        self.hits += in_force >= max_o
+        finite = decision.risk[decision.observed & np.isfinite(decision.risk)]
+        self.max_risk = max(self.max_risk, float(finite.max(initial=0.0)))
+
+    def figures(self, num_units: int) -> dict[str, float]:
+        """Return the figures by their names in the log.
+
+        `gnmr/promotions`: units put on the recovery path. `gnmr/promotion_frac`: share of the unit-steps on it.
+        `gnmr/hit_max_o_frac`: share of the steps with max_o units on it. `gnmr/max_risk`: largest finite risk.
+        `gnmr/verdict_CAUSE`: number of verdicts with this cause.
+        """
+        return {
+            "gnmr/promotions": float(self.promotions),
+            "gnmr/promotion_frac": self.unit_steps / (self.steps * num_units),
+            "gnmr/hit_max_o_frac": self.hits / self.steps,
+            "gnmr/max_risk": self.max_risk,
+            **{f"gnmr/verdict_{cause}": float(number) for cause, number in self.verdicts.items()},
+        }
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for a word that is no option of `gnmr.attach`, and ValueError for an invalid value."""
+    asked = {name: value for name, value in options.items() if name not in ("plan", "steps", "seed", "record")}
+    specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
+
+
+@contextmanager
+def resuming(what: object) -> Iterator[None]:
+    """Raises UserError if the block cannot load a controller's state from `what`."""
+    try:
+        yield
+    except UserError:  # of the records
+        raise
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{what} cannot be resumed here ({reason}): use the model and paths it was saved with"
+        ) from error

@@ -1,0 +1,120 @@
+"""The model of a run: its weights, its two paths, and the adapters and outlier channels that the config asks for."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gnmr.errors import UserError, told_as
+from gnmr.lab import models
+from gnmr.lab.config import Config, PrecisionConfig
+from gnmr.lab.models import pretrained
+from gnmr.lab.train.checkpoint import Stateful
+from gnmr.lab.train.checks import check_sizes, check_watched
+from gnmr.precision import ConvertedModel, convert
+
+
+class Stress(Stateful, Protocol):
+    """A disturbance of known place and time."""
+
+    def begin_step(self, step: int) -> None:
+        """Switch the disturbance on or off for step `step` (from 1)."""
+        ...
+
+
+def empty_model(config: Config) -> tuple[nn.Module, int]:
+    """Return the run's model on the meta device and its vocabulary's size; no weights are read.
+
+    A model of ours gets the vocabulary that data.* asks for.
+    """
+    dtype = getattr(torch, config.training.dtype)
+    if config.model.checkpoint is None:
+        with torch.device("meta"):
+            built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+        _outliers(config, built, torch.Generator())
+        return built.to(dtype), config.data.vocab_size
+    model = pretrained.empty(config.model.checkpoint, dtype)
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    check_sizes(config, model, vocab_size)
+    return model, vocab_size
+
+
+def new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int) -> models.Decoder:
+    """Return a model of ours as `seed` draws it; a window of outlier channels is added to `stress`."""
+    training = config.training
+    # Drawn on the CPU in FP32, so that device and dtype do not change the initialisation.
+    generator = torch.Generator().manual_seed(seed)
+    model = models.build(config.model, vocab_size, training.seq_len)
+    model.init_weights(generator)
+    stress += _outliers(config, model, generator)
+    model.to(device=device, dtype=getattr(torch, training.dtype))
+    model.activation_checkpointing = training.activation_checkpointing
+    return model
+
+
+def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
+    """Give the model its outlier channels, or return the window of steps in which it has them.
+
+    Raises UserError for channels that do not fit the model and a window that does not fit the run.
+    """
+    training, outliers = config.training, config.model.outlier_channels
+    if outliers.number == 0:
+        return []
+    if not outliers.window:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+        return []
+    start, stop = outliers.window
+    if stop > training.steps:
+        raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+    if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+        raise UserError(
+            f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+            "weights can be multiplied and divided by exactly"
+        )
+    return [models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator)]
+
+
+def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, ConvertedModel]:
+    """Return the checkpoint's model with its two paths."""
+    training, checkpoint = config.training, config.model.checkpoint
+    assert checkpoint is not None
+    model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    plan = with_paths(model, config)
+    if training.activation_checkpointing:
+        with pretrained.quiet():
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model, plan
+
+
+def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
+    """Give `model` its two paths and, if the config asks for adapters, freeze it and add them.
+
+    `device`: see `gnmr.precision.conversion`. Raises UserError for paths that it cannot have.
+    """
+    adapter, seed = config.model.adapter, config.training.seed
+    if adapter.rank:
+        model.requires_grad_(False)
+    # Before the adapters: how a path treats a weight may depend on whether it is trained.
+    plan = build_converted(model, config.precision, seed, device)
+    if adapter.rank:
+        pretrained.add_adapter(model, adapter, seed)
+    check_watched(config, plan)
+    if config.controller.warmup_path == "16bit":
+        plan.warmup_steps = config.controller.warmup_steps(config.training.steps)
+    return plan
+
+
+def build_converted(
+    model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
+) -> ConvertedModel:
+    """Give the model's linears the paths of the config. Raises UserError as `gnmr.precision.conversion`."""
+    with told_as("paths: "):
+        return convert(model, paths, seed=seed, device=device)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """Return the transformer blocks of a model of ours or of Hugging Face's."""
+    return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
