@@ -16,7 +16,7 @@ from test_kill_and_resume import at_file, in_step
 
 from gnmr.errors import UserError
 from gnmr.lab.config import config_hash, to_dict
-from gnmr.lab.config.base import place_of_base
+from gnmr.lab.config.base_run import place_of_base
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train import base as base_module
 from gnmr.lab.train.build import training_blocks
