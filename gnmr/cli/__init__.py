@@ -56,12 +56,16 @@ COMMANDS = {
     "bench": ("measure what the controller and the paths cost on this machine", "step only=controller"),
 }
 """What each does, and an example's words. Each is a module of this package: `main(words)` returns the exit code."""
+_LINES = "\n".join(
+    f"  {name:8} {what}\n           gnmr {name} {words}".rstrip() for name, (what, words) in COMMANDS.items()
+)
 _HELP = f"""\
 gnmr: runtime stability control for low-precision language model training
 
 usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
-{"".join(f"  {name:8} {what}{chr(10)}           gnmr {name} {words}".rstrip() + chr(10) for name, (what, words) in COMMANDS.items())}
+{_LINES}
+
   --help, --version
 
 `latest` in place of a run's folder is the one of runs/ that was written last.

@@ -134,7 +134,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
             thread.join()
 
 
-def _tell(folders: Sequence[Path], folder: Path, orders: int) -> None:
+def _tell(folders: list[Path], folder: Path, orders: int) -> None:
     """Five lines, a verdict, a picture and a page, from the records."""
     from gnmr.console import Terminal
     from gnmr.lab.paper.tables import paper_tables

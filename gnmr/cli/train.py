@@ -232,8 +232,8 @@ def refuse_sizes(config: Config, words: Sequence[str]) -> None:
 def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     """Warn of settings of the controller that have no effect.
 
-    These are those among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was set: alpha and
-    beta are set by files that know nothing of the signal.
+    These are settings among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was
+    set: alpha and beta are set by files that know nothing of the signal.
     """
     given = {word.lstrip("+").partition("=")[0] for word in words}
     for key, why in controller.unread().items():

@@ -38,7 +38,7 @@ def test_the_plan_on_paper_counts_what_a_step_sums() -> None:
     text = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     rows = re.findall(r"^\| (\w+|1\.3b) \| (.*) \|$", text, re.M)
     for scale in ("130m", "1.3b"):
-        config = compose(["experiment=act_quant_stress", f"scale={scale}"])
+        config = compose(["experiment=act_quant_stress", f"model=llama_{scale}"])
         model, _ = empty_model(config)
         plan = with_paths(model, config, torch.device("cuda"))
         inside = {id(p) for unit in plan.units for operator in unit.operators for p in operator.parameters()}

@@ -198,7 +198,7 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
 
 def test_attach_refuses_another_model_and_paths_beside_it(tmp_path: Path) -> None:
     file = written(tmp_path, PLAN)
-    with pytest.raises(ValueError, match=r"^low: the plan says which paths; leave one of them out$"):
+    with pytest.raises(ValueError, match=r"^low: the plan says which precision; leave one of them out$"):
         gnmr.attach(network(), plan=file, low="sim_e2m1")
     with pytest.raises(ValueError, match=r"^paths: the plan says which paths"):
         gnmr.attach(network(), gnmr.PathSpec(), plan=file)
@@ -265,8 +265,8 @@ def test_train_refuses_another_model_and_paths_beside_it(
 ) -> None:
     file = tmp_path / "plan.json"
     file.write_text(of_tiny.text())
-    for word in ("precision.low=sim_e2m1", "precision.pins.down_proj=[fprop]", "preset=6/8"):
-        line = f"{word}: plan={file} says which paths; leave one of them out"
+    for word in ("precision.low=sim_e2m1", "precision.pins.down_proj=[fprop]", "precision=bf16"):
+        line = f"{word}: plan={file} says which precision; leave one of them out"
         assert gnmr("train", *tiny_words, f"plan={file}", word).mistake == line
     words = [*tiny_words, f"plan={file}", "model.num_layers=2"]
     line = f"plan={file}: is the plan of another model: of 7 operators; this one, of 14, has layers.1.self_attn.q_proj"

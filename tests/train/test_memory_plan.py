@@ -196,7 +196,7 @@ def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> No
     words = [
         "experiment=finetune",
         f"model.checkpoint={llama_13b}",
-        "scale=finetune_13b",
+        "model=llama2_13b",
         *PLAIN,
     ]
     planned = plan_run(compose(words))
@@ -211,4 +211,4 @@ def test_the_paper_s_model_is_planned_without_its_weights(llama_13b: Path) -> No
 
 def test_a_checkpoint_that_is_not_there_ends_in_one_line() -> None:
     with pytest.raises(UserError, match="there is no such folder"):
-        plan_run(compose(["model=pretrained", "model.checkpoint=/nowhere", "scale=finetune_13b", *PLAIN]))
+        plan_run(compose(["model=llama2_13b", "model.checkpoint=/nowhere", *PLAIN]))

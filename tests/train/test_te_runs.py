@@ -12,7 +12,7 @@ from test_recipes_in_runs import stopped
 
 from gnmr.records.reader import read_json, read_jsonl
 
-HYBRID = ["preset=8/16", "precision.backend=te"]
+HYBRID = ["precision=fp8_bf16", "precision.backend=te"]
 DELAYED = ["precision.low=fp8_delayed", "precision.recovery=bf16", "precision.backend=te", "training.accumulation=2"]
 
 

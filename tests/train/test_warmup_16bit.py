@@ -101,13 +101,13 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
 
 
 def test_the_arm_is_the_papers_at_the_papers_scale(text_file) -> None:
-    sweep = OmegaConf.load(conf_dir() / "sweep" / "paper" / "table10.yaml")
-    adapt = sweep.hydra.sweeper.arms.adapt.split()
-    made = compose(["sweep=paper/table10", *adapt, "scale=130m"])
+    adapt = OmegaConf.load(conf_dir() / "sweep" / "paper" / "table1.yaml").arms.adapt.split()
+    paper = ["sweep=paper/table1", "arm=adapt", "experiment=act_quant_stress"]
+    made = compose([*paper, "model=llama_130m"])
     assert (made.precision.unit, made.precision.low, made.precision.recovery) == ("block", "int4", "int8")
     assert made.controller.warmup_steps(made.training.steps) == 500
     assert made.controller.warmup_path == "16bit"
-    longer = compose(["sweep=paper/table10", *adapt, "scale=350m", "controller.warmup_frac=0.0084"])
+    longer = compose([*paper, "model=llama_350m", "controller.warmup_frac=0.0084"])
     assert longer.controller.warmup_steps(longer.training.steps) == 500
     small = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=8", "model.num_heads=2"]
     data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]

@@ -55,7 +55,7 @@ def compose(overrides: list[str]) -> Config:
 
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
-    """Return the config of what Hydra composed of these words: with the sweep's arm, the plan and the base of a fork."""
+    """Return the config of what Hydra composed of these words, with the sweep's arm, the plan and a fork's base."""
     from gnmr.lab.sweep import apply_arm
 
     apply_arm(composed, words)
