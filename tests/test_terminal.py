@@ -142,7 +142,7 @@ MANY_PICTURES = """
 import threading
 from pathlib import Path
 from gnmr.console import say
-from gnmr.records.view import RunInfo, View
+from gnmr.lab.records.view import RunInfo, View
 
 over = threading.Event()
 def talk():

@@ -106,7 +106,7 @@ def mistake(error: Exception) -> str | None:
     choices = re.search(r"Available options in .*:\n((?:\t.*\n?)+)", str(error))
     missing = re.search(r"Could not find '([^/']+)/(.+?)'", line)
     if choices and missing:
-        known = choices[1].split()
+        known = sorted({*choices[1].split(), *choices_of(missing[1])})
         close = guess(missing[2], known)
         return f"{missing[1]}={missing[2]}: use one of {', '.join(known)}{f'; did you mean {close}?' if close else ''}"
     return line
