@@ -1,52 +1,18 @@
-"""Arms of a sweep, and the line that each of its cells leaves.
+"""How far a run of a sweep is, and the line that it leaves.
 
-Hydra's own sweeper makes the cells: the product of the values under `hydra.sweeper.params` and on the command line.
-An arm is several keys that change together. A sweep names its arms under `arms`, each with its words, and the cells
-are `arm=NAME` by seed. A cell whose folder holds DONE is skipped, so the same command continues a sweep.
+Hydra's own sweeper makes the cells: the product of the values under `hydra.sweeper.params` and on the command line. A
+cell whose folder holds DONE is skipped, so the same command continues a sweep. Arms: `gnmr.lab.config.compose`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
-
-from gnmr.errors import UserError, nearest
-from gnmr.lab.config import flatten, from_words, one_line
-
 _TAIL_BYTES = 1 << 16  # holds a row of steps.jsonl many times over
-
-
-def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
-    """Put the words of the chosen arm into what Hydra composed of these words, which win over the arm's.
-
-    Raises UserError for an arm that the sweep does not have, and for words of an arm that the config does not take.
-    """
-    arms, arm = composed.arms, composed.arm
-    with open_dict(composed):
-        del composed["arms"]
-    if not arms or arm is None:
-        return
-    if arm not in arms:
-        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
-    typed = tuple(word.lstrip("+~").partition("=")[0] for word in words)
-    try:
-        given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
-        for key, value in flatten(given).items():  # type: ignore[arg-type]
-            if not any(key == one or key.startswith(f"{one}.") for one in typed):
-                OmegaConf.update(composed, key, value, force_add=key.startswith("controller.options."))
-    except OmegaConfBaseException as error:
-        raise UserError(f"arms.{arm}={arms[arm]}: {one_line(error)}") from error
-    except (UserError, ValueError) as error:
-        raise UserError(f"arms.{arm}={arms[arm]}: {error}") from error
-    composed.arm = None
 
 
 def finished(folder: Path) -> str:

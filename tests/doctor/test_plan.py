@@ -198,7 +198,7 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
 
 def test_attach_refuses_another_model_and_paths_beside_it(tmp_path: Path) -> None:
     file = written(tmp_path, PLAN)
-    with pytest.raises(ValueError, match=r"^low: the plan says which precision; leave one of them out$"):
+    with pytest.raises(ValueError, match=r"^low: the plan says which paths; leave one of them out$"):
         gnmr.attach(network(), plan=file, low="sim_e2m1")
     with pytest.raises(ValueError, match=r"^paths: the plan says which paths"):
         gnmr.attach(network(), gnmr.PathSpec(), plan=file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.doctor.plan import PATHS, read_plan
-from gnmr.errors import UserError, guess
-from gnmr.lab.config import Config, load, one_line, schema
+from gnmr.errors import UserError, guess, nearest
+from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
 from gnmr.lab.config.base_run import with_base
 
 
@@ -56,12 +57,37 @@ def compose(overrides: list[str]) -> Config:
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
     """Return the config of what Hydra composed of these words, with the sweep's arm, the plan and a fork's base."""
-    from gnmr.lab.sweep import apply_arm
-
     apply_arm(composed, words)
     with_plan(composed, words)
     with_base(composed, words)
     return load(composed)
+
+
+def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
+    """Put the words of the chosen arm into what Hydra composed of these words, which win over the arm's.
+
+    An arm is several keys that change together. A sweep names its arms under `arms`, and `arm=NAME` chooses one.
+
+    Raises UserError for an arm that the sweep does not have, and for words of an arm that the config does not take.
+    """
+    arms, arm = composed.arms, composed.arm
+    with open_dict(composed):
+        del composed["arms"]
+    if not arms or arm is None:
+        return
+    if arm not in arms:
+        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
+    typed = tuple(word.lstrip("+~").partition("=")[0] for word in words)
+    try:
+        given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
+        for key, value in flatten(given).items():  # type: ignore[arg-type]
+            if not any(key == one or key.startswith(f"{one}.") for one in typed):
+                OmegaConf.update(composed, key, value, force_add=key.startswith("controller.options."))
+    except OmegaConfBaseException as error:
+        raise UserError(f"arms.{arm}={arms[arm]}: {one_line(error)}") from error
+    except (UserError, ValueError) as error:
+        raise UserError(f"arms.{arm}={arms[arm]}: {error}") from error
+    composed.arm = None
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
