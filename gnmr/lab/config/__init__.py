@@ -86,8 +86,8 @@ class Config:
         require(model.checkpoint is None or self.data.tokenizer is None, "data.tokenizer", self.data.tokenizer, right)
         if training.activation_checkpointing and precision.site == "forward" and precision.rounding == "stochastic":
             raise UserError(
-                "training.activation_checkpointing=true: with precision.site=forward and precision.rounding=stochastic the "
-                "recomputed forward pass would differ from the first; use precision.rounding=nearest"
+                "training.activation_checkpointing=true: with precision.site=forward and "
+                "precision.rounding=stochastic the recomputed forward pass would differ from the first; use precision.rounding=nearest"
             )
         storable("", to_dict(self))
         self._check_places()
