@@ -87,7 +87,8 @@ class Config:
         if training.activation_checkpointing and precision.site == "forward" and precision.rounding == "stochastic":
             raise UserError(
                 "training.activation_checkpointing=true: with precision.site=forward and "
-                "precision.rounding=stochastic the recomputed forward pass would differ from the first; use precision.rounding=nearest"
+                "precision.rounding=stochastic the recomputed forward pass would differ from the first; "
+                "use precision.rounding=nearest"
             )
         storable("", to_dict(self))
         self._check_places()
