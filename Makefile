@@ -25,7 +25,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables:"
-	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"scale=60m training.seed=1\""
+	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"model=llama_60m training.seed=1\""
 	@echo "  RUNS=...              what make report reads (now: $(RUNS))"
 	@echo "  PYTHON=...            Python 3.11 or newer for .venv (now: $(PYTHON))"
 

@@ -67,6 +67,7 @@ def runs() -> dict[str, list[str]]:
 
     act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
     recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
+    eight = ["precision=fp8_bf16", "controller.beta=null"]
     found = {"act": act, "act_forward": [*act, "precision.site=forward"], "gpt": [*act, "model=gpt"]}
     found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
     found |= {
@@ -74,8 +75,8 @@ def runs() -> dict[str, list[str]]:
     }
     found |= {f"transform_{name}": [*act, f"optim.transform.name={name}"] for name in TRANSFORMS}
     found |= {"scale": [*act, "optim.name=scale"], "stochastic": [*act, "precision.rounding=stochastic"]}
-    found |= {"hierarchy_6_8": [*recipe, "preset=6/8"], "hierarchy_8_16": [*recipe, "preset=8/16"]}
-    found |= {"scaled_mm": [*recipe, "preset=8/16", "precision.backend=scaled_mm"]}
+    found |= {"hierarchy_6_8": recipe, "hierarchy_8_16": [*recipe, *eight]}
+    found |= {"scaled_mm": [*recipe, *eight, "precision.backend=scaled_mm"]}
     wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]
     found |= {f"recipe_{name}": ["experiment=pretrain", f"precision.low={name}", *wide] for name in RECIPES}
     found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]

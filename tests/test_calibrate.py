@@ -210,7 +210,7 @@ def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatc
     words = ["calibrate=0.1,0.3", "signal=random,mse", "max_o=6", "out=promotion"]
     lines = gnmr("replay", str(file), *words).out.splitlines()
     (written,) = (tmp_path / "promotion" / "sweep").iterdir()
-    arms = OmegaConf.load(written).hydra.sweeper.arms
+    arms = OmegaConf.load(written).arms
     assert list(arms) == ["random-0.1", "random-0.3", "mse-0.1", "mse-0.3"]
     assert gnmr("replay", str(file), *words).out.splitlines() == lines, "written again"
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from gnmr.cli import demo
-from gnmr.errors import RunFailed
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.records.pack import unpacked
 from gnmr.lab.report.comparisons import compare
@@ -21,19 +20,20 @@ from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import size
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.tables import comparison_tables
-from gnmr.lab.sweep.progress import Cell
+from gnmr.lab.train.folder import run_folder
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
     cells = list(demo._cells(2, tmp_path))
-    configs = [cell.config for cell in cells]
+    configs = [config for _, config in cells]
     assert [config.controller.name for config in configs] == [*demo._ARMS] * 2
     assert {config.controller.budget for config in configs[1:4]} == {0.1}
-    assert all((config.precision, config.training.steps) == (configs[0].paths, 20) for config in configs)
+    assert all((config.precision, config.training.steps) == (configs[0].precision, 20) for config in configs)
     assert [config.fork.order for config in configs] == [0] * 5 + [1] * 5
-    assert len({cell.folder for cell in cells}) == 10 and cells[0].folder.parent == tmp_path / "demo"
+    folders = {run_folder(config) for config in configs}
+    assert len(folders) == 10 and {folder.parent for folder in folders} == {tmp_path / "demo"}
 
 
 @pytest.mark.parametrize("words", [["orders=0"], ["orders=null"], ["steps=3"], ["orders=x"]])
@@ -41,12 +41,6 @@ def test_its_mistakes_are_a_line(words, gnmr, tmp_path):
     (tmp_path / "file").touch()
     assert gnmr("demo", f"runs_dir={tmp_path / 'file'}").mistake.endswith("file: is a file; name a folder")
     assert gnmr("demo", *words).mistake.startswith("demo: " if words[0] in ("orders=null", "steps=3") else "orders=")
-
-
-def test_a_workers_failure_is_the_commands():
-    with pytest.raises(RunFailed, match="disk full"):
-        demo._raise(RunFailed("disk full"))
-    demo._raise(None)
 
 
 def test_what_the_docs_show_is_what_its_records_say():
@@ -123,9 +117,8 @@ def test_the_demo_from_command_to_page(gnmr, tmp_path, monkeypatch):
     cells = demo._cells
 
     def short(orders, runs_dir):
-        for cell in cells(orders, runs_dir):
-            training = replace(cell.config.training, steps=2, eval_sequences=2)
-            yield Cell(cell.words, replace(cell.config, training=training), cell.number)
+        for words, config in cells(orders, runs_dir):
+            yield words, replace(config, training=replace(config.training, steps=2, eval_sequences=2))
 
     monkeypatch.setattr(demo, "_cells", short)
     first = gnmr("demo", "orders=1", f"runs_dir={tmp_path}")
@@ -135,6 +128,6 @@ def test_the_demo_from_command_to_page(gnmr, tmp_path, monkeypatch):
     assert "One order of the data: what is chance cannot be told, so nothing is shown" in first.out
     assert all((tmp_path / "demo" / "report" / f"demo.{kind}").exists() for kind in ("svg", "html"))
     ran = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))
-    monkeypatch.setattr("gnmr.lab.sweep.workers.Workers", None)
+    monkeypatch.setattr("joblib.Parallel", None)
     assert gnmr("demo", "orders=1", f"runs_dir={tmp_path}").code == 0
     assert ran == sorted((path, path.stat().st_mtime_ns) for path in tmp_path.glob("demo/*/steps.jsonl"))

@@ -141,8 +141,8 @@ def test_what_nobody_copies_breaks_between_words_on_a_terminal() -> None:
 MANY_PICTURES = """
 import threading
 from pathlib import Path
-from gnmr.terminal import say
-from gnmr.records.view import RunInfo, View
+from gnmr.console import say
+from gnmr.lab.records.view import RunInfo, View
 
 over = threading.Event()
 def talk():
@@ -191,32 +191,6 @@ def test_a_thread_prints_while_pictures_come_and_go(tmp_path) -> None:
     assert code == 0, shown[-2000:]
     assert "all shown" in shown and "Error" not in shown
     assert "line 1 of the thread" in shown
-
-
-SWEEP = """
-from pathlib import Path
-from gnmr.records.view import RunInfo, View
-from gnmr.sweep.progress import Cell, Progress
-
-cells = [Cell([], None, number) for number in range(2)]
-cells[0].steps = cells[1].steps = 8
-with Progress(cells, 1) as progress:
-    view = View("auto")
-    view.start(RunInfo("a run", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1000, 2048))
-    progress._picture.refresh()
-    view.stop()
-    cells[0].done, cells[0].made = True, 8
-    progress._picture.refresh()
-    print("a line")
-print("all shown")
-"""
-
-
-def test_a_sweeps_bar_stands_with_its_runs_pictures(tmp_path) -> None:
-    code, shown = on_a_terminal(SWEEP, tmp_path)
-    assert code == 0, shown[-2000:]
-    at = [shown.index(text) for text in ("0/2 cells", "a run", "1/2 cells", "a line", "all shown")]
-    assert at == sorted(at) and "cells" not in shown[at[-1] :]
 
 
 def test_a_workers_line_takes_the_bars_place() -> None:

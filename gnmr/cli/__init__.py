@@ -27,44 +27,52 @@ from gnmr.errors import (
     why_unwritable,
 )
 
-_HELP = """\
+COMMANDS = {
+    "train": ("train a model under the controller; with -m a sweep over arms and seeds", "experiment=act_quant_stress"),
+    "demo": ("a minute: what low precision costs, and what recovery gets back", ""),
+    "runs": ("which runs there are, how they ended, their perplexity and what they spent", ""),
+    "report": ("tables and plots of finished (or running) runs", "runs/act_quant_stress"),
+    "sync": ("recorded runs, such as a whole sweep's, to Weights & Biases", "runs/act_quant_stress project=mine"),
+    "pack": (
+        "the records of many runs in one file, which report and replay read",
+        "runs/act_quant_stress out=act_quant_stress.parquet",
+    ),
+    "replay": (
+        "run the controller over recorded norms, without training",
+        "RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl",
+    ),
+    "eval": (
+        "scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2",
+        "RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100",
+    ),
+    "diagnose": (
+        "what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits",
+        "RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/",
+    ),
+    "audit": (
+        "is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read",
+        "RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]",
+    ),
+}
+"""What each does, and an example's words. Each is a module of this package: `main(words)` returns the exit code."""
+_LINES = "\n".join(
+    f"  {name:8} {what}\n           gnmr {name} {words}".rstrip() for name, (what, words) in COMMANDS.items()
+)
+_HELP = f"""\
 gnmr: runtime stability control for low-precision language model training
 
 usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
-  train    train a model under the controller; with -m a sweep over arms and seeds
-           gnmr train experiment=act_quant_stress
-  demo     a minute: what low precision costs, and what recovery gets back
-           gnmr demo
-  runs     which runs there are, how they ended, their perplexity and what they spent
-           gnmr runs
-  report   tables and plots of finished (or running) runs
-           gnmr report runs/act_quant_stress
-  sync     recorded runs, such as a whole sweep's, to Weights & Biases
-           gnmr sync runs/act_quant_stress project=mine
-  pack     the records of many runs in one file, which report and replay read
-           gnmr pack runs/act_quant_stress out=act_quant_stress.parquet
-  replay   run the controller over recorded norms, without training
-           gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
-  eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
-           gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
-  diagnose what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits
-           gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
-  audit    is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read
-           gnmr audit RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]
+{_LINES}
 
   --help, --version
 
 `latest` in place of a run's folder is the one of runs/ that was written last.
 
-exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or an audit has findings;
-            2 a mistake in what was asked for;
+exit codes: 0 done; 1 a run FAILED, or an audit has findings; 2 a mistake in what was asked for;
             128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a
             checkpoint and the same command continues it
 """
-
-COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit")
-"""Each is a module of this package: `main(words)` returns the exit code."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,8 +90,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words and words[0] in ("-sc", "--shell-completion"):
-        return _complete(words)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 2
@@ -120,23 +126,10 @@ def _guarded(command: str, words: list[str]) -> int:
             return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
         from gnmr.lab.config.compose import mistake
 
-        line = mistake(error, words)
+        line = mistake(error)
         if line is None:
             raise
         return _mistake(line)
-
-
-def _complete(words: list[str]) -> int:
-    """The shell asks `gnmr -sc query=...` with the whole line in COMP_LINE; Hydra completes what follows `train`."""
-    line = os.environ.get("COMP_LINE", "").split(" ")
-    if any(word.startswith("query") for word in words):
-        if len(line) < 3:
-            print(" ".join(COMMANDS))
-            return 0
-        if line[1] != "train":
-            return 0  # no choices: the shell completes file names
-        os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
-    return _guarded("train", words)
 
 
 def _warn(

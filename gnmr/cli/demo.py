@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gnmr.cli.progress import showing
 from gnmr.cli.words import Parser, path, whole
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from gnmr.lab.config import Config
     from gnmr.lab.report.recovered import Recovered
-    from gnmr.lab.sweep.progress import Cell
 
 _TEXT = """\
 Forks of the small trained model that comes with the package, all on the same low path: never recovering; recovering a
@@ -56,79 +54,56 @@ def main(argv: list[str]) -> int:
         )
     if given.runs_dir.expanduser().exists() and not given.runs_dir.expanduser().is_dir():
         raise UserError(f"runs_dir={given.runs_dir}: is a file; name a folder")
+    from gnmr.lab.train.folder import run_folder
+
     began = time.monotonic()
     told = f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores"
     print_plain(console := for_tables(), told, by_words=console.is_terminal)
     cells = list(_cells(given.orders, given.runs_dir.expanduser()))
-    _run([cell for cell in cells if not cell.done])
-    _tell(cells, given.runs_dir.expanduser() / "demo", given.orders)
+    _run([(words, config) for words, config in cells if not (run_folder(config) / "DONE").exists()])
+    _tell([run_folder(config) for _, config in cells], given.runs_dir.expanduser() / "demo", given.orders)
     print(f"in {time.monotonic() - began:.0f} s")
     return 0
 
 
-def _cells(orders: int, runs_dir: Path) -> Iterator[Cell]:
-    """The runs, all arms of an order after the other."""
-    from omegaconf import OmegaConf
+def _cells(orders: int, runs_dir: Path) -> Iterator[tuple[list[str], Config]]:
+    """Yield the words and the config of each run, all arms of one order after the other."""
+    from gnmr.lab.config.compose import compose
 
-    from gnmr.lab.config.compose import compose, conf_dir
-    from gnmr.lab.config.overrides import arm_words
-    from gnmr.lab.sweep.progress import Cell
-
-    arms = OmegaConf.load(conf_dir() / "sweep" / "demo.yaml").hydra.sweeper.arms
-    composed = {name: compose(["sweep=demo", *arm_words(name, arms[name])]) for name in _ARMS}
+    composed = {name: compose(["sweep=demo", f"arm={name}", f"runs_dir={runs_dir}"]) for name in _ARMS}
     for order in range(orders):
         for name, config in composed.items():
-            of_order = replace(config.training, seed=order)
-            config = replace(config, training=of_order, fork=replace(config.fork, order=order), runs_dir=str(runs_dir))
-            yield Cell(["sweep=demo", *arm_words(name, arms[name]), f"fork.order={order}"], config, order)
+            config = replace(
+                config, training=replace(config.training, seed=order), fork=replace(config.fork, order=order)
+            )
+            yield ["sweep=demo", f"arm={name}", f"fork.order={order}"], config
 
 
-def _run(cells: Sequence[Cell]) -> None:
-    """Runs them side by side. RunFailed and UserError as a run; SystemExit where a signal came."""
-    from gnmr.lab.sweep.workers import Workers
+def _run(cells: Sequence[tuple[list[str], Config]]) -> None:
+    """Run the cells side by side. Raises RunFailed and UserError as a run does."""
+    import joblib
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     if not cells:
         return
     jobs = min(os.cpu_count() or 1, len(cells))
-    with Workers(jobs) as workers:
-        configs = [cell.config for cell in cells if cell.config is not None]
-        warm_up: list[Callable[[], None]] = [partial(_prepare, configs[0]), *[_load_torch] * (jobs - 1)]
-        for _, error in workers.each(warm_up):
-            _raise(error)
-        with _watched(cells):
-            runs = [partial(_run_one, config, cell.words) for config, cell in zip(configs, cells, strict=True)]
-            for _, error in workers.each(runs):
-                _raise(error)
-    if workers.received:
-        raise SystemExit(128 + workers.received[0])
-
-
-def _raise(returned: Any) -> None:
-    """What a worker raised; its death is a RunFailed."""
-    from concurrent.futures.process import BrokenProcessPool
-
-    from gnmr.lab.sweep.workers import how_it_ended
-
-    if isinstance(returned, BrokenProcessPool):
-        raise RunFailed(f"{how_it_ended(returned)}; the same command continues")
-    if isinstance(returned, BaseException):
-        raise returned
+    _prepare(cells[0][1])
+    try:
+        with _watched([config for _, config in cells]):
+            joblib.Parallel(jobs)(joblib.delayed(_run_one)(config, words) for words, config in cells)
+    except TerminatedWorkerError as error:
+        raise RunFailed("a worker process was ended; the same command continues") from error
 
 
 def _prepare(config: Config) -> None:
-    """In a worker: makes the token files, which takes a while the first time."""
+    """Make the token files, which takes a while the first time."""
     from gnmr.lab.train.build import open_data
 
     open_data(config, lambda line: print(f"gnmr demo: {line}", flush=True))
 
 
-def _load_torch() -> None:
-    """In a worker, while another one prepares the data."""
-    import gnmr.lab.train.run  # noqa: F401
-
-
 def _run_one(config: Config, words: Sequence[str]) -> None:
-    """In a worker: one run, without a word."""
+    """Train one run in a worker, without a word."""
     from gnmr.lab.train.run import run
 
     with redirect_stdout(io.StringIO()):
@@ -136,16 +111,17 @@ def _run_one(config: Config, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def _watched(cells: Sequence[Cell]) -> Iterator[None]:
-    """Shows how many steps are done, by their records."""
+def _watched(configs: Sequence[Config]) -> Iterator[None]:
+    """Show how many steps are done, by the runs' records."""
+    from gnmr.lab.sweep import last_step
+    from gnmr.lab.train.folder import run_folder
+
     over = threading.Event()
-    total = sum(cell.steps for cell in cells)
+    total = sum(config.total_steps for config in configs)
 
     def watch(show: Callable[[int, int | None], None]) -> None:
         while not over.wait(_LOOK_S):
-            for cell in cells:
-                cell.look()
-            if made := sum(cell.made for cell in cells):
+            if made := sum(last_step(run_folder(config)) for config in configs):
                 show(made, total)
 
     with showing("demo", "steps") as show:
@@ -158,7 +134,7 @@ def _watched(cells: Sequence[Cell]) -> Iterator[None]:
             thread.join()
 
 
-def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
+def _tell(folders: list[Path], folder: Path, orders: int) -> None:
     """Five lines, a verdict, a picture and a page, from the records."""
     from gnmr.console import Terminal
     from gnmr.lab.paper.tables import paper_tables
@@ -166,7 +142,6 @@ def _tell(cells: Sequence[Cell], folder: Path, orders: int) -> None:
     from gnmr.lab.report.recovered import draw
     from gnmr.lab.report.runs import load
 
-    folders = [cell.folder for cell in cells if cell.folder is not None]
     run = load(folders[0])
     found = found_in(folders)
     if found is None:

@@ -18,7 +18,7 @@ from gnmr.cli.words import Parser, whole
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, printable
 from gnmr.lab.records.find import LATEST, changed, find_runs
-from gnmr.lab.sweep.progress import last_step
+from gnmr.lab.sweep import last_step
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.untrusted import exists
 

@@ -265,8 +265,8 @@ def test_train_refuses_another_model_and_paths_beside_it(
 ) -> None:
     file = tmp_path / "plan.json"
     file.write_text(of_tiny.text())
-    for word in ("precision.low=sim_e2m1", "precision.pins.down_proj=[fprop]", "preset=6/8"):
-        line = f"{word}: plan={file} says which paths; leave one of them out"
+    for word in ("precision.low=sim_e2m1", "precision.pins.down_proj=[fprop]", "precision=bf16"):
+        line = f"{word}: plan={file} says which precision; leave one of them out"
         assert gnmr("train", *tiny_words, f"plan={file}", word).mistake == line
     words = [*tiny_words, f"plan={file}", "model.num_layers=2"]
     line = f"plan={file}: is the plan of another model: of 7 operators; this one, of 14, has layers.1.self_attn.q_proj"

@@ -153,7 +153,7 @@ def test_the_balancing_loss_is_part_of_the_step(tiny_words):
 
 def test_recipes_know_no_site(tiny_words):
     """Measured once, and not held to an identity that casts in the forward pass break."""
-    figures = recovery_figures([*tiny_words, "preset=8/16", "precision.unit=operator"])
+    figures = recovery_figures([*tiny_words, "precision=fp8_bf16", "precision.unit=operator"])
     deviation = figures["recipes: deviation from theorem 1, largest"]
     assert deviation.value > 1e-3 and deviation.target is None
     assert not [name for name in figures if name.startswith(("saved", "forward"))]

@@ -28,7 +28,7 @@ def test_the_papers_schedule():
     """Warm-up over the first 10 % of the steps, cosine to 10 % of the peak."""
     from gnmr.lab.config.compose import compose
 
-    config = compose(["scale=60m"])
+    config = compose(["model=llama_60m"])
     steps, peak = config.training.steps, config.optim.lr
     rates = {t: learning_rate(t, steps, config.optim) / peak for t in (1, round(steps / 10), steps)}
     assert rates == pytest.approx({1: 10 / steps, round(steps / 10): 1.0, steps: 0.1}, rel=1e-3)

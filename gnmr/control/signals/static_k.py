@@ -5,7 +5,7 @@ highest average are fixed for the rest of the run (ties in unit order).
 
 Source: arXiv 2606.00539, appendix E.4: blocks are ranked over 500 steps in BF16, and the top 25 % of them stay; it
 ended far above every routed run (table 10). The signal by itself calibrates on the low path, over any units: E.4's
-baseline is the arm adapt of sweep=paper/table10, whose units are blocks and which warms up in 16 bits while they are
+baseline is the arm adapt of sweep=paper/table1, whose units are blocks and which warms up in 16 bits while they are
 ranked. Needs nothing but the norms; costs as much as GNMR while it calibrates and nothing afterwards.
 """
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -22,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.errors import UserError, fields, nearest, one_of, require, told_as
-from gnmr.lab.config import meant
+from gnmr.errors import UserError, fields, guess, nearest, one_of, require, told_as
 from gnmr.lab.config.compression import CompressionConfig
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
@@ -86,8 +84,9 @@ class Config:
         require(model.checkpoint is None or self.data.tokenizer is None, "data.tokenizer", self.data.tokenizer, right)
         if training.activation_checkpointing and precision.site == "forward" and precision.rounding == "stochastic":
             raise UserError(
-                "training.activation_checkpointing=true: with precision.site=forward and precision.rounding=stochastic the "
-                "recomputed forward pass would differ from the first; use precision.rounding=nearest"
+                "training.activation_checkpointing=true: with precision.site=forward and "
+                "precision.rounding=stochastic the recomputed forward pass would differ from the first; "
+                "use precision.rounding=nearest"
             )
         storable("", to_dict(self))
         self._check_places()
@@ -191,17 +190,6 @@ _OUTSIDE_THE_HASH = (
     "records.verdicts",
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
-# Keys that came after runs had been recorded, and what these had: at that value they are not in the hash.
-_CAME_LATER = {
-    "controller.warmup_path": "recovery",
-    "controller.nonfinite": "find",  # before: keep; differs where a loss is not finite alone
-    "controller.budget": None,
-    "controller.cost": "gemm",
-    "precision.group": None,
-    "base": None,
-    "fork.heal": 0,
-    "optim.schedule_steps": None,
-}
 
 
 @cache  # making it takes as long as all the rest of `load`
@@ -264,8 +252,8 @@ def read(path: Path) -> Config:
         raise Damaged(f"{path}: cannot be read as a run's config ({one_line(error)})") from error
 
 
-def read_tree(path: Path, as_written: bool = False) -> dict[str, Any]:
-    """config.yaml as it is written, under the keys of today. Nothing in it is resolved, imported or looked up.
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return config.yaml as it is written. Nothing in it is resolved, imported or looked up.
 
     `Damaged` for anything but a mapping of plain values: a saved config is resolved, so an interpolation (`${`) is not
     the run's, and neither are aliases or tags.
@@ -313,25 +301,27 @@ def from_words(words: Sequence[str]) -> DictConfig:
 
 
 def one_line(error: Exception) -> str:
-    """The message of a Hydra or OmegaConf error without its multi-line details, naming the full key, and for an unknown
-    one those that there are."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return the message of a Hydra or OmegaConf error in one line, with the full key and, for an unknown key, the one
+    that was probably meant."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = lines[0]
+    if text.endswith("raised while composing config:") and len(lines) > 1:
+        text = f"{text.partition(': ')[0]}: {lines[1]}"
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
-    composed = lines[1:] if lines and lines[0].endswith("raised while composing config:") else []
-    text = f"{lines[0].partition(': ')[0]}: {composed[0]}" if composed else lines[0] if lines else type(error).__name__
-    error = error.__context__ if composed and isinstance(error.__context__, OmegaConfBaseException) else error
-    text = re.sub(r".*is not a ListConfig, list or tuple\.?", "must be a list, [a,b]", text)
-    told = f"{text} (key {full_key})" if full_key and full_key not in text else text
-    parent, key = getattr(error, "parent_node", None), getattr(error, "key", None)
+    if full_key and full_key not in text:
+        text = f"{text} (key {full_key})"
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return f"{text.rstrip('.')}: {one_line(error.__cause__)}"
+    inner = error if hasattr(error, "parent_node") else error.__context__
+    parent, key = getattr(inner, "parent_node", None), getattr(inner, "key", None)
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent.keys():  # noqa: SIM118 (`in` is false of ???)
-        return told
+        return text
+    everywhere = list(flatten(OmegaConf.to_container(schema())))  # type: ignore[arg-type]
     known = [str(one) for one in parent if one != "hydra"]
-    if not known:
-        return told
-    if (key_of_ours := full_key or key) != key and key_of_ours.partition(".")[0] not in schema():
-        return f"{told}{nearest(key, known)}"
-    everywhere = flatten(OmegaConf.to_container(schema()))  # type: ignore[arg-type]
-    return f"{told}{meant.key(key, known, everywhere, at_root=key_of_ours == key)}"
+    leaf = guess(key, [*known, *(one.rpartition(".")[2] for one in everywhere)])
+    if leaf is None or leaf in known:
+        return f"{text}{nearest(key, known)}"
+    return f"{text}: did you mean {next(one for one in everywhere if one.endswith(f'.{leaf}'))}?"
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -352,11 +342,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """The flat keys that decide a run's numbers, the seed aside."""
-    flat = flatten(to_dict(config))
-    if config.compression.name == "none":  # the section came later
-        flat = {key: value for key, value in flat.items() if not key.startswith("compression.")}
-    later = [key for key, before in _CAME_LATER.items() if flat[key] == before]
-    return {key: value for key, value in flat.items() if key not in (*_OUTSIDE_THE_HASH, *later)}
+    return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
 
 
 def config_hash(config: Config) -> str:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.doctor.plan import PATHS, read_plan
-from gnmr.errors import UserError, guess
-from gnmr.lab.config import Config, load, meant, one_line, schema
-from gnmr.lab.config.base import with_base
-from gnmr.lab.config.overrides import as_given, as_text, is_text
+from gnmr.errors import UserError, guess, nearest
+from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
+from gnmr.lab.config.base_run import with_base
 
 
 def conf_dir() -> Path:
-    """The YAML tree: the packaged copy in an installed wheel, else the checkout's `conf/`."""
+    """Return the YAML tree: the packaged copy in an installed wheel, else the checkout's `conf/`."""
     package = Path(__file__).parents[2]
     return next(
         (d for d in (package / "conf", package.parent / "conf") if (d / "config.yaml").exists()), package / "conf"
@@ -27,51 +30,79 @@ def conf_dir() -> Path:
 
 
 def register() -> None:
-    """Tells Hydra the schema that conf/config.yaml names."""
+    """Tell Hydra the schema that conf/config.yaml names, and what `${names:arms}` is in a sweep."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="gnmr_schema", node=schema())
+    node = deepcopy(schema())
+    with open_dict(node):
+        node.arms = {}
+    OmegaConf.set_struct(node.arms, False)
+    ConfigStore.instance().store(name="gnmr_schema", node=node)
+    OmegaConf.register_new_resolver("names", _names, replace=True)
+
+
+def _names(key: str, *, _root_: DictConfig) -> str:
+    return ",".join(map(str, _root_[key]))
 
 
 def compose(overrides: list[str]) -> Config:
-    """The config of `gnmr train <overrides>` without running it (for benchmarks, examples and tests)."""
+    """Return the config of `gnmr train <overrides>` without running it (for examples and tests)."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        overrides = as_given(overrides)
-        return load_composed(hydra_compose("config", overrides, return_hydra_config=True))
+        return load_composed(hydra_compose("config", overrides), overrides)
 
 
-def load_composed(composed: DictConfig) -> Config:
-    """`gnmr.lab.config.load` of what Hydra composed, its own settings included: ${hydra:...} refers to them."""
-    from hydra.core.hydra_config import HydraConfig
+def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
+    """Return the config of what Hydra composed of these words, with the sweep's arm, the plan and a fork's base."""
+    apply_arm(composed, words)
+    with_plan(composed, words)
+    with_base(composed, words)
+    return load(composed)
 
-    current = HydraConfig.instance()
-    before = current.cfg
-    with_plan(composed, composed.hydra.overrides.task)
-    with_base(composed, composed.hydra.overrides.task)
+
+def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
+    """Put the words of the chosen arm into what Hydra composed of these words, which win over the arm's.
+
+    An arm is several keys that change together. A sweep names its arms under `arms`, and `arm=NAME` chooses one.
+
+    Raises UserError for an arm that the sweep does not have, and for words of an arm that the config does not take.
+    """
+    arms, arm = composed.arms, composed.arm
+    with open_dict(composed):
+        del composed["arms"]
+    if not arms or arm is None:
+        return
+    if arm not in arms:
+        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
+    typed = tuple(word.lstrip("+~").partition("=")[0] for word in words)
     try:
-        current.set_config(composed)
-        return load(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
-    finally:
-        current.cfg = before
+        given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
+        for key, value in flatten(given).items():  # type: ignore[arg-type]
+            if not any(key == one or key.startswith(f"{one}.") for one in typed):
+                OmegaConf.update(composed, key, value, force_add=key.startswith("controller.options."))
+    except OmegaConfBaseException as error:
+        raise UserError(f"arms.{arm}={arms[arm]}: {one_line(error)}") from error
+    except (UserError, ValueError) as error:
+        raise UserError(f"arms.{arm}={arms[arm]}: {error}") from error
+    composed.arm = None
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
-    """Puts the paths of `plan=plan.json` into what Hydra composed of these words of the command line, and its trigger
-    where the controller's signal is a price.
+    """Put the precision of `plan=plan.json` into what Hydra composed of these words of the command line, and the plan's
+    threshold where the controller's signal is a price.
 
-    UserError for a plan that cannot be read, and for words that say what a plan says.
+    Raises UserError for a plan that cannot be read, and for words that say what a plan says.
     """
     if (path := composed.get("plan")) is None:
         return
     found = read_plan(str(path))
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
-        if key == "preset" or (key.startswith("precision.") and key.split(".")[1] in PATHS):
-            raise UserError(f"{word}: plan={path} says which paths; leave one of them out")
+        if key == "precision" or (key.startswith("precision.") and key.split(".")[1] in PATHS):
+            raise UserError(f"{word}: plan={path} says which precision; leave one of them out")
     with open_dict(composed.precision):
         for key, value in found.paths().items():
             composed.precision[key] = value
@@ -80,85 +111,44 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
         controller.options.update(found.threshold(controller.signal, controller.options))
 
 
-def mistake(error: Exception, words: Sequence[str]) -> str | None:
-    """One line for an error in composing these words of the command line; None for any other error."""
+def mistake(error: Exception) -> str | None:
+    """Return one line for an error of Hydra's in composing a command line or making a folder; None for any other."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for frame in frames if (module := str(frame.f_globals["__name__"])) not in ("pathlib", "os")]
+    by_hydra = modules[-1].startswith(("hydra.", "yaml.")) and frames[-1].f_code.co_name != "return_value"  # a job's
+    if isinstance(error, yaml.MarkedYAMLError) and by_hydra:
+        mark = error.problem_mark or error.context_mark
+        return f"{mark.name}, line {mark.line + 1}: {error.problem}" if mark else one_line(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file is both
-        return _unwritable(error)
-    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    by_hydra = frame.f_globals["__name__"].startswith("hydra.") and frame.f_code.co_name != "return_value"  # a job's
-    if not isinstance(error, (HydraException, OmegaConfBaseException)) and not (by_hydra and type(error) is ValueError):
+        return f"{error.filename}: {error.strerror}" if by_hydra else None
+    if not isinstance(error, HydraException | OmegaConfBaseException) and not (by_hydra and type(error) is ValueError):
         return None
     line = one_line(error)
-    if by_hydra and type(error) is ValueError and (called := [word for word in words if "range(" in word]):
-        line = f"{called[0]}: {line}"
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException):
-        line = f"{line.rstrip('.')}: {one_line(cause)}"
-    if (unlike := re.match(_UNLIKE, line)) and (right := _KINDS.get(unlike[2])):
-        return f"{unlike[1]}: must be {right}"
-    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
-        key, values = several.groups()
-        one = f"text is {as_text(key, values)}" if is_text(key) else f"list is {key}=[{values}]"
-        return f"{key}={values}: several values are a sweep's: add -m; one {one}"
-    if re.match("Error parsing override|LexerNoViableAltException", line):
-        missing = meant.no_equals_sign(words, {group: choices_of(group) for group in meant.GROUPS})
-        return missing or line.replace("LexerNoViableAltException: ", "must be key=value: ")
-    if under := re.match(r"Error merging override (\w+)\.(\w+)=(.*?): Cannot convert 'dict' to string", line):
-        word, section, value = under.groups()
-        right = f"{section}.name={value}" if section in schema() else f"{word}=VALUE"
-        return f"{word}.{section}={value}: {word} has no keys of its own: did you mean {right}?"
-    if dotted := re.match(r"Error merging override ([\w.]+)=(.*?): Invalid type", line):
-        if off := meant.switched_off(dotted[1], dotted[2]):
-            return f"{dotted[1]}={dotted[2]}: {off}"
-        known = choices_of(group := dotted[1].replace(".", "/"))
-        right = f"chosen as a whole by {group}={dotted[2]}" if known else f"has keys of its own: {dotted[1]}.KEY=VALUE"
-        return f"{dotted[1]}={dotted[2]}: {right}"
-    if line.startswith("Config group override must be"):
-        for word in words:
-            group, _, value = word.lstrip("+").partition("=")
-            if group and re.fullmatch(r"-?[\d.]+|null|true|false", value) and (files := choices_of(group)):
-                return f"{word}: use one of {', '.join(files)}"
-    choices = re.search(r"Available options in .*:\n((?:\t.*\n)+)", str(error))
-    lost = re.search(r"Could not find '([^/']+)/(?:([^']*)/)?", line)
-    there = set(choices[1].split() if choices else ()) | set(choices_of(lost[1]) if lost else ())
-    beside = {file for file in there if lost and lost[2] and file.startswith(f"{lost[2]}/")}
-    if len(beside) > 1:
-        there = beside
-    if not there:
-        return line
-    known = sorted(there, key=_by_number)
-    given = re.search(r"Could not find '\w+/([^']+)'", line)
-    close = guess(given[1], [one for one in known if _letters(one) != _letters(given[1])]) if given else None
-    return f"{line}: use one of {', '.join(known)}{f'; did you mean {close}?' if close else ''}"
-
-
-def _letters(name: str) -> str:
-    """What tells table2 from scale2, and not from table3, which is as near to it as any other number."""
-    return re.sub(r"\d", "", name)
-
-
-_UNLIKE = (
-    r"Error merging override ([\w.]+=.*?): Value '.*' (?:of type '\w+' could not be converted to|is not a valid) (\w+)"
-)
-_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-"""Types by OmegaConf's names."""
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """For sorting: table2 before table10."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
-
-
-def _unwritable(error: OSError) -> str | None:
-    """Of a folder that Hydra itself makes for a job; None for any other error."""
-    calls = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [name for name in calls if name not in ("pathlib", "os")]
-    if not own or not own[-1].startswith("hydra."):
-        return None
-    return f"hydra.run.dir, hydra.sweep.dir: {error.filename}: cannot be written ({error.strerror})"
+    if ambiguous := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
+        key, values = ambiguous.groups()
+        return f"{key}={values}: several values are a sweep's: add -m; a list is {key}=[{values}]"
+    if line.startswith("Error parsing override") or "viable alternative" in line:
+        return f"{line}: must be key=value or group=choice, with quotes around a value that has other letters"
+    choices = re.search(r"Available options in .*:\n((?:\t.*\n?)+)", str(error))
+    missing = re.search(r"Could not find '([^/']+)/(.+?)'", line)
+    if choices and missing:
+        known = sorted({*choices[1].split(), *choices_of(missing[1])})
+        close = guess(missing[2], known)
+        return f"{missing[1]}={missing[2]}: use one of {', '.join(known)}{f'; did you mean {close}?' if close else ''}"
+    return line
 
 
 def choices_of(group: str) -> list[str]:
-    """What stands in that folder of `conf/`, which chooses a part of the config as a whole: none for any other name."""
+    """Return the choices of a group of `conf/`, those of its folders too (`paper/table1`)."""
     folder = conf_dir() / group
-    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))  # preset/8/16
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+
+
+def composed_tree(overrides: list[str]) -> Any:
+    """Return what Hydra composes of these words, its own settings included."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra_compose("config", overrides, return_hydra_config=True)

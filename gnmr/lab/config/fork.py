@@ -48,11 +48,9 @@ def agreed(flat: dict[str, Any]) -> dict[str, Any]:
 def taken(flat: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """What a fork takes of its base's flat config, where `words` (of the command line) do not say it themselves.
 
-    A group that is chosen by a word (`model=gpt`) is the user's as a whole, and a scale all of it.
+    A group that is chosen by a word (`model=gpt`) is the user's as a whole.
     """
     named = {word.lstrip("+~").partition("=")[0] for word in words}
-    if "scale" in named:
-        return {}
     found = agreed(flat) | {"scale_name": flat["scale_name"]}
     return {
         key: value

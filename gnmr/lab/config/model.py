@@ -76,7 +76,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture only; precision is `paths`'s and `training.dtype`'s."""
+    """Architecture only; precision is `precision`'s and `training.dtype`'s."""
 
     name: str = "llama"
     """llama, gpt or moe, or pretrained: a checkpoint in Hugging Face's layout, which says the sizes itself."""
@@ -125,10 +125,7 @@ class ModelConfig:
             right = "model=pretrained needs a checkpoint: a folder in Hugging Face's layout, or a name on the hub"
             require(self.checkpoint, "checkpoint", self.checkpoint, right)
             number = self.outlier_channels.number
-            right = (
-                "a checkpoint has its own outliers: choose scale=finetune_cpu or finetune_13b, or 0 (scale=cpu has 2)"
-            )
-            require(number == 0, "outlier_channels.number", number, right)
+            require(number == 0, "outlier_channels.number", number, "a checkpoint has its own outliers; use 0")
             return
         require(self.checkpoint is None, "checkpoint", self.checkpoint, "belongs to model=pretrained")
         require(self.adapter.rank == 0, "adapter.rank", self.adapter.rank, "belongs to model=pretrained")

@@ -10,7 +10,7 @@ from gnmr.names import TASKS
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """Language tasks that the model is scored on in training (gnmr/lab/evaluation); changes no number of the run itself."""
+    """Language tasks that the model is scored on in training (gnmr/lab/evaluation); no number of the run changes."""
 
     tasks: list[str] = field(default_factory=list)
     """Some of gsm8k, mmlu, hellaswag, wikitext2, at the run's end; empty: none. Needs the extra finetune."""
@@ -47,10 +47,10 @@ class RecordsConfig:
     """Evidence that ratios.parquet keeps besides what the signal shows (docs/signals.md): replay and calibration of
     other signals need theirs. Each costs what measuring it costs."""
     monitor: list[str] = field(default_factory=list)
-    """Modules outside of the units whose gradient norms steps.jsonl keeps, as precision.targets: what a recipe leaves in 16
-    bits is watched and never routed. It costs nothing."""
+    """Modules outside of the units whose gradient norms steps.jsonl keeps, as precision.targets: what a recipe leaves
+    in 16 bits is watched and never routed. It costs nothing."""
     verdicts: bool = True
-    """A step that spikes or is not finite is run again, to say what is to blame (gnmr/attachment/blame.py, docs/blame.md)."""
+    """A step that spikes or is not finite is run again, to say what is to blame (docs/blame.md)."""
     check_every: int = 100
     """Steps between digests of the weights in steps.jsonl, in which several processes are held against each other."""
     live: str = "auto"

@@ -124,7 +124,9 @@ def write_arms(folder: Path, found: Sequence[tuple[Calibration, float]]) -> None
     for one, wanted in found:
         name = f"{one.signal.rpartition(':')[2]}-{wanted:g}"
         arms[name] = shlex.join([*one.overrides, f"controller.name={name}"])
-    text = OmegaConf.to_yaml(OmegaConf.create({"hydra": {"sweeper": {"arms": arms}}}))
+    text = OmegaConf.to_yaml(
+        OmegaConf.create({"arms": arms, "hydra": {"sweeper": {"params": {"arm": "${names:arms}"}}}})
+    )
     file = folder / "sweep" / "calibrated.yaml"
     with writing(f"out={folder}"):
         file.parent.mkdir(parents=True, exist_ok=True)
