@@ -55,8 +55,8 @@ UNITS = ("gemm", "operator", "expert", "layer", "block")
 SITES = ("saved", "forward")
 """What a format quantizes: what backward keeps, or what the forward pass reads too."""
 ROUNDINGS = ("nearest", "stochastic")
-BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
-"""What runs a recipe (gnmr/precision/backends.py)."""
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
+"""What runs a recipe (gnmr/precision/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
 WEIGHTS = ("online", "beside", "instead")

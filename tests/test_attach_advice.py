@@ -175,7 +175,7 @@ def test_a_detached_controller_says_so() -> None:
         plan.saturation,
         plan.state_dict,
         plan.price,
-        lambda: plan.costs("gemm"),
+        lambda: plan.cost.of_units("gemm"),
         lambda: plan.compile([model]),
         lambda: plan.on_low_path().__enter__(),
     )

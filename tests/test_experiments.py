@@ -356,7 +356,7 @@ def test_a_scale_is_built_whole_on_the_meta_device(scale):
     # By hand: q, k, v and gate, up share one copy; half a byte a number, and a 16-bit scale a token.
     hidden, mlp = loaded.model.hidden_size, loaded.model.intermediate_size
     copies = loaded.model.num_layers * tokens.numel() * (3 * ((hidden + 1) // 2 + 2) + (mlp + 1) // 2 + 2)
-    assert plan.predicted_bytes() == copies
+    assert plan.cost.predicted_bytes() == copies
 
 
 # ---- scales of the recipe setting: tables 12 and 14 ----
@@ -439,7 +439,7 @@ def test_a_scale_of_the_recipe_setting_is_built_whole_on_the_meta_device(scale):
     # q, k, v share one copy, o has its own; gate and up share one, or every expert's up has its rows.
     hidden, mlp, k = sizes.hidden_size, sizes.intermediate_size, sizes.experts.top_k if sizes.experts.number else 1
     copies = 2 * (hidden // 2 + 2) + k * (hidden // 2 + 2 + mlp // 2 + 2)
-    assert plan.predicted_bytes() == sizes.num_layers * tokens.numel() * copies
+    assert plan.cost.predicted_bytes() == sizes.num_layers * tokens.numel() * copies
 
 
 # ---- the recipe setting: experiments, hierarchies, recipes ----

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.precision.hooks import FaultInjection
 from gnmr.precision.kernels.int8 import IntContext, Integers, integers
 from gnmr.precision.kernels.simulated import GemmContext, owned
 from gnmr.precision.linear import PathLinear, autocast_dtype
-from gnmr.precision.memory import Place, place_of
 from gnmr.precision.passes import Pass
+from gnmr.precision.reads import Place, place_of
 from gnmr.precision.recipes import Recipe
+from gnmr.precision.shared import FaultInjection
 
 _READ_VALUES = ("merge", "unmerge", "dequantize_module_weight")
 """Functions of peft's that take a weight's elements for numbers; others read its dtype and device."""

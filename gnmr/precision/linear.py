@@ -15,9 +15,9 @@ which begins another pass; copies live as long as it does, at most to the step's
 What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
 DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
 
-Two hooks (`hooks.py`), on formats and on recipes (`kernels/`), are off by default: a probe that measures
-the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
-is never shared.
+Hooks (`shared.py`), on formats and on recipes (`kernels/`), are off by default: meters that measure the low path's
+error and its price (`gnmr.measure`), and faults that break the low path of chosen operators (`gnmr.lab.faults`). What
+is broken is never shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from torch.nn import functional as F
 
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.hooks import FaultInjection, GraphLinear, Measurement
 from gnmr.precision.kernels import (
     GemmContext,
     casts_nothing,
@@ -43,11 +42,11 @@ from gnmr.precision.kernels import (
     recipe_linear,
     refuse_twice,
 )
-from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.passes import Pass, keep, repeated
+from gnmr.precision.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.recipes import ExecutionPath, Recipe
 from gnmr.precision.scaling import decompress
-from gnmr.precision.shared import SharedState
+from gnmr.precision.shared import FaultInjection, GraphLinear, Measurement, SharedState
 
 _INPUT = OPERANDS.index("input")
 
@@ -245,14 +244,6 @@ class PathLinear(nn.Linear):
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
             return self.plain(input)
-        if shared.engine is not None and isinstance(path, Recipe):
-            self.read = (
-                (input.numel() // input.shape[-1], self.operator_name, autocast_dtype(input) or input.dtype)
-                if keeps
-                else None
-            )
-            self._node = None  # its graph is not ours to read
-            return shared.engine(self, self.operator_name, self.index, path, input)
         x = input
         if (dtype := autocast_dtype(x)) is not None:
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.

@@ -82,7 +82,7 @@ loop of one's own has to.
 **Choice 57**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32:
 for that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14
 bits (partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless
-`backend` asks for `scaled_mm` or `te`; of these deepseek_v3 under `scaled_mm` has run on hardware (docs/cost.md).
+`backend` asks for `scaled_mm`, under which deepseek_v3 has run on hardware (docs/cost.md).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Recipe:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     backend: str = "simulated"
-    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.backends`)."""
+    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.resolve`)."""
 
     @staticmethod
     def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
@@ -347,3 +347,11 @@ DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head, MoE gates, norma
 
 ExecutionPath: TypeAlias = Format | Recipe
 """What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
+
+
+def described(path: ExecutionPath) -> str:
+    """Return its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
+    if not isinstance(path, Recipe) or not path.casts:
+        return path.name
+    outliers = None if path.fprop.input is None else path.fprop.input.outliers
+    return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"

@@ -16,7 +16,7 @@ watched.
 
 With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
 of a frozen weight is none. The units of an operator share its parameters. What is measured of an operator's own GEMM
-(`EVIDENCE_OF`) goes to that GEMM's unit and is 0 for the others; what is measured of the operator (norms, updates,
+goes to that GEMM's unit and is 0 for the others; what is measured of the operator (norms, updates,
 `input_std`) goes to each.
 """
 
@@ -33,14 +33,6 @@ from gnmr.names import GEMMS
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import ExecutionPath
 
-EVIDENCE_OF = {
-    "gap_low": "wgrad",
-    "gap_recovery": "wgrad",
-    "gap_exact": "wgrad",
-    "underflow": "fprop",
-    "mse": "fprop",
-}
-"""The GEMM whose operands a statistic is of."""
 _NAMES = {
     "gemm": r".*",
     "operator": r".*",
@@ -179,7 +171,7 @@ class ByUnit:
         }
 
     def __call__(self, values: Tensor, gemm: str | None) -> Tensor:
-        """(groups,) -> (units,); `gemm`: whose operands the numbers are of, see `EVIDENCE_OF`."""
+        """(groups,) -> (units,); `gemm`: whose operands the numbers are of; None: of all."""
         found = values if self._places is None else values[self._places]
         if gemm is None or not self._gemms:
             return found

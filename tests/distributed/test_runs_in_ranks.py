@@ -358,7 +358,6 @@ MISTAKES = [
     ([*WORDS], "hsdp", "parallel=hsdp: needs an even number of processes, 4 or more, here are 2; use fsdp"),
     ([*WORDS], "none", "parallel=none: here are 2 processes; use parallel=ddp, fsdp or hsdp"),
     ([*WORDS, "training.processes=2"], "ddp", "training.processes=2: torchrun has started 2 processes already"),
-    ([*WORDS, "precision.backend=te"], "ddp", "precision.backend=te: is for one process so far, here are 2"),
     (
         [*WORDS, "controller.signal=gsnr"],
         "fsdp",

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.measure.errors import measure_errors
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel, PathSpec, convert
 from gnmr.precision.kernels import scaled_mm
@@ -96,12 +97,12 @@ def through(
         net, PathSpec.of(low, "bf16" if recovers else None, targets=["0"], recovers=recovers or GEMMS, backend=backend)
     )
     plan.operators[0].switch(recovers is not None)
-    probe = plan.probe(kinds["probe"]) if "probe" in kinds else None
+    probe = measure_errors(plan, kinds["probe"]) if "probe" in kinds else None
     if "fault" in kinds:
         FaultSchedule(plan, kinds["fault"], ["0"], steps=1, windows=[(1, 1)]).begin_step(1)
     x = spread(tokens, inputs, seed=2).requires_grad_()
     y = net(x)
-    assert plan.saved_bytes() == plan.predicted_bytes()
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes()
     assert all(kept.untyped_storage().nbytes() == kept.nbytes for kept in plan.operators[0].kept()[1:])
     y.backward(spread(tokens, outputs, seed=3))
     measured = list(probe.read().values()) if probe is not None else []
@@ -173,7 +174,7 @@ def test_what_is_kept_are_codes_and_the_scales_of_groups(low: str, scales: int) 
     net = nn.Sequential(nn.Linear(384, 256))
     plan = convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"))
     y = net(spread(130, 384, seed=2).requires_grad_())
-    assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 130 * 384 + scales
+    assert y.requires_grad and plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 130 * 384 + scales
 
 
 @pytest.mark.parametrize("low", ["deepseek_v3", "mxfp8", "mxfp8_floor"])
@@ -267,7 +268,7 @@ def test_a_plan_for_a_gpu_that_is_elsewhere() -> None:
         net, PathSpec.of("deepseek_v3", None, targets=["0"], backend="scaled_mm"), device=torch.device("cuda")
     )
     y = net(torch.empty(64, 128, device="meta", requires_grad=True))
-    assert y.shape == (64, 128) and plan.predicted_bytes() == 64 * 128 + 128 * 4
+    assert y.shape == (64, 128) and plan.cost.predicted_bytes() == 64 * 128 + 128 * 4
 
 
 @pytest.mark.parametrize(

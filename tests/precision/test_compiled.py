@@ -16,6 +16,7 @@ from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import ConvertedModel, PathSpec, convert
 from gnmr.precision.recipes import Recipe
 
@@ -268,7 +269,7 @@ def test_a_probe_and_a_fault_look_in_as_without_compilation() -> None:
     seen = []
     for net, plan in pair("sim_e2m1", "fp8_hybrid", "small", fullgraph=False):
         faults = FaultSchedule(plan, Fault("noise", 8.0), ["layers.1.*"], 3, windows=[(2, 1)])
-        probe = plan.probe(["gap_low", "mse"])
+        probe = measure_errors(plan, ["gap_low", "mse"])
         found = []
         for number in (1, 2, 3):
             faults.begin_step(number)
@@ -297,7 +298,7 @@ def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
 
 def test_evaluation_is_one_graph_beside_a_probe_too() -> None:
     _, (net, plan) = pair("sim_e2m1", "bf16", "small")
-    plan.probe(["mse"])
+    measure_errors(plan, ["mse"])
     with torch.no_grad(), plan.high_precision():
         net(tokens())
     assert graphs() == 1
@@ -306,12 +307,12 @@ def test_evaluation_is_one_graph_beside_a_probe_too() -> None:
 def test_what_graphs_keep_cannot_be_read() -> None:
     _, (_, plan) = pair("sim_e2m1", "bf16", "small")
     with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):
-        plan.saved_bytes()
+        plan.cost.saved_bytes()
     net = model("small")
     plan = convert(net, PathSpec.of("sim_e2m1", "bf16", unit="block"))
     assert plan.compile([]) is None and not plan.in_graphs
     logits = net(tokens())
-    assert logits.requires_grad and plan.saved_bytes() > 0
+    assert logits.requires_grad and plan.cost.saved_bytes() > 0
 
 
 def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:

@@ -186,6 +186,6 @@ def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
     tokens = torch.randint(0, 64, (2, 16))
     loss = model(input_ids=tokens, labels=tokens).loss
     rows = 2 * 16
-    assert plan.saved_bytes() == plan.predicted_bytes() == 2 * rows * (3 * (16 + 4) + (32 + 4))
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 2 * rows * (3 * (16 + 4) + (32 + 4))
     loss.backward()
     assert all(operator.weight.grad.isfinite().all() for operator in plan.operators)

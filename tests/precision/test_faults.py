@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule, Window
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import FORMATS, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import quantize
 from gnmr.precision.cast_stats import CastStats
@@ -236,17 +237,17 @@ def test_the_bytes_stay_right() -> None:
     x = inputs()
     low_copy, c_copy = 12 * (8 + 4), 12 * (4 + 4)
     y = net(x)
-    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == low_copy + c_copy
     y.sum().backward()
     schedule = armed(plan, targets=("a", "c"))
     for _ in range(2):  # without a probe and with one
         y = net(x)
-        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * low_copy + c_copy, "b's copy is not a's"
+        assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 2 * low_copy + c_copy, "b's copy is not a's"
         y.sum().backward()
-        plan.probe(["mse"])
+        measure_errors(plan, ["mse"])
     schedule.begin_step(3)
     y = net(x)
-    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == low_copy + c_copy
     y.sum().backward()
 
 
@@ -254,7 +255,7 @@ def test_the_bytes_stay_right() -> None:
 def test_the_probe_describes_the_broken_low_path_on_either_path(tokens: int) -> None:
     net, plan = make()
     armed(plan, "noise")
-    probe = plan.probe(["gap_low", "mse"], tokens)
+    probe = measure_errors(plan, ["gap_low", "mse"], tokens)
     y = net(inputs())
     kept = decompress(*net.a.kept(), FORMATS["int4"], 16, torch.float32)
     sound = decompress(*net.b.kept(), FORMATS["int4"], 16, torch.float32)
@@ -679,10 +680,10 @@ def test_a_broken_cast_is_kept_besides_the_sound_one(backend: str) -> None:
     one = 40 * 128 + 4 if backend == "scaled_mm" else 40 * 128 * 4
     for probed in (False, True):
         if probed:
-            plan.probe(["gap_low", "mse"])
+            measure_errors(plan, ["gap_low", "mse"])
         shared = spread(40, 128).requires_grad_() * 1
         total = net["a"](shared).sum() + net["b"](shared).sum()
-        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * one
+        assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 2 * one
         total.backward()
 
 
@@ -696,7 +697,7 @@ def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: i
         armed(plan, "scale_down", share=0.5)
         if not recovering:
             rows = (outcome(net, x, dy)[0] != sound[0]).any(dim=1).nonzero().flatten().tolist()
-        probe = plan.probe(["gap_low", "gap_recovery", "gap_exact", "underflow", "mse"], tokens)
+        probe = measure_errors(plan, ["gap_low", "gap_recovery", "gap_exact", "underflow", "mse"], tokens)
         net["a"].switch(recovering)
         outcome(net, x, dy)
         read.append({key: value.tolist() for key, value in probe.read().items()})

@@ -13,6 +13,7 @@ from slow_casts import slow_cast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import SIGNS, quantize, rotated
 from gnmr.precision.recipes import Cast, Recipe
@@ -264,7 +265,7 @@ def test_looking_on_draws_nothing() -> None:
         once = gradients(net, X)
     assert drawn() == start and same(gradients(net, X), once)
     start = drawn()
-    probe = plan.probe(["gap_low", "gap_recovery", "gap_exact", "mse"])
+    probe = measure_errors(plan, ["gap_low", "gap_recovery", "gap_exact", "mse"])
     for operator in plan.operators:
         operator.switch(True)
     gradients(net, X)
@@ -312,7 +313,7 @@ def test_bytes_that_are_kept_of_tokens_that_blocks_do_not_divide(low: str) -> No
     net, plan = net_and_plan(low, width=64)
     loss = net(torch.randn(21, 64)).sum()
     tokens = 32 if low == "nvfp4" else 21  # filled up for the rotation
-    assert plan.saved_bytes() == plan.predicted_bytes() == tokens * (64 + 48) * 4
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == tokens * (64 + 48) * 4
     loss.backward()
 
 
@@ -322,7 +323,7 @@ def test_the_probe_sees_the_tokens_and_not_their_rotation() -> None:
     found: list[Tensor] = []
     plan.operators[0].register_full_backward_pre_hook(lambda _, grads: found.append(grads[0].flatten(0, 1)))
     for tokens in (1, 4):
-        probe = plan.probe(["gap_low"], tokens)
+        probe = measure_errors(plan, ["gap_low"], tokens)
         gradients(net, X)
         x, dy = X.flatten(0, 1), found[-1]
         kept = [rotated(cast(each, "e2m1/nv/hadamard", 0), 0, back=True)[:21] for each in (x, dy)]

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import gnmr
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
 from gnmr.precision import RECIPES, ConvertedModel, PathSpec, backends, convert, int8_linear
 from gnmr.precision.int8_linear import Int8Linear
@@ -174,10 +175,10 @@ def test_a_trainable_weight_has_wgrad_in_16_bits_and_keeps_one_input_for_all_rea
     plan = convert(net, PathSpec.of("llm_int8", "bf16", targets=["a", "b"]))
     x, dy = normal(2, 9, 40, seed=1).requires_grad_() * 1, normal(2, 9, 24, seed=2)
     y, z = net["a"](x), net["b"](x)
-    assert plan.saved_bytes() == plan.predicted_bytes() == 18 * 40 * 2 and plan.extra_bytes() == 0
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 18 * 40 * 2 and plan.cost.spent()[1] == 0
     ((y * dy).sum() + z.sum()).backward()
     assert torch.equal(net["a"].weight.grad, dy.view(18, 24).t() @ x.detach().view(18, 40))
-    assert torch.equal(net["a"].bias.grad, dy.view(18, 24).sum(dim=0)) and plan.saved_bytes() == 0
+    assert torch.equal(net["a"].bias.grad, dy.view(18, 24).sum(dim=0)) and plan.cost.saved_bytes() == 0
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -189,7 +190,7 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = net(normal(18, 40, seed=1).requires_grad_())
-    assert y.requires_grad and plan.saved_bytes() == plan.predicted_bytes() == 0
+    assert y.requires_grad and plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 0
     weight = net[0]._parameters["weight"]
     held = {weight.data_ptr()}  # read as the module's attribute, codes would be made again
     if weights != "online":
@@ -231,7 +232,7 @@ def test_bytes_and_what_the_plan_prints(weights: str) -> None:
     _, plan = converted(weights=weights)
     own, codes = 24 * 40 * 2, 24 * (40 + 4)
     expected = {"online": (own, 0), "beside": (own, codes), "instead": (0, codes)}[weights]
-    assert plan.weight_bytes() == expected
+    assert plan.cost.weight_bytes() == expected
     operator = plan.operators[0]
     held = [] if weights == "online" else operator.kept_codes(operator.weight)[:2]
     assert sum(tensor.nbytes for tensor in held) == expected[1]
@@ -579,7 +580,7 @@ def test_under_lora(before: bool, weights: str) -> None:
     for step in range(3):
         plan.units[1].switch(step == 2)
         loss = model(input_ids=tokens, labels=tokens).loss
-        assert plan.saved_bytes() == plan.predicted_bytes() == 0
+        assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 0
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -656,7 +657,7 @@ def test_the_probe_sees_the_error_of_the_codes() -> None:
     x = normal(12, 40, dtype=torch.float32)
     net = linear(dtype=torch.float32, trainable=True)
     plan = convert(net, PathSpec.of("llm_int8", "bf16", targets=["0"], outlier_threshold=3.0))
-    probe = plan.probe(["mse", "underflow", "gap_low"])
+    probe = measure_errors(plan, ["mse", "underflow", "gap_low"])
     net(x).sum().backward()
     columns = (x.abs().amax(dim=0) >= 3.0).nonzero()[:, 0]
     assert 0 < len(columns) < 40
@@ -671,4 +672,4 @@ def test_the_probe_sees_the_error_of_the_codes() -> None:
 def test_frozen_weights_have_nothing_to_measure() -> None:
     _, plan = converted()
     with pytest.raises(ValueError, match="mse: measured where a weight gradient is made, and all weights are frozen"):
-        plan.probe(["mse"])
+        measure_errors(plan, ["mse"])

@@ -133,10 +133,10 @@ def test_autocast_leaves_float64_alone() -> None:
 
 def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
-    kept = plan.saved_bytes()
-    assert kept == plan.predicted_bytes()
+    kept = plan.cost.saved_bytes()
+    assert kept == plan.cost.predicted_bytes()
     output.float().sum().backward()
-    assert plan.saved_bytes() == 0, "nothing is held after backward"
+    assert plan.cost.saved_bytes() == 0, "nothing is held after backward"
     return kept
 
 
@@ -166,7 +166,7 @@ def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
         whole = sum(storages.values())
         output.float().sum().backward()
         output = net(inputs(torch.bfloat16))
-        return whole, plan.saved_bytes()
+        return whole, plan.cost.saved_bytes()
 
     nets = [model(dtype=torch.bfloat16) for _ in range(2)]
     (high, high_plan), (low, low_plan) = (
@@ -197,9 +197,9 @@ def test_extra_bytes_follow_the_papers_equations() -> None:
     before = kept_bytes(net, plan, torch.bfloat16)
     net[0].o_proj.switch(True)  # its input is its own: nothing is shared, the scale stays
     extra = kept_bytes(net, plan, torch.bfloat16) - before
-    assert extra == plan.extra_bytes() == (8 - 4) / 8 * ROWS * WIDTH
-    assert plan.extra_bytes_bound(3) == 3 * extra
-    assert plan.extra_bytes() <= plan.extra_bytes_bound(1)
+    assert extra == plan.cost.spent()[1] == (8 - 4) / 8 * ROWS * WIDTH
+    assert plan.cost.extra_bytes_bound(3) == 3 * extra
+    assert plan.cost.spent()[1] <= plan.cost.extra_bytes_bound(1)
 
 
 def test_one_tensor_changed_in_place_is_compressed_again() -> None:
@@ -209,7 +209,7 @@ def test_one_tensor_changed_in_place_is_compressed_again() -> None:
     first = net["a"](x)
     x.mul_(3)
     second = net["b"](x)
-    assert plan.saved_bytes() == 2 * 4 * (4 + 4)
+    assert plan.cost.saved_bytes() == 2 * 4 * (4 + 4)
     (first.sum() + second.sum()).backward()
     fmt = FORMATS["int4"]
     x_hat = decompress(*compress(x, fmt), fmt, 8, x.dtype)
@@ -271,7 +271,7 @@ def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
     if low != "bf16":  # that keeps the array itself, as nn.Linear does
         fill(2.0)
     second = net["b"](x)
-    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() > 0
     (first.sum() + second.sum()).backward()
     value = 2.0 if low != "bf16" else 1.0
     torch.testing.assert_close(second, value * ones, rtol=1e-3, atol=1e-3)
@@ -300,11 +300,11 @@ def test_views_of_one_storage_count_once_where_they_are_kept_as_they_are(low: st
     plan = convert(net, PathSpec.of(low, None, targets=["a", "b", "c", "part"], backend=backend(low)))
     x = torch.randn(2, 3, 16, requires_grad=True) * 1
     outputs = [net["a"](x), net["b"](x.view(6, 16)), net["c"](x.clone()), net["part"](x[..., :8])]
-    assert plan.saved_bytes() == plan.predicted_bytes()
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes()
     if low == "bf16":
-        assert plan.saved_bytes() == 2 * 6 * 16 * 4
+        assert plan.cost.saved_bytes() == 2 * 6 * 16 * 4
     sum(output.sum() for output in outputs).backward()
-    assert plan.saved_bytes() == 0
+    assert plan.cost.saved_bytes() == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -325,7 +325,7 @@ def test_a_frozen_weight_keeps_nothing() -> None:
         operator.weight.requires_grad_(False)
     x = inputs().requires_grad_()
     net(x).sum().backward()
-    assert x.grad is not None and plan.predicted_bytes() == 0
+    assert x.grad is not None and plan.cost.predicted_bytes() == 0
 
 
 def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
@@ -336,7 +336,7 @@ def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
         assert not torch.equal(net(inputs()), plain(inputs()))
         with plan.high_precision():
             assert torch.equal(net(inputs()), plain(inputs()))
-    assert plan.saved_bytes() == 0
+    assert plan.cost.saved_bytes() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -390,7 +390,7 @@ def test_predicted_bytes_under_autocast(low: str) -> None:
     plan = convert(net, PathSpec.of(low, None, targets=["?"]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = net(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
-    assert plan.saved_bytes() == plan.predicted_bytes() > 0
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() > 0
     output.sum().backward()
 
 
@@ -402,7 +402,7 @@ def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest
     monkeypatch.setattr("gnmr.precision.reads.compress", None)
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
     assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
-    assert plan.predicted_bytes() == plan.saved_bytes() == 0
+    assert plan.cost.predicted_bytes() == plan.cost.saved_bytes() == 0
 
 
 def test_a_state_of_another_site_or_backend_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.measure.errors import STATISTICS
+from gnmr.measure.errors import STATISTICS, measure_errors
 from gnmr.precision import FORMATS, ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.kernels import simulated
 from gnmr.precision.scaling import compress, decompress
@@ -86,7 +86,7 @@ def test_the_exact_gap_by_hand() -> None:
     net = nn.Sequential(nn.Linear(2, 1, bias=False))
     plan = convert(net, PathSpec.of("int2", "bf16", targets=["0"]))
     for pull, pairs in ((3.0, 0.0), (-3.0, 4 * 9 * 0.16)):
-        probe = plan.probe(["gap_low", "gap_exact"])
+        probe = measure_errors(plan, ["gap_low", "gap_exact"])
         y = net(torch.tensor([[1.0, 0.4], [1.0, -0.4]]))
         (y * torch.tensor([[3.0], [pull]])).sum().backward()
         got = {name: value.item() for name, value in probe.read().items()}
@@ -98,7 +98,7 @@ def test_the_exact_gap_by_hand() -> None:
 @pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("e2m1", "bf16")])
 def test_every_statistic_is_what_it_says_on_either_path(low, recovery, site, dtype) -> None:
     net, plan = make(low, recovery, dtype, site=site)
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     plan.operators[0].switch(True)  # a recovers, b reads the same tensor on its low path
     found = seen(net, inputs(dtype=dtype))
     measured = probe.read()
@@ -125,7 +125,7 @@ def test_by_hand() -> None:
     """int2 of (1, 0.4, -0.6, 0): scale 1, so (1, 0, -1, 0): error 0.16 + 0.16; of (0, 0, 0, 0): nothing."""
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
     plan = convert(net, PathSpec.of("int2", None, targets=["0"]))
-    probe = plan.probe(["gap_low", "underflow", "mse", "input_std"])
+    probe = measure_errors(plan, ["gap_low", "underflow", "mse", "input_std"])
     y = net(torch.tensor([[1.0, 0.4, -0.6, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     (y * torch.tensor([[3.0], [100.0]])).sum().backward()
     got = {name: value.item() for name, value in probe.read().items()}
@@ -138,7 +138,7 @@ def test_the_gap_is_the_expected_squared_error_of_the_weight_gradient(low: str) 
     """Independent random grad_output: the mean over 8 draws of ||dW_low - dW||^2 within 10 % of the gap."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False))
     plan = convert(net, PathSpec.of(low, None, targets=["0"]))
-    probe = plan.probe(["gap_low"])
+    probe = measure_errors(plan, ["gap_low"])
     truth = 0.0
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
@@ -152,7 +152,7 @@ def test_the_gap_is_the_expected_squared_error_of_the_weight_gradient(low: str) 
 
 def test_every_seventh_row_is_measured_and_the_gap_scaled_up() -> None:
     net, plan = make()
-    probe = plan.probe(STATISTICS, tokens=7)
+    probe = measure_errors(plan, STATISTICS, tokens=7)
     found = seen(net, inputs())
     measured = probe.read()
     for i, name in enumerate(NAMES):
@@ -176,7 +176,7 @@ def test_readers_of_one_tensor_quantize_it_once(tokens: int, monkeypatch: pytest
     monkeypatch.setattr("gnmr.measure.errors.compress", counted)
     net, plan = make()
     plan.operators[1].switch(True)
-    plan.probe(["gap_low", "gap_recovery"], tokens)
+    measure_errors(plan, ["gap_low", "gap_recovery"], tokens)
     net(inputs())
     saved = [("int4", WIDTH), ("int8", WIDTH), ("int4", OUT)]
     probed = [("int8", OUT)] if tokens == 1 else [("int4", WIDTH), ("int8", WIDTH), ("int4", OUT), ("int8", OUT)]
@@ -186,7 +186,7 @@ def test_readers_of_one_tensor_quantize_it_once(tokens: int, monkeypatch: pytest
 
 def test_micro_batches_add_up_until_reset() -> None:
     net, plan = make()
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     parts, sizes = [], (48, 16)
     for seed, rows in enumerate(sizes):
         probe.reset()
@@ -210,7 +210,7 @@ def test_activation_checkpointing_counts_once(reentrant: bool) -> None:
     results = []
     for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=reentrant)):
         net, plan = make()
-        probe = plan.probe(STATISTICS)
+        probe = measure_errors(plan, STATISTICS)
         run(net, inputs().requires_grad_()).square().sum().backward()
         results.append(probe.read())
     for key in STATISTICS:
@@ -230,7 +230,7 @@ def test_a_probe_changes_no_bit_of_the_run(how: dict, tokens: int) -> None:
     for probed in (False, True):
         net, plan = make(**how)
         if probed:
-            plan.probe(STATISTICS, tokens)
+            measure_errors(plan, STATISTICS, tokens)
         steps = []
         for step in range(3):
             plan.operators[0].switch(step == 1)
@@ -244,8 +244,8 @@ def test_a_probe_changes_no_bit_of_the_run(how: dict, tokens: int) -> None:
 
 def bytes_of(net: nn.Module, plan: ConvertedModel) -> int:
     y = net(inputs())
-    assert plan.saved_bytes() == plan.predicted_bytes()
-    kept = plan.saved_bytes()
+    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes()
+    kept = plan.cost.saved_bytes()
     y.sum().backward()
     return kept
 
@@ -254,13 +254,13 @@ def test_the_bytes_of_the_paths_are_counted_without_the_probes_own() -> None:
     net, plan = make()
     plan.operators[0].switch(True)
     without = bytes_of(net, plan)
-    plan.probe(STATISTICS)
+    measure_errors(plan, STATISTICS)
     assert bytes_of(net, plan) == without
 
 
 def test_stochastic_rounding_is_measured_with_rounding_to_nearest() -> None:
     net, plan = make(rounding="stochastic")
-    probe = plan.probe(["mse"])
+    probe = measure_errors(plan, ["mse"])
     rows = seen(net, inputs())["a"][0]
     assert probe.read()["mse"][0].item() == pytest.approx(
         (rows - quantized(rows, "int4")).square().mean().item(), rel=1e-5
@@ -269,7 +269,7 @@ def test_stochastic_rounding_is_measured_with_rounding_to_nearest() -> None:
 
 def test_off_in_between_and_off_for_good() -> None:
     net, plan = make()
-    probe = plan.probe(["gap_low"])
+    probe = measure_errors(plan, ["gap_low"])
     gradients(net, inputs())
     first = probe.read()["gap_low"]
     probe.enabled = False
@@ -283,7 +283,7 @@ def test_off_in_between_and_off_for_good() -> None:
     with plan.high_precision():
         gradients(net, inputs(3))
     second = probe.read()["gap_low"]
-    plan.unprobe()
+    plan.shared.probe = None
     gradients(net, inputs(4))
     assert torch.equal(probe.read()["gap_low"], second)
 
@@ -292,7 +292,7 @@ def test_off_in_between_and_off_for_good() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_number_shows_in_every_statistic_of_its_unit(low: str, bad: float) -> None:
     net, plan = make(low, "e4m3")
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     x = inputs()
     x[0, 3, 2] = bad
     net(x).nan_to_num().sum().backward()
@@ -303,7 +303,7 @@ def test_a_bad_number_shows_in_every_statistic_of_its_unit(low: str, bad: float)
 def test_a_bad_grad_output_shows_in_the_gap() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, OUT))
     plan = convert(net, PathSpec.of("int4", "int8", targets=["0"]))
-    probe = plan.probe(["gap_low", "gap_recovery", "mse"])
+    probe = measure_errors(plan, ["gap_low", "gap_recovery", "mse"])
     grad = torch.ones(4, OUT)
     grad[2, 1] = math.nan
     net(inputs().flatten(0, 1)[:4]).backward(grad)
@@ -314,7 +314,7 @@ def test_a_bad_grad_output_shows_in_the_gap() -> None:
 
 def test_under_autocast_the_operand_is_the_cast_one() -> None:
     net, plan = make()
-    probe = plan.probe(["mse"])
+    probe = measure_errors(plan, ["mse"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         net(inputs()).float().sum().backward()
     x, fmt = (inputs() * 1.5).flatten(0, 1), FORMATS["int4"]
@@ -328,7 +328,7 @@ def test_a_model_in_float64_is_measured_as_one_in_float32(low: str) -> None:
     read = []
     for dtype in (torch.float32, torch.float64):
         net, plan = make(low, "bf16", dtype, **({} if low == "int4" else {"backend": "simulated"}))
-        probe = plan.probe(STATISTICS)
+        probe = measure_errors(plan, STATISTICS)
         net(inputs(dtype=dtype)).square().sum().backward()
         read.append({key: value.tolist() for key, value in probe.read().items()})
     for key, values in read[0].items():
@@ -338,7 +338,7 @@ def test_a_model_in_float64_is_measured_as_one_in_float32(low: str) -> None:
 
 def test_a_frozen_unit_and_an_empty_batch_measure_nothing() -> None:
     net, plan = make()
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     net.b.weight.requires_grad_(False)
     F.relu(net(inputs())).sum().backward()
     gap_low = probe.read()["gap_low"]
@@ -353,7 +353,7 @@ def test_a_new_probe_starts_afresh_on_the_same_tensor() -> None:
     plan = convert(net, PathSpec.of("int4", None, targets=["0"]))
     x = inputs().flatten(0, 1)
     for tokens in (1, 7):
-        probe = plan.probe(["mse"], tokens)
+        probe = measure_errors(plan, ["mse"], tokens)
         net(x).sum().backward()
         expected = (x - quantized(x, "int4"))[::tokens].square().mean().item()
         assert probe.read()["mse"].item() == pytest.approx(expected, rel=1e-5)
@@ -363,12 +363,12 @@ def test_what_is_refused() -> None:
     _, plan = make()
     for names in (["gap"], ["mse", "nothing"], []):
         with pytest.raises(ValueError, match="use some of gap_low, gap_recovery, gap_exact, underflow, mse, input_std"):
-            plan.probe(names)
+            measure_errors(plan, names)
     with pytest.raises(ValueError, match="tokens=0: the stride"):
-        plan.probe(["mse"], tokens=0)
+        measure_errors(plan, ["mse"], tokens=0)
     _, static = make(recovery=None)
     with pytest.raises(ValueError, match="gap_recovery: this plan has no recovery path"):
-        static.probe(["gap_recovery"])
+        measure_errors(static, ["gap_recovery"])
     assert plan.shared.probe is None
     assert all(isinstance(operator, PathLinear) for operator in plan.operators)
 
@@ -411,7 +411,7 @@ def described(
 @pytest.mark.parametrize(("low", "recovery"), PAIRS)
 def test_of_recipes_every_statistic_is_what_it_says_on_either_path(low, recovery, dtype) -> None:
     net, plan = make(low, recovery, dtype)
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     plan.operators[0].switch(True)
     found = seen(net, inputs(dtype=dtype))
     measured = probe.read()
@@ -429,7 +429,7 @@ def test_of_recipes_every_statistic_is_what_it_says_on_either_path(low, recovery
 def test_groups_of_several_tokens_are_those_of_all_whatever_the_stride(low: str, tokens: int, recovering: bool) -> None:
     net, x, dy = single()
     plan = convert(net, PathSpec.of(low, "sim_int8", targets=["0"]))
-    probe = plan.probe(STATISTICS, tokens)
+    probe = measure_errors(plan, STATISTICS, tokens)
     plan.operators[0].switch(recovering)
     by_us(x, net[0], dy)
     for key, value in described(x, dy, low, "sim_int8", tokens).items():
@@ -442,7 +442,7 @@ def test_delayed_scales_are_those_that_the_low_path_takes(recovering: bool) -> N
     plan = convert(net, PathSpec.of("fp8_delayed", "bf16", targets=["0"]))
     by_us(x, net[0], dy)
     plan.end_step()
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     plan.operators[0].switch(recovering)
     by_us(3 * x, net[0], 5 * dy)
     before = x.abs().max().item(), dy.abs().max().item()
@@ -461,7 +461,7 @@ def test_codes_and_their_simulation_have_the_same_errors(low: str) -> None:
             net[0].weight.data.copy_(W)
             plan = convert(net, PathSpec.of(low, "bf16", targets=["0"], backend=backend))
             assert plan.low.backend == backend
-            probe = plan.probe(STATISTICS)
+            probe = measure_errors(plan, STATISTICS)
             plan.operators[0].switch(recovering)
             net(X.clone().requires_grad_()).backward(DY)
             read.append({key: value.item() for key, value in probe.read().items()})
@@ -478,7 +478,7 @@ def test_the_exact_gap_is_the_true_one_where_recovery_takes_over_wgrad_alone(rec
         for operator in plan.operators:
             operator.switch(switched)
         both.append(gradients(net, x))
-    probe = plan.probe(["gap_exact"])
+    probe = measure_errors(plan, ["gap_exact"])
     for operator in plan.operators:
         operator.switch(recovering)
     gradients(net, x)
@@ -490,7 +490,7 @@ def test_the_gap_of_a_recipe_is_the_expected_squared_error_of_the_weight_gradien
     """Of both operands, E4M3 inputs and E5M2 gradients: within 10 % of the mean over 8 draws."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False))
     plan = convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"]))
-    probe, truth = plan.probe(["gap_low"]), 0.0
+    probe, truth = measure_errors(plan, ["gap_low"]), 0.0
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         x, grad = (torch.randn(256, 64, generator=generator) * torch.logspace(-1, 1, 256)[:, None] for _ in range(2))
@@ -503,13 +503,13 @@ def test_the_gap_of_a_recipe_is_the_expected_squared_error_of_the_weight_gradien
 def test_a_recovery_that_leaves_wgrad_alone_gains_nothing_of_it_and_says_so() -> None:
     net, plan = make("sim_e2m1", "bf16", recovers=["fprop", "dgrad"])
     with pytest.warns(UserWarning, match="gap_recovery, gap_exact: both paths have the same wgrad, so no unit has a"):
-        probe = plan.probe(STATISTICS)
+        probe = measure_errors(plan, STATISTICS)
     gradients(net, inputs())
     read = probe.read()
     assert torch.equal(read["gap_low"], read["gap_recovery"]) and (read["gap_low"] > 0).all()
     assert (read["gap_exact"] == 0).all()
     net, plan = make("sim_e2m1", "bf16", recovers=["wgrad"])
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     gradients(net, inputs())
     assert (probe.read()["gap_recovery"] == 0).all(), "an operand that wgrad keeps has no error"
 
@@ -529,7 +529,7 @@ def test_sharing_a_tensor_changes_nothing_but_the_number_of_casts(low, recovery,
     for shared in (True, False):
         net, plan = make(low, recovery)
         plan.operators[1].switch(True)
-        probe = plan.probe(STATISTICS, tokens)
+        probe = measure_errors(plan, STATISTICS, tokens)
         x = inputs() * 1.5
         casts.clear()
         (net.a(x) * net.b(x if shared else x.clone()).sigmoid()).sum().backward()
@@ -553,7 +553,7 @@ def test_a_probe_of_recipes_changes_no_bit_of_the_run(low, recovery, how, tokens
     for probed in (False, True):
         net, plan = make(low, recovery, out=WIDTH, **how)
         if probed:
-            plan.probe(STATISTICS, tokens)
+            measure_errors(plan, STATISTICS, tokens)
         steps = []
         for step in range(4):
             plan.operators[0].switch(step in (1, 2))  # the first reader is not always the one that casts
@@ -573,7 +573,7 @@ def test_the_bytes_of_recipes_are_counted_without_the_probes_own() -> None:
         net, plan = make("fp8_hybrid", "bf16", backend=backend)
         plan.operators[0].switch(True)
         without = bytes_of(net, plan)
-        plan.probe(STATISTICS)
+        measure_errors(plan, STATISTICS)
         assert bytes_of(net, plan) == without
 
 
@@ -583,7 +583,7 @@ def test_activation_checkpointing_counts_recipes_once(low: str, reentrant: bool)
     results = []
     for run in (lambda net, x: net(x), lambda net, x: checkpoint(net, x, use_reentrant=reentrant)):
         net, plan = make(low, "bf16")
-        probe = plan.probe(STATISTICS)
+        probe = measure_errors(plan, STATISTICS)
         for factor in (1, 3):
             run(net, (inputs() * factor).requires_grad_()).square().sum().backward()
             plan.end_step()
@@ -595,7 +595,7 @@ def test_activation_checkpointing_counts_recipes_once(low: str, reentrant: bool)
 @pytest.mark.parametrize("low", ["sim_e2m1", "fp8_hybrid", "bf16"])
 def test_a_bad_number_shows_in_every_statistic_of_a_recipe(low: str) -> None:
     net, plan = make(low, "sim_int8" if low != "fp8_hybrid" else "bf16")
-    probe = plan.probe(STATISTICS)
+    probe = measure_errors(plan, STATISTICS)
     x = inputs()
     x[0, 3, 2] = math.nan
     (net.a(x * 1.5).nan_to_num().sum() + net.b(x * 1.5).nan_to_num().sum()).backward()
@@ -606,7 +606,7 @@ def test_a_bad_number_shows_in_every_statistic_of_a_recipe(low: str) -> None:
 def test_frozen_units_and_empty_batches_and_pauses_of_recipes_measure_nothing() -> None:
     for backend in ("simulated", "scaled_mm"):
         net, plan = make("fp8_hybrid", "bf16", backend=backend)
-        probe = plan.probe(STATISTICS)
+        probe = measure_errors(plan, STATISTICS)
         net.b.weight.requires_grad_(False)
         net(inputs()).sum().backward()
         first = probe.read()["gap_low"]
@@ -624,7 +624,7 @@ def test_frozen_units_and_empty_batches_and_pauses_of_recipes_measure_nothing() 
 
 def test_under_autocast_a_recipe_casts_the_cast_operand() -> None:
     net, plan = make("sim_e2m1", "bf16")
-    probe = plan.probe(["mse"])
+    probe = measure_errors(plan, ["mse"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         net(inputs()).float().sum().backward()
     x = (inputs() * 1.5).flatten(0, 1).bfloat16()

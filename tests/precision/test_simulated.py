@@ -411,10 +411,10 @@ def test_under_autocast(low: str) -> None:
 
 def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
-    kept = plan.saved_bytes()
-    assert kept == plan.predicted_bytes()
+    kept = plan.cost.saved_bytes()
+    assert kept == plan.cost.predicted_bytes()
     output.float().sum().backward()
-    assert plan.saved_bytes() == 0, "nothing is held after backward"
+    assert plan.cost.saved_bytes() == 0, "nothing is held after backward"
     return kept
 
 
@@ -431,7 +431,7 @@ def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None
     assert kept_bytes(net, plan, dtype) == 2 * per_block * one
     net[0].q_proj.switch(True)
     assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
-    assert plan.extra_bytes() == plan.extra_bytes_bound(3) == 0
+    assert plan.cost.spent()[1] == plan.cost.extra_bytes_bound(3) == 0
 
 
 def live_bytes() -> int:
@@ -586,7 +586,7 @@ def test_frozen_weights_inference_tensors_empty_inputs_and_the_meta_device() -> 
         operator.weight.requires_grad_(False)
     x = inputs().requires_grad_()
     net(x).sum().backward()
-    assert x.grad is not None and plan.saved_bytes() == plan.predicted_bytes() == 0
+    assert x.grad is not None and plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 0
     for low in MODELS:
         with torch.inference_mode():
             other = model()[:1]

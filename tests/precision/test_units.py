@@ -14,6 +14,7 @@ from gnmr.control.norms import UnitNorms
 from gnmr.control.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.units import unit_of
 
@@ -159,7 +160,7 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
     backward(model)
     blocks.units[1].switch(True)
     one = 4 / 8 * 8 * 3 * 16
-    assert blocks.extra_bytes() == one and blocks.extra_bytes_bound(2) == 2 * one
+    assert blocks.cost.spent()[1] == one and blocks.cost.extra_bytes_bound(2) == 2 * one
     assert all(unit.switch is None for unit in units_of(made("block", recovery=None)[1]))
 
 
@@ -186,7 +187,7 @@ def test_evidence_of_a_unit_is_that_of_its_operators_together(paths: tuple[str, 
     read = {}
     for unit in ("operator", "block"):
         model, plan = made(unit, *paths)
-        probe = plan.probe(("gap_low", "gap_recovery", "gap_exact", "mse", "underflow", "input_std"))
+        probe = measure_errors(plan, ("gap_low", "gap_recovery", "gap_exact", "mse", "underflow", "input_std"))
         backward(model)
         read[unit] = probe.read()
     single, blocks = read["operator"], read["block"]

@@ -121,7 +121,7 @@ def test_a_step_of_adapters_keeps_and_allocates_what_is_planned(tiny, lora, tmp_
     weights_of = [p for p in parts.model.parameters() if not p.requires_grad]
     assert planned["frozen weights"] == sum(p.nbytes for p in weights_of)
     copies = planned.get("INT8 copies of weights", 0)
-    assert copies == (parts.converted.weight_bytes()[1] if weights == "beside" else 0)
+    assert copies == (parts.converted.cost.weight_bytes()[1] if weights == "beside" else 0)
     batch = training_blocks(config, parts.corpus, None).next(8)
     expected = planned["kept for backward"] + planned["loss in backward"] + planned["gradients"]
     for recovering in (False, True):

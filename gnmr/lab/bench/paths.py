@@ -13,7 +13,7 @@ from gnmr.lab.bench.steps import compare, same_step
 from gnmr.lab.bench.timing import alternate, clock_of
 from gnmr.lab.train.build import assemble
 from gnmr.precision import RECIPES
-from gnmr.precision.converted import described
+from gnmr.precision.recipes import described
 
 REFERENCE = "bf16"
 # Format: the most that time and bytes should be against 16-bit.

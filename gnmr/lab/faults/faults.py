@@ -171,7 +171,7 @@ def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
 
 
 class Injector:
-    """A fault in one unit's low path. The schedule arms it for a step; the operator asks it."""
+    """A fault in one operator's low path. The schedule arms it for a step; the operator asks it."""
 
     def __init__(self, fault: Fault, history: Tensor | None) -> None:
         self._fault, self._history = fault, history
@@ -182,7 +182,7 @@ class Injector:
         self._seed = seed
 
     def for_step(self, input: Tensor, remember: bool = True) -> Injector | None:
-        """The fault, if it is armed. Takes note of the size of `input` where the fault needs it."""
+        """Return the fault if it is armed. Takes note of the size of `input` where the fault needs it."""
         if remember and self._history is not None:
             # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
             largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
@@ -190,14 +190,14 @@ class Injector:
         return None if self._seed is None else self
 
     def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        """The broken copy of `input` (..., D); the same each time it is asked for in a step."""
+        """Return the broken copy of `input` (..., D); the same each time it is asked for in a step."""
         rows = input.detach().reshape(-1, input.shape[-1])
         return self._fault.compress(rows, fmt, self._generator(rows), stochastic, self._largest_before())
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """The broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
+        """Return the broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
         return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
 
     def _generator(self, x: Tensor) -> torch.Generator:

@@ -45,7 +45,6 @@ from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.precision import ConvertedModel, convert
 from gnmr.precision.conversion import operator_shapes
-from gnmr.precision.kernels.te import UNREADABLE
 from gnmr.records.disk import sha256
 
 _THREADS = torch.get_num_threads()  # before a run of this process sets its own
@@ -273,11 +272,6 @@ def _controller(
     if isinstance(compressed, GreedyLore):
         return CompressedController.of(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
-    if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
-        raise UserError(
-            "training.activation_checkpointing=true: recomputes the forward pass, in which Transformer Engine moves "
-            "delayed scales; use a recipe without, or precision.backend=scaled_mm"
-        )
     with told_as("controller: "):
         spec = config.controller.spec(training.steps)
         costs, pinned = costs_of(plan, spec)
@@ -484,9 +478,7 @@ def train_step(
         controller or parts.controller,
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
-        measure_saved=not config.training.activation_checkpointing
-        and parts.converted.shared.engine is None
-        and not parts.converted.in_graphs,
+        measure_saved=not config.training.activation_checkpointing and not parts.converted.in_graphs,
         transform=parts.transform,
         monitor=config.records.monitor,
         levels=levels,
@@ -515,19 +507,12 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel
         asked = set(names) <= set(config.records.evidence)
         return "records.evidence" if asked else f"controller.signal={config.controller.signal}"
 
-    if plan.shared.engine is not None and (measured := [name for name in needs if name in PATH_EVIDENCE]):
-        raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")
-    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
+    if plan.recovery is None and (gaps := sorted({"gap_recovery", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and precision.recovery is null")
     if plan.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(
             f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
             "weights are frozen"
-        )
-    if config.training.activation_checkpointing and "gap_exact" in needs:
-        raise UserError(
-            f"{key('gap_exact')}: gap_exact holds a copy of every input until backward, which "
-            "training.activation_checkpointing=true is there to avoid; use gap_low, or turn that off"
         )
     if "spike_share" in needs and config.optim.name != "adamw":
         raise UserError(

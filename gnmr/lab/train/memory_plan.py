@@ -26,8 +26,8 @@ from gnmr.lab.config import Config
 from gnmr.lab.train.build import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
 from gnmr.lab.train.memory_bound import GB, refuse_plan
 from gnmr.precision import ConvertedModel, Recipe
-from gnmr.precision.converted import described
 from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.recipes import described
 
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
 
@@ -125,7 +125,7 @@ def _rows(
     known = [*model.parameters(), *model.buffers(), *codes]
     saved, largest = _saved_bytes(lambda: _loss(model, tokens), known, checkpointed)
     recovery, note = (
-        round(plan.extra_bytes_bound(max_o) - plan.extra_bytes()),
+        round(plan.cost.extra_bytes_bound(max_o) - plan.cost.spent()[1]),
         f"Eq. 67: at most {max_o} units, above their low path",
     )
     if warmup:

@@ -25,8 +25,6 @@ def refuse_processes(config: Config) -> None:
     refuse_compression(config, size)
     if size > 1:
         _refuse_batches(config, size)
-        if config.precision.backend == "te":
-            raise UserError(f"precision.backend=te: is for one process so far, here are {size}")
 
 
 def _refuse_batches(config: Config, size: int) -> None:

@@ -29,13 +29,12 @@ from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated_dtype
 from gnmr.precision.cast_stats import AmaxHistory, Begun, CastStats
 from gnmr.precision.formats import KeepFormat
-from gnmr.precision.hooks import CastMeasurement, Casts, FaultInjection
-from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
-from gnmr.precision.reads import Read
+from gnmr.precision.reads import SHARDED, Place, Read, is_sharded, place_of
 from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude
+from gnmr.precision.shared import Casts, FaultInjection, Measurement
 
-Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] | None
+Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], Measurement] | None
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
 
 
@@ -257,7 +256,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = context.wgrad(grad_2d, x_wgrad, ctx.weight_dtype, made)
         if ctx.measured is not None:
             with torch.no_grad():
-                ctx.measured.add_backward(grad_2d, grad_weight, context, made)
+                ctx.measured.add(grad_2d, context, made)
             ctx.measured = None
     grad_bias = grad_2d.sum(dim=0) if need_bias else None
     context.end()
@@ -277,7 +276,7 @@ class RecipeLinear(torch.autograd.Function):
         context: GemmContext,
         x_fprop: Any,
         x_wgrad: Any,
-        measured: CastMeasurement | None,
+        measured: Measurement | None,
     ) -> Tensor:
         ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
         ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None
