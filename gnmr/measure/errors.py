@@ -52,7 +52,7 @@ from gnmr.errors import users_level
 from gnmr.precision.cast import rotated
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.kernels import GemmContext
+from gnmr.precision.kernels.simulated import GemmContext
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import Read
 from gnmr.precision.recipes import Cast, Recipe

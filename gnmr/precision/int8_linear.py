@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from gnmr.precision.kernels.int8 import IntContext, Integers, integers
 from gnmr.precision.kernels.simulated import GemmContext, owned
-from gnmr.precision.linear import PathLinear, autocast_dtype
+from gnmr.precision.linear import Given, PathLinear, autocast_dtype
 from gnmr.precision.passes import Pass
 from gnmr.precision.reads import Place, place_of
 from gnmr.precision.recipes import Recipe
-from gnmr.precision.shared import FaultInjection
 
 _READ_VALUES = ("merge", "unmerge", "dequantize_module_weight")
 """Functions of peft's that take a weight's elements for numbers; others read its dtype and device."""
@@ -120,37 +119,18 @@ class Int8Linear(PathLinear):
         output: Tensor = _LinearOfCodes.apply(input, self.weight, self.weight_scale, bias)
         return output
 
-    def gemm_context(
-        self,
-        recipe: Recipe,
-        *,
-        weight: Tensor | None = None,
-        fault: FaultInjection | None = None,
-        sound: frozenset[str] = frozenset(),
-        dry_run: bool = False,
-        begun: Pass | None = None,
-    ) -> GemmContext:
-        context = super().gemm_context(recipe, fault=fault, sound=sound, dry_run=dry_run, begun=begun)
+    def gemm_context(self, recipe: Recipe, *, weight: Tensor | None = None, **options: Any) -> GemmContext:
+        context = super().gemm_context(recipe, **options)
         if isinstance(context, IntContext) and weight is not None:
             context.weight_codes = self.kept_codes(weight)
         return context
 
-    def _under_recipe(
-        self,
-        recipe: Recipe,
-        begun: Pass,
-        input: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        keeps: bool,
-        fault: FaultInjection | None,
-    ) -> tuple[Tensor, str | Place]:
+    def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
         if recipe.integer or self.weights != "instead":
-            return super()._under_recipe(recipe, begun, input, x, weight, bias, keeps=keeps, fault=fault)
+            return super()._under_recipe(recipe, begun, given)
         # Nothing but the weight is cast (`conversion._check_weights`), and only its codes are left.
-        return _LinearOfCodes.apply(x, weight, self.weight_scale, bias), self.operator_name
+        output = _LinearOfCodes.apply(given.x, given.weight, self.weight_scale, given.bias)
+        return output, self.operator_name
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self._buffers.get("weight_scale")

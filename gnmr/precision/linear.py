@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,9 @@ from torch.nn import functional as F
 
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.kernels import (
-    GemmContext,
-    casts_nothing,
-    context_kind,
-    in_backward,
-    owned,
-    recipe_linear,
-    refuse_twice,
-)
+from gnmr.precision.kernels.int8 import IntContext
+from gnmr.precision.kernels.scaled_mm import ScaledContext
+from gnmr.precision.kernels.simulated import GemmContext, casts_nothing, in_backward, owned, recipe_linear, refuse_twice
 from gnmr.precision.passes import Pass, keep, repeated
 from gnmr.precision.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.recipes import ExecutionPath, Recipe
@@ -100,6 +94,20 @@ class _Linear(torch.autograd.Function):
             ctx.measured.add(grad_2d.detach())
             ctx.measured = None
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
+
+
+class Given(NamedTuple):
+    """What one forward pass is given."""
+
+    input: Tensor
+    x: Tensor
+    """`input` after autocast's cast, as are weight and bias."""
+    weight: Tensor
+    bias: Tensor | None
+    keeps: bool
+    """Whether wgrad will run."""
+    fault: FaultInjection | None
+    """One of the low path that is in force, whatever the operator's path."""
 
 
 class PathLinear(nn.Linear):
@@ -250,12 +258,11 @@ class PathLinear(nn.Linear):
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
+        given = Given(input, x, weight, bias, keeps, fault)
         if isinstance(path, Recipe):
-            output, kept_by = self._under_recipe(path, begun, input, x, weight, bias, keeps=keeps, fault=fault)
+            output, kept_by = self._under_recipe(path, begun, given)
         else:
-            output, kept_by = self._under_format(
-                path, begun, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
-            )
+            output, kept_by = self._under_format(path, begun, given, quantizes)
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
         self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
@@ -291,7 +298,8 @@ class PathLinear(nn.Linear):
         `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
         """
         assert self.shared.amax is not None
-        return context_kind(recipe)(
+        kind = IntContext if recipe.integer else ScaledContext if recipe.backend == "scaled_mm" else GemmContext
+        return kind(
             recipe,
             self.shared.amax,
             self.index,
@@ -312,20 +320,9 @@ class PathLinear(nn.Linear):
             begun.key = rounding.next_pass(self.index, begun.step)
         return rounding.generator(*begun.key, reader, operand, dim)
 
-    def _under_recipe(
-        self,
-        recipe: Recipe,
-        begun: Pass,
-        input: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        keeps: bool,
-        fault: FaultInjection | None,
-    ) -> tuple[Tensor, str | Place]:
-        """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
-        path that is in force, whatever the operator's path."""
+    def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
+        """Return (output, what is kept: see `read`)."""
+        input, x, weight, bias, keeps, fault = given
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
@@ -335,20 +332,9 @@ class PathLinear(nn.Linear):
             observe = partial(probe.measure_casts, self.index, read, fault)
         return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
 
-    def _under_format(
-        self,
-        fmt: Format,
-        begun: Pass,
-        input: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        keeps: bool,
-        quantizes: bool,
-        fault: FaultInjection | None,
-    ) -> tuple[Tensor, str | Place]:
+    def _under_format(self, fmt: Format, begun: Pass, given: Given, quantizes: bool) -> tuple[Tensor, str | Place]:
         """As `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
+        input, x, weight, bias, keeps, fault = given
         shared = self.shared
         copy: tuple[Tensor, ...]
         kept_by: str | Place

@@ -270,11 +270,6 @@ class Recipe:
         }
 
     @property
-    def bits(self) -> int:
-        """Width of the forward input, by which the paper calls its paths 4-, 6- and 8-bit."""
-        return 16 if self.fprop.input is None else self.fprop.input.format.bits
-
-    @property
     def casts(self) -> list[Cast]:
         """Of all three GEMMs, in their order."""
         return [cast for name in GEMMS for cast in getattr(self, name).casts]

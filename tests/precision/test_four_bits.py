@@ -290,24 +290,6 @@ def test_activation_checkpointing_draws_once(reentrant: bool) -> None:
     assert all(same(*pair) for pair in found) and not same(found[0][0], found[1][0])
 
 
-@pytest.mark.parametrize("low", ["nvfp4_no_sr", "mxfp4", "fp8_hybrid", "llm_int8"])
-def test_operands_give_the_gemms_anywhere(low: str) -> None:
-    """From outside of a pass, with nothing recorded: the product of both is what the pass computes."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 32, bias=False))
-    plan = convert(net, PathSpec.of(low, None, targets=["0"], backend="simulated"))
-    x, dy = torch.randn(21, 64, generator=seeded(1)), torch.randn(21, 32, generator=seeded(2))
-    weight = net[0].weight.detach()
-    context = plan.operators[0].gemm_context(RECIPES[low], dry_run=True)
-    of = {"fprop": (x, weight), "dgrad": (dy, weight), "wgrad": (dy, x)}
-    outside = [context.product(*context.operands(gemm, *both), torch.float32) for gemm, both in of.items()]
-    leaf = x.clone().requires_grad_()
-    y = net(leaf)
-    y.backward(dy)
-    for ours, theirs in zip([y.detach(), leaf.grad, net[0].weight.grad], outside, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("low", ["nvfp4", "nvfp4_no_rht"])
 def test_bytes_that_are_kept_of_tokens_that_blocks_do_not_divide(low: str) -> None:
     net, plan = net_and_plan(low, width=64)

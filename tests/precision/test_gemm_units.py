@@ -146,7 +146,7 @@ def test_refused_in_one_line(more: dict[str, object], said: str) -> None:
     assert said in str(found.value) and "\n" not in str(found.value)
     assert [type(one) for one in net] == [type(one) for one in before]
     if more.get("low") == "int4":
-        with pytest.raises(UserError, match=r"paths\.unit=gemm: routes the GEMMs"):
+        with pytest.raises(UserError, match=r"precision\.unit=gemm: routes the GEMMs"):
             config.PrecisionConfig(unit="gemm", **more)
 
 

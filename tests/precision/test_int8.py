@@ -22,7 +22,7 @@ from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
-from gnmr.precision import RECIPES, ConvertedModel, PathSpec, backends, convert, int8_linear
+from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert, int8_linear, resolve
 from gnmr.precision.int8_linear import Int8Linear
 from gnmr.precision.kernels import int8
 from gnmr.precision.kernels.int8 import integers, products
@@ -413,10 +413,10 @@ def test_widths_that_gpus_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             ValueError, match=f"backend='int_mm': {said}, and torch._int_mm needs a multiple of 8 on GPUs"
         ):
-            backends.with_backend(recipe, "int_mm", linears, on_gpu.device)
-        assert backends.with_backend(recipe, "auto", linears, on_gpu.device) is recipe
+            resolve.with_backend(recipe, "int_mm", linears, on_gpu.device)
+        assert resolve.with_backend(recipe, "auto", linears, on_gpu.device) is recipe
     fits: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=40, out_features=16)}
-    assert backends.with_backend(recipe, "auto", fits, on_gpu.device).backend == "int_mm"
+    assert resolve.with_backend(recipe, "auto", fits, on_gpu.device).backend == "int_mm"
 
 
 def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
 from gnmr.precision import PathLinear, PathSpec, convert
+from gnmr.precision.table import brief
 
 SOME = [list(gemms) for number in (1, 2, 3) for gemms in itertools.combinations(GEMMS, number)]
 WHOLE = list(GEMMS)
@@ -77,9 +78,9 @@ def test_a_pin_hits_what_it_names_and_no_other() -> None:
     assert f"layers.2.mlp.down_proj {mixed} fprop, wgrad (pinned) bf16" in text
     assert "layers.0.attn.q_proj Linear 16 -> 16 bf16 (pinned) none (pinned)" in text
     assert text[-1] == "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic"
-    brief = brief(plan).splitlines()
-    assert brief[-1] == text[-1] and "low path bf16 (pinned), recovery path none (pinned):" in brief
-    assert brief[brief.index("low path bf16 (pinned), recovery path none (pinned):") + 1] == "  layers.0.attn.q_proj"
+    narrow = brief(plan).splitlines()
+    assert narrow[-1] == text[-1] and "low path bf16 (pinned), recovery path none (pinned):" in narrow
+    assert narrow[narrow.index("low path bf16 (pinned), recovery path none (pinned):") + 1] == "  layers.0.attn.q_proj"
     plan.restore()
     assert not any(isinstance(module, PathLinear) for module in model.modules()) and not hasattr(
         model.head_proj, "pinned"

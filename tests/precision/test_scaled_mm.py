@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import ConvertedModel, PathSpec, backends, convert
+from gnmr.precision import ConvertedModel, PathSpec, convert, resolve
 from gnmr.precision.kernels import scaled_mm
 from gnmr.precision.recipes import RECIPES
 
@@ -213,13 +213,13 @@ def test_a_gpu_without_fp8_is_refused_and_auto_says_what_it_takes(monkeypatch: p
     with pytest.raises(
         ValueError, match=r"needs a GPU of compute capability 8.9 or newer \(Ada, Hopper\), this one has 8"
     ):
-        backends.with_backend(hybrid, "scaled_mm", linears, cpu)
-    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
+        resolve.with_backend(hybrid, "scaled_mm", linears, cpu)
+    assert resolve.with_backend(hybrid, "auto", linears, cpu).backend == "simulated"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert backends.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
-    assert backends.with_backend(hybrid, "simulated", linears, cpu) is hybrid
-    assert backends.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
-    assert backends.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
+    assert resolve.with_backend(hybrid, "auto", linears, cpu).backend == "scaled_mm"
+    assert resolve.with_backend(hybrid, "simulated", linears, cpu) is hybrid
+    assert resolve.with_backend(RECIPES["sim_e3m2"], "auto", linears, cpu).backend == "simulated"
+    assert resolve.with_backend(RECIPES["bf16"], "scaled_mm", linears, cpu) is RECIPES["bf16"]
 
 
 @pytest.mark.parametrize(

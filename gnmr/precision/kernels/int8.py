@@ -201,13 +201,6 @@ class IntContext(GemmContext):
         scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
         return Integers(codes, scale.contiguous(), columns, kept), stats
 
-    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
-        if gemm != "fprop":
-            return super().operands(gemm, first, second)
-        casts = self.recipe.fprop
-        x, w = self.cast("input", first, casts.input), self.cast("weight", second, casts.weight)
-        return self.values(x).to(first.dtype), self.values(w).to(first.dtype).t()
-
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return saved[0] if len(saved) == 1 else Integers(*saved).values(dtype)
 

@@ -51,8 +51,11 @@ E8M0 = torch.float8_e8m0fnu
 _FOUR = 4
 _KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx", "mx_floor": "mx"}
 """Scale: what its hardware is known by."""
-_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
-_TILE_CAPABILITY = (9, 0)
+_LEAST = {
+    "tensor": ((8, 9), " or newer (Ada, Hopper)"),
+    "tile": ((9, 0), " (Hopper)"),
+    "mx": ((10, 0), " or newer (Blackwell)"),
+}
 _TILE_CUDA = (12, 9)
 
 
@@ -97,32 +100,18 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
     for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
         if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
             continue
-        lacking = _tile_missing(device) if kind == "tile" else capability_missing(device, *_LEAST[kind])
-        if lacking is not None:
-            return lacking
+        capability, name = _LEAST[kind]
+        needs = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{name}"
+        if device.type != "cuda":
+            return f"{needs}, the model is on {device.type}"
+        if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
+            return f"{needs}, this one is AMD's"
+        found = torch.cuda.get_device_capability(device)
+        if found < capability or (kind == "tile" and found > capability):
+            return f"{needs}, this one has {found[0]}.{found[1]}"
+        if kind == "tile" and tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
+            return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
     return None
-
-
-def _tile_missing(device: torch.device) -> str | None:
-    needs = "needs a GPU of compute capability 9.0 (Hopper)"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"{needs}, the model is on {device.type if torch.version.hip is None else 'a GPU of AMD'}"
-    if (found := torch.cuda.get_device_capability(device)) != _TILE_CAPABILITY:
-        return f"{needs}, this one has {found[0]}.{found[1]}"
-    if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
-        return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
-    return None
-
-
-def capability_missing(device: torch.device, least: tuple[int, int], known_as: str = "") -> str | None:
-    """Why `device` is no GPU of compute capability `least`; None: it is one."""
-    needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer{known_as}"
-    if device.type != "cuda":
-        return f"{needs}, the model is on {device.type}"
-    if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
-        return f"{needs}, this one is AMD's"
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
 
 def width_missing(

@@ -30,7 +30,7 @@ from gnmr.precision.cast import Reference, quantize, rotated_dtype
 from gnmr.precision.cast_stats import AmaxHistory, Begun, CastStats
 from gnmr.precision.formats import KeepFormat
 from gnmr.precision.reads import SHARDED, Place, Read, is_sharded, place_of
-from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude
 from gnmr.precision.shared import Casts, FaultInjection, Measurement
 
@@ -157,22 +157,6 @@ class GemmContext:
             return output
         result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)
         return result.view(output.shape)
-
-    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
-        """The operands of `gemm` as its product reads them: product(*operands, dtype) is what it gives, before the
-        result is cast and the bias added.
-
-        `first`, `second`: input (T, I) and weight (O, I) of fprop, grad_output (T, O) and weight of dgrad, grad_output
-        and input of wgrad, not cast yet.
-        """
-        casts: Gemm = getattr(self.recipe, gemm)
-        if gemm == "fprop":
-            return self.cast("input", first, casts.input, 1), self.cast("weight", second, casts.weight, 1).t()
-        if gemm == "dgrad":
-            grad = self.cast("grad_output", first, casts.grad_output, 1)
-            return grad, self.cast("weight", second, casts.weight, 0)
-        grad = self.cast("grad_output", first, casts.grad_output, 0)
-        return grad.t(), self.cast("input", second, casts.input, 0)
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
         """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
