@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from gnmr.errors import users_level
+from gnmr.measure.units import ByUnit
 from gnmr.precision.cast import rotated
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
@@ -58,7 +59,6 @@ from gnmr.precision.reads import Read
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import compress, decompress
 from gnmr.precision.shared import Casts, FaultInjection
-from gnmr.precision.units import ByUnit
 
 STATISTICS = ("gap_low", "gap_recovery", "mse", "input_std")
 _GEMM = {"gap_low": "wgrad", "gap_recovery": "wgrad", "mse": "fprop"}

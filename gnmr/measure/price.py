@@ -11,26 +11,22 @@ With Q the path's casts and W the weight (O, I)
     u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
         + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
 
-so it needs no output again: one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are
-measured. The elements of these inner products, squared one by one, are a second form (`elements`): where errors are
-large they grow together, and the square of their sum loses the order of the operators; the sum of their squares keeps
-it.
+so it needs one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are measured. A second
+form (`elements`) squares the elements of these inner products one by one: where errors are large they grow together,
+and the square of their sum loses the order of the operators; the sum of their squares keeps it.
 
 `dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
 give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
-dy W, for wgrad dy^T x of the measured tokens.
+dy W, for wgrad dy^T x of the measured tokens. An operator that several tokens reach only in part (an expert) has the
+loss's T all the same: the largest number of rows of any operator of the step, or `loss_tokens`.
 
-An operator that several tokens reach only in part (an expert) has the loss's T all the same: the largest number of rows
-of any operator of the step, or `loss_tokens`.
-
-What is measured is the path's own numbers, whatever path is in force and whatever runs it (kernels of
-hardware): the casts of `gnmr.precision.cast`, in float32, with the scales that the whole tensors have, delayed scales
-as they are, a fault that is in force in the low path. dy is the one that came back. One token in `tokens` is measured,
-or one group of tokens where some share a scale; which ones depends on the step's number alone.
+What is measured is the path's own numbers, whatever path is in force and whatever kernels run it: the casts of
+`gnmr.precision.cast`, in float32, with the scales that the whole tensors have, delayed scales as they are, a fault that
+is in force in the low path. dy is the one that came back. One token in `tokens` is measured, or one group of tokens
+where some share a scale; which ones depends on the step's number alone.
 
 Prior art: second-order sensitivities and Fisher-weighted quantization error (HAWQ; FIT, ICLR 2023), ModelOpt's
-AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it and holds it against the
-true increase of the loss.
+AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it.
 """
 
 from __future__ import annotations
@@ -42,6 +38,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gnmr.measure.units import ByUnit
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated
 from gnmr.precision.converted import ConvertedModel
@@ -52,7 +49,6 @@ from gnmr.precision.linear import PathLinear, autocast_dtype
 from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude
 from gnmr.precision.shared import FaultInjection
-from gnmr.precision.units import ByUnit
 
 PATHS = ("low", "recovery")
 _FPROP = ("fprop", "fprop_elements", "fprop_input", "fprop_weight")

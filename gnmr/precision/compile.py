@@ -2,8 +2,7 @@
 
 The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
 scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that
-they all read each for itself; the compiler finds that it is one. What backward keeps is the compiler's choice, so it is
-not measured.
+they all read each for itself; the compiler finds that it is one.
 
 The statistics of the casts leave the graph as a gradient: each operator has a leaf tensor, its tally, that takes part
 in no arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So
@@ -25,7 +24,7 @@ from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, as_matrix, scaled
 from gnmr.precision.cast_stats import AmaxHistory, CastStats
 from gnmr.precision.kernels.scaled_mm import ScaledContext
-from gnmr.precision.kernels.simulated import GemmContext, RecipeLinear, linear_backward
+from gnmr.precision.kernels.simulated import Draw, GemmContext, RecipeLinear, linear_backward
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite
 from gnmr.precision.shared import Casts, GraphLinear
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
 def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options: Any) -> str | None:
     """Call `block.compile(**options)` of each block, and take the operators into the graphs where that makes few.
 
-    Returns why operators stay between the graphs; None: they are in them. Where all operators of a block are
+    Returns why operators stay between the graphs, or None if they are in them. Where all operators of a block are
     switched together (unit=block, or a static plan) and the paths are recipes, a block type has one graph for each
     path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
-    before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of
-    experts. Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs: more and
-    smaller ones, without paths. Either way a switch compiles nothing that was not compiled before.
-    Give models of Hugging Face's `use_cache=False`, or every layer is a type of its own.
+    before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of experts.
+    Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs. Either way a switch
+    compiles nothing that was not compiled before. Give models of Hugging Face's `use_cache=False`, or every layer is a
+    type of its own.
 
-    In graphs what backward keeps is the compiler's choice: `saved_bytes` cannot be read. `saturation` is counted in
-    `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations
-    that it fuses, as in any model.
+    In graphs `saved_bytes` cannot be read, for what backward keeps is the compiler's choice. `saturation` is counted in
+    `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations that
+    it fuses, as in any model.
     """
     blocks = list(blocks)
     why = into_graphs(model, blocks)
@@ -183,15 +182,8 @@ class _InGraph(GemmContext):
 class _ValuesContext(_InGraph):
     """Its casts are those of the simulation, in whole tensors."""
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, CastStats]:
-        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
+        divided, scale, largest, saturated = scaled(x, cast, dim, reference)
         values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
         return values, CastStats(largest, saturated, self.nonfinite(x, largest))
 

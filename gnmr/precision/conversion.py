@@ -39,7 +39,7 @@ def convert(
     store: bool = True,
     shown: bool = True,
 ) -> ConvertedModel:
-    """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
+    """Turn every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
     Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
     (`weights=instead` replaces frozen parameters). peft may wrap the modules before or after; its prefixes and suffixes
@@ -52,13 +52,11 @@ def convert(
         store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
         shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
 
-    ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
-    16 bits, a pin that names no operator, a linear whose widths the tiles of a recipe do not divide, a linear that is a
-    subclass of `nn.Linear` (converted already, or another library's, but for torchtitan's plain one), sharded by
-    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
-    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
-    weights. Warns of paths that make little sense (`gnmr.precision.resolve`), of `backend`, `weights` and `outlier_threshold`
-    where they have no effect, and where backend=auto falls back to simulation (the same module).
+    Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
+    bits), a linear whose widths the tiles of a recipe do not divide or that cannot be given two paths (see
+    `_check_linear`), linears on several devices, a kind of unit that the model does not have, a backend that cannot run
+    the recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense, of
+    settings without effect, and where backend=auto falls back to simulation (`gnmr.precision.resolve`).
     """
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,12 +70,18 @@ class ConvertedModel:
             if isinstance(operator, Int8Linear):
                 operator.store(weights)
 
-    def high_precision(self) -> AbstractContextManager[None]:
-        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation).
+    @contextmanager
+    def high_precision(self) -> Iterator[None]:
+        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation); nests.
 
         A copy of the model (an average of its weights) is not the plan's: it stays on the paths that it was copied on.
         """
-        return self.shared.in_high_precision()
+        shared, before = self.shared, self.shared.high_precision
+        shared.high_precision = True
+        try:
+            yield
+        finally:
+            shared.high_precision = before
 
     @property
     def casts_forward(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,6 @@ from gnmr.precision.cast import rotated_dtype
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.int8_linear import Int8Linear
 from gnmr.precision.linear import PathLinear
-from gnmr.precision.reads import Place
 from gnmr.precision.recipes import HADAMARD, ExecutionPath, Recipe
 from gnmr.precision.scaling import row_bytes, scale_dtype, scales_of
 
@@ -21,26 +20,12 @@ if TYPE_CHECKING:
     from gnmr.precision.converted import ConvertedModel
 
 
-class _OfOperator(NamedTuple):
-    """What one operator spends and keeps."""
-
-    recovered: int
-    """Arithmetic of its GEMMs that are on the recovery path, a token."""
-    extra: float
-    """Extra bytes of Eq. 5."""
-    kept: int
-    """Bytes that it keeps, be they others' too."""
-    kept_as: str
-
-
 @dataclass
 class _Numbers:
     """What all operators spend and keep, and of what that was worked out."""
 
-    warmup: ExecutionPath | None
-    state: list[tuple[ExecutionPath, frozenset[str], tuple[int, str | Place, torch.dtype] | None]]
-    """(`low`, `recovered`, `read`) of each operator."""
-    of_each: list[_OfOperator]
+    state: tuple[Any, ...]
+    """The path of a warm-up in 16 bits, then (`low`, `recovered`, `read`) of each operator."""
     predicted: int
     spent: tuple[float, float]
     saved: int | None = None
@@ -160,33 +145,22 @@ class Cost:
         return costs, sum(more(o, o.low, low) for o in model.operators) / whole
 
     def _now(self) -> _Numbers:
-        """What is in force and what the last forward pass kept, in numbers: made anew of the operators that changed."""
+        """What is in force and what the last forward pass kept, in numbers; worked out anew if anything changed."""
         model = self._model
         model.check_converted()
-        warmup, last = model.shared.warmup, self._numbers
-        state = [(operator.low, operator.recovered, operator.read) for operator in model.operators]
-        if last is not None and last.warmup is warmup and last.state == state:
-            return last
-        if last is None or last.warmup is not warmup:
-            of_each = [self._of(operator) for operator in model.operators]
-        else:
-            known = zip(model.operators, state, last.state, last.of_each, strict=True)
-            of_each = [own if now == before else self._of(operator) for operator, now, before, own in known]
-        copies: dict[tuple[object, str], int] = {}
-        for (_, _, read), own in zip(state, of_each, strict=True):
+        state = model.shared.warmup, *((o.low, o.recovered, o.read) for o in model.operators)
+        if self._numbers is not None and self._numbers.state == state:
+            return self._numbers
+        recovered, extra, copies = 0, 0.0, dict[tuple[object, str], int]()
+        for operator in model.operators:
+            path, read = operator.path, operator.read
+            recovered += len(self._recovered(operator)) * _area(operator)
+            extra += self._extra(operator, path)
             if read is not None:
-                key = read[1], own.kept_as
-                copies[key] = max(copies.get(key, 0), own.kept)
-        spent = sum(own.recovered for own in of_each) / self._arithmetic(), sum(own.extra for own in of_each)
-        self._numbers = _Numbers(warmup, state, of_each, sum(copies.values()), spent)
+                key = read[1], kept_as(path)
+                copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
+        self._numbers = _Numbers(state, sum(copies.values()), (recovered / self._arithmetic(), extra))
         return self._numbers
-
-    def _of(self, operator: PathLinear) -> _OfOperator:
-        """The numbers of one operator."""
-        path, read = operator.path, operator.read
-        kept = 0 if read is None else kept_bytes(operator, path, read[0], read[2])
-        recovered = len(self._recovered(operator)) * _area(operator)
-        return _OfOperator(recovered, self._extra(operator, path), kept, kept_as(path))
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
         """The GEMMs of the operator that are on the recovery path now."""

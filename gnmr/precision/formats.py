@@ -10,8 +10,7 @@ that the largest magnitude of a row equals `max`, and returns codes; decoding re
                           (`RangeFormat`; for what is saved alone, and no recipe's)
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
-goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
-generator is theirs to save. Rows, scales and packing are in `scaling.py`.
+goes up or down with the probability that makes the expectation exact, on random numbers that the caller gives.
 """
 
 from __future__ import annotations

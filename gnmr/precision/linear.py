@@ -11,13 +11,9 @@ Operators that read the same tensor (q, k, v; gate, up) on the same path share o
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
 A tensor is the same while it is the same object under the same version number and no operator reads it a second time,
-which begins another pass; copies live as long as it does, at most to the step's end or the next tensor that is read.
-What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
-DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
-
-Hooks (`shared.py`), on formats and on recipes (`kernels/`), are off by default: meters that measure the low path's
-error and its price (`gnmr.measure`), and faults that break the low path of chosen operators (`gnmr.lab.faults`). What
-is broken is never shared.
+which begins another pass. A write between two readers of one pass that shows in neither (through `.data`, DLPack or a
+kernel of one's own) is not noticed: the second reader then reads what the first one did. What NumPy can write to, and
+what a fault broke, is not shared.
 """
 
 from __future__ import annotations
@@ -117,7 +113,7 @@ class PathLinear(nn.Linear):
     """
 
     plain_class = nn.Linear
-    """What `ConvertedModel.restore` makes of it again. Each class that a converted linear may have says it for itself."""
+    """What `ConvertedModel.restore` makes of it again; each class that a converted linear may have has its own."""
 
     operator_name: str
     index: int

@@ -1,4 +1,4 @@
-"""A tensor that operators read: where it lies, who else may write there, and the copies and casts that readers share."""
+"""A tensor that operators read: where it lies, who else may write there, and what its readers share."""
 
 from __future__ import annotations
 

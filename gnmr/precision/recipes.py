@@ -29,11 +29,11 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
 A scale is max|group| / format.max in float32. That of `mx` is this number rounded up to a power of two (RCEIL), as in
 torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
 need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
-under which the largest elements of a group may saturate. A group that the tensor's edge
-cuts is smaller; along the widths of a linear `gnmr.precision.conversion` refuses that. Those of `nv` are two, as in appendix C
-of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest group to
-E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its scale
-that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded down.
+under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller; along the
+widths of a linear `convert` refuses that. Those of `nv` are two, as in appendix C of 2509.25149, each step in float32:
+with encode = 448 * format.max / max|tensor|, which brings the largest group to E4M3's largest number, a group's E4M3
+number is max|group| * (encode / format.max), rounded to nearest, and its scale that number / encode, as Transformer
+Engine computes both. The largest elements saturate where it was rounded down.
 
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
@@ -69,7 +69,7 @@ Named recipes (`RECIPES`):
     llm_int8_dgrad      the same, and dgrad reads what fprop read as the weight, codes times scale
     bf16           nothing is cast
 
-Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes` in conf.
+Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes`.
 
 **Choice 55**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
 channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of

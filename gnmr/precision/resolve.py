@@ -33,9 +33,8 @@ Pair = tuple[ExecutionPath, ExecutionPath | None]
 def resolve(spec: PathSpec) -> Pair:
     """The low and the recovery path, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
 
-    Warns of a recovery path that is the low path itself, or coarser in any operand or result: fewer bits, fewer
-    significant ones, or the same format under a coarser scale (`gnmr.precision.recipes.SCALES`); and of `recovers` where it
-    has no effect.
+    Warns of a recovery path that is the low path itself, or coarser in any operand or result (fewer bits, fewer
+    significant ones, or the same format under a coarser scale), and of `recovers` where it has no effect.
     """
     some = set(spec.recovers) != set(GEMMS)
     low, recovery = named(spec)
@@ -112,7 +111,7 @@ def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
 def with_backend(
     recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device, shown: bool = True
 ) -> Recipe:
-    """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if something is missing.
+    """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if it cannot.
 
     A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. Integers
     are tried the first time on a device, which waits for it. `shown`: see `gnmr.precision.conversion`.
@@ -169,8 +168,8 @@ def routes(
 ) -> dict[frozenset[str], Recipe]:
     """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.
 
-    Only GEMMs that recovery changes are in a set; in a static plan, where GEMMs are watched alone, those that bf16 would
-    change. Raises ValueError if no backend runs one of the recipes.
+    Only GEMMs that recovery changes are in a set (in a static plan, where GEMMs are only watched, those that bf16
+    would change). Raises ValueError if no backend runs one of the recipes.
     """
     other = RECIPES["bf16"] if recovery is None else recovery
     assert isinstance(low, Recipe) and isinstance(other, Recipe)

@@ -3,8 +3,7 @@ measurements (`gnmr.measure`) take part in their passes. Linears and kernels kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -131,15 +130,6 @@ class SharedState:
     def forget(self) -> None:
         """Drops the copies of the last tensor (each step's end)."""
         self._last = None
-
-    @contextmanager
-    def in_high_precision(self) -> Iterator[None]:
-        """Every operator is a plain linear inside; nests."""
-        before, self.high_precision = self.high_precision, True
-        try:
-            yield
-        finally:
-            self.high_precision = before
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what belongs to a step."""

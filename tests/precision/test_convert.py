@@ -161,20 +161,6 @@ def test_the_plan_is_a_table_of_units_and_paths() -> None:
     assert "none (static)" in str(convert(net(), PathSpec.of("int4", None)))
 
 
-def test_the_precision_shows_in_the_models_repr() -> None:
-    model = net()
-    convert(model, PathSpec.of("e2m1", "e4m3", targets=["up_proj"]))
-    assert "low=e2m1, recovery=e4m3" in repr(model)
-
-
-def test_a_static_operator_cannot_be_switched() -> None:
-    model = net()
-    operator = convert(model, PathSpec.of("int4", None)).operators[0]
-    operator.switch(False)
-    with pytest.raises(AssertionError, match="no recovery path"):
-        operator.switch(True)
-
-
 def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -107,30 +106,6 @@ def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dty
         assert torch.equal(ours, theirs)
 
 
-def test_off_is_off_under_autocast() -> None:
-    plain = model(True)
-    kept, low = copy.deepcopy(plain), copy.deepcopy(plain)
-    convert(kept, PathSpec.of("bf16", None))
-    convert(low, PathSpec.of("int8", None))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = gradients(plain, inputs())
-        for ours, theirs in zip(gradients(kept, inputs()), expected, strict=True):
-            assert torch.equal(ours, theirs)
-        for ours, theirs in zip(gradients(low, inputs()), expected, strict=True):
-            assert (ours - theirs).norm() < 0.05 * theirs.norm()
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    plain = model(True, torch.float64)
-    kept = copy.deepcopy(plain)
-    convert(kept, PathSpec.of("bf16", None))
-    x = inputs(torch.float64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = plain(x)
-        assert expected.dtype == torch.float64
-        assert torch.equal(kept(x), expected)
-
-
 def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
     output = net(inputs(dtype))
     kept = plan.cost.saved_bytes()
@@ -149,31 +124,6 @@ def test_measured_bytes_are_those_of_the_memory_model(name: str, dtype: torch.dt
     per_row = WIDTH * dtype.itemsize if name == "bf16" else WIDTH * FORMATS[name].bits // 8 + scale
     copies = 4 * 2  # a block's q/k/v, o, gate/up and down inputs; two blocks
     assert kept_bytes(net, plan, dtype) == copies * ROWS * per_row
-
-
-def test_the_graph_as_a_whole_holds_as_much_less_as_the_plan_says() -> None:
-    """Independent of the plan's own bookkeeping: every tensor that autograd packs, counted by storage."""
-
-    def graph_bytes(net: nn.Module, plan: ConvertedModel) -> tuple[int, int]:
-        storages: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output = net(inputs(torch.bfloat16))
-        whole = sum(storages.values())
-        output.float().sum().backward()
-        output = net(inputs(torch.bfloat16))
-        return whole, plan.cost.saved_bytes()
-
-    nets = [model(dtype=torch.bfloat16) for _ in range(2)]
-    (high, high_plan), (low, low_plan) = (
-        graph_bytes(net, convert(net, PathSpec.of(name, None)))
-        for net, name in zip(nets, ("bf16", "int4"), strict=True)
-    )
-    assert high - low == high_plan - low_plan > 0
 
 
 def test_readers_of_one_tensor_share_a_copy_only_on_the_same_path() -> None:
@@ -307,17 +257,6 @@ def test_views_of_one_storage_count_once_where_they_are_kept_as_they_are(low: st
     assert plan.cost.saved_bytes() == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_nonfinite_input_reaches_the_weight_gradient(bad: float) -> None:
-    for name in FORMATS:
-        _, low = single(name, False, torch.float32)
-        x = inputs()
-        x[0, 0, 0] = bad
-        low.zero_grad()
-        low(x).nan_to_num().sum().backward()  # finite grad_output: only the saved copy can carry it
-        assert not low.weight.grad.isfinite().all(), name
-
-
 def test_a_frozen_weight_keeps_nothing() -> None:
     net = model()
     plan = convert(net, PathSpec.of("int4", None))
@@ -326,37 +265,6 @@ def test_a_frozen_weight_keeps_nothing() -> None:
     x = inputs().requires_grad_()
     net(x).sum().backward()
     assert x.grad is not None and plan.cost.predicted_bytes() == 0
-
-
-def test_evaluation_without_gradients_keeps_nothing_and_is_exact() -> None:
-    plain = model()
-    net = copy.deepcopy(plain)
-    plan = convert(net, PathSpec.of("int2", None, site="forward"))
-    with torch.no_grad():
-        assert not torch.equal(net(inputs()), plain(inputs()))
-        with plan.high_precision():
-            assert torch.equal(net(inputs()), plain(inputs()))
-    assert plan.cost.saved_bytes() == 0
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
-    net = model()
-    convert(net, PathSpec.of("int4", "int8"))
-    expected = gradients(net, inputs())
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.net:
-                x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
-            return x
-
-    for ours, theirs in zip(gradients(Checkpointed(), inputs()), expected, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -383,17 +291,6 @@ def test_a_forward_pass_that_draws_is_recomputed_as_it_was(reentrant: bool) -> N
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)), "each draws what it drew"
 
 
-@pytest.mark.parametrize("low", ["int4", "bf16", "mxfp8"])
-def test_predicted_bytes_under_autocast(low: str) -> None:
-    """Of weights in float32, as Trainers have them."""
-    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    plan = convert(net, PathSpec.of(low, None, targets=["?"]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = net(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
-    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() > 0
-    output.sum().backward()
-
-
 @pytest.mark.parametrize("low", ["int4", "mxfp8"])
 def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(32, 32))
@@ -403,18 +300,6 @@ def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
     assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
     assert plan.cost.predicted_bytes() == plan.cost.saved_bytes() == 0
-
-
-def test_a_state_of_another_site_or_backend_is_refused() -> None:
-    def plan(low: str, **how: str) -> ConvertedModel:
-        return convert(nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", **how))
-
-    for one, other in (
-        (plan("int4"), plan("int4", site="forward")),
-        (plan("fp8_hybrid", backend="simulated"), plan("fp8_hybrid", backend="scaled_mm")),
-    ):
-        with pytest.raises(ValueError, match="the paths' state belongs to"):
-            other.load_state_dict(one.state_dict())
 
 
 def test_a_model_that_moved_to_another_device_is_told() -> None:
@@ -453,38 +338,6 @@ def test_linears_on_several_devices_are_refused() -> None:
     assert type(net[0]) is nn.Linear
 
 
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_gradients_and_switching_compiles_nothing_new() -> None:
-    net = model()
-    plan = convert(net, PathSpec.of("int4", "int8"))
-    expected = gradients(net, inputs())
-    torch._dynamo.reset()
-    for block in net:
-        block.compile(backend="eager")
-    for ours, theirs in zip(gradients(net, inputs()), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for operator in plan.operators:
-        operator.switch(True)
-        gradients(net, inputs())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-def test_stochastic_rounding_is_reproduced_from_its_saved_state() -> None:
-    net = model()
-    plan = convert(net, PathSpec.of("int4", None, rounding="stochastic"), seed=5)
-    gradients(net, inputs())
-    plan.end_step()
-    state = plan.state_dict()
-    expected = gradients(net, inputs())
-    other = model()
-    other_plan = convert(other, PathSpec.of("int4", None, rounding="stochastic"), seed=6)
-    other_plan.load_state_dict(state)
-    for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert not torch.equal(gradients(other, inputs())[0], expected[0]), "each micro-batch has its own"
-
-
 def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> None:
     """Fused optimizers change parameters without a new version number."""
     latent = nn.Parameter(torch.randn(6, 8))
@@ -498,15 +351,6 @@ def test_a_parameter_that_is_read_directly_is_compressed_anew_each_time() -> Non
         x_hat = decompress(*compress(latent.detach(), fmt), fmt, 8, latent.dtype)
         torch.testing.assert_close(net[0].weight.grad, torch.ones(6, 8).t() @ x_hat)
         optimizer.step()
-
-
-def test_a_converted_model_can_be_pickled_and_copied_after_a_step() -> None:
-    net = model()
-    convert(net, PathSpec.of("int4", "int8"))
-    expected = gradients(net, inputs())
-    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
-        for ours, theirs in zip(gradients(other, inputs()), expected, strict=True):
-            assert torch.equal(ours, theirs)
 
 
 def test_inference_tensors_and_the_meta_device_are_fine() -> None:

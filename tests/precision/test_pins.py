@@ -115,20 +115,6 @@ def test_what_is_spent_by_hand() -> None:
     assert [unit.extra_bytes for unit in units_of(plan)] == [2, 1, 4]
 
 
-def test_a_unit_with_nothing_to_recover_is_watched_and_takes_no_place() -> None:
-    model = Net()
-    pins = {"layers.0.*": WHOLE, "layers.1.attn.*": WHOLE}
-    controller = gnmr.attach(
-        model, low="sim_e2m1", recovery="bf16", unit="block", pins=pins, max_o=4, signal="always_high"
-    )
-    for step in range(2):
-        backward(model, step)
-        decision = controller.step()
-    assert decision.observed.all() and (decision.norm > 0).all(), "watched, the pinned one too"
-    assert controller.active == ["layers.1", "layers.2", "layers.3", "head_proj"]
-    assert controller.plan.cost.spent()[0] == 1
-
-
 def test_a_state_belongs_to_its_pins() -> None:
     def state(**more: Any) -> dict[str, Any]:
         return convert(Net(), PathSpec.of("sim_e2m1", "bf16", **more)).state_dict()
@@ -205,10 +191,3 @@ def test_what_is_refused_in_one_line() -> None:
         assert not any(isinstance(module, PathLinear) for module in model.modules())
     with pytest.raises(ValueError, match=r"pins.q_proj=\['wgrad'\]: low=int4 is a format, and pins the whole operator"):
         PathSpec(pins={"q_proj": ["wgrad"]})
-
-
-def test_blocks_with_pins_are_compiled_between_the_graphs() -> None:
-    model = Net(blocks=2)
-    plan = convert(model, PathSpec.of("sim_e2m1", None, pins={"layers.0.attn.q_proj": ["fprop"]}))
-    assert "pinned operators have paths of their own" in str(plan.compile([]))
-    assert convert(Net(blocks=2), PathSpec.of("sim_e2m1", None)).compile([]) is None

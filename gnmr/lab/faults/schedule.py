@@ -58,8 +58,8 @@ class FaultSchedule:
 
         With unit=gemm a fault hits an operator's low-path casts of its input, so its `fprop` and its `wgrad`.
 
-        ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
-        or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        Raises ValueError for a low path that leaves the input in 16 bits, a target that matches no unit, a window
+        beyond the run or over another, and an invalid `rate`. Warns if no drawn window falls into the run.
         """
         low = plan.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
@@ -114,8 +114,8 @@ class FaultSchedule:
             injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
 
     def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
-        """After each step of several processes: what stale_scale saw in it is what any of them saw. `take_largest`
-        puts the largest over them into a tensor."""
+        """Call after each step of several processes: what stale_scale saw in it is what any of them saw.
+        `take_largest` puts the largest over them into a tensor."""
         if self._history is not None:
             take_largest(self._history[:, 0])
 
@@ -129,18 +129,18 @@ class FaultSchedule:
 
 
 def _targeted(plan: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
-    """{operator: its unit; with unit=gemm itself} of those that the patterns name, or whose unit they name, by place.
-    ValueError for a pattern without any, and where a single GEMM is named: a fault hits all that read the input."""
-    names = [one.name for one in plan.units]
-    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
+    """Return {operator: its unit, or with unit=gemm itself} of those that the patterns name, or whose unit they name.
+
+    Raises ValueError for a pattern that names none, and where a single GEMM is named: a fault hits all that read the
+    input.
+    """
     by_gemm = any(one.gemm is not None for one in plan.units)
+    names = [module_of(one.name) if by_gemm else one.name for one in plan.units]
+    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
     whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
     if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
-        units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        if by_gemm:
-            units = dict.fromkeys(module_of(name) for name in units)
-        what = "operator" if by_gemm else "unit"
-        raise ValueError(f"targets {empty}: no {what} has such a name; the {what}s are {', '.join(units)}")
+        known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        raise ValueError(f"targets {empty}: no unit has such a name; there are {', '.join(known)}")
     if by_gemm:
         return {operator.index: operator.index for operator in plan.operators if operator.operator_name in chosen}
     return {

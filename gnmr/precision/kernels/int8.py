@@ -8,23 +8,19 @@ codes, integers from -127 to 127, and scales their sums:
 
 The sum is an int32 and exact; the rest is float32. **Choice 52**: one rounding to the input's dtype at the end, behind
 the bias, as in F.linear. dgrad reads the weight in its own 16 bits, or, under `llm_int8_dgrad`, codes times scale;
-grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weight there is none, and nothing of the
-input is kept.
+grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weight nothing of the input is kept.
 
-    int_mm       `torch._int_mm`: CPUs and NVIDIA GPUs on which it is found to add up exactly; on GPUs widths must be
-                 multiples of 8, and fewer than 32 tokens are filled up with zeros
-    simulated    codes in float32, 1024 of them at a time, whose sums float32 holds: the same integers, in any order
+`torch._int_mm` runs on CPUs and NVIDIA GPUs on which it is found to add up exactly (on GPUs widths must be multiples of
+8, and fewer than 32 tokens are filled up with zeros). The simulation multiplies codes in float32, 1024 of them at a
+time, whose sums float32 holds. Both give the same bits.
 
-Both give the same bits.
+`weights` says where the codes of the weight are, with O outputs and I inputs, besides its 2 O I bytes:
 
-Where the codes of the weight are (`weights`), with O outputs and I inputs, beside or instead of its 2 O I bytes:
-
-    online     nowhere: made of the weight in every forward pass, whether it is trainable or not. 0 bytes more
-    beside     kept besides the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
-               changed (a loaded state dict, an optimizer's step), moved or been replaced, and when code outside of this
-               package has read `module.weight`, which it may have written to through `.data` (peft merges adapters
-               so). A change through `.data` of a parameter from `parameters()`, or through an array of NumPy's, is
-               not noticed: convert again
+    online     nowhere: made of the weight in every forward pass, whether it is trainable or not
+    beside     kept beside the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
+               changed, moved or been replaced, and when code outside of this package has read `module.weight`, which
+               it may have written to through `.data` (peft merges adapters so). A change through `.data` of a
+               parameter from `parameters()`, or through an array of NumPy's, is not noticed: convert again
     instead    the weight is dropped and only O (I + 4) bytes are left. dgrad, the recovery path and evaluation read
                codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight` holds the codes
                (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is quantized. peft makes
@@ -33,8 +29,7 @@ Where the codes of the weight are (`weights`), with O outputs and I inputs, besi
 Outlier columns (LLM.int8(), arXiv 2208.07339): the columns (inputs) of x whose largest magnitude in this very tensor
 reaches a threshold, published as 6.0, stay in 16 bits. They are multiplied with the 16-bit weight's columns (`instead`:
 codes times scale), that product is added in float32, and neither the INT8 product nor the tokens' scales see them.
-Their number decides shapes: choosing them waits for the device, once for all readers of a tensor. Nothing else here
-waits, but for the check of the machine when the first model is converted.
+Choosing them waits for the device, once for all readers of a tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ from gnmr.precision.cast import Reference
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.formats import FORMATS
 from gnmr.precision.kernels.scaled_mm import width_missing
-from gnmr.precision.kernels.simulated import GemmContext
+from gnmr.precision.kernels.simulated import Draw, GemmContext
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude, scale_of
 
@@ -176,17 +171,10 @@ class IntContext(GemmContext):
             output += bias
         return output.to(x.dtype).view(*x.shape[:-1], -1)
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, CastStats]:
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         if cast.codes:
             return integers(x, cast.outliers)
-        return super().quantize(x, cast, contraction_dim, reference, generator)
+        return super().quantize(x, cast, dim, reference, draw)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         if not cast.codes:

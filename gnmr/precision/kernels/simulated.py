@@ -1,16 +1,14 @@
 """A linear operator whose operands are quantized as a recipe says, simulated on any machine.
 
-Fake quantization: an operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own
-dtype; the GEMMs then run in that dtype. What differs from hardware with such formats is the order of a GEMM's sums, and
-that a value times its scale is rounded to the dtype's mantissa (bfloat16: 8 bits; exact for scales that are powers of
-two, and for formats of up to 8 bits an error well below the format's own).
+An operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own dtype; the GEMMs
+then run in that dtype. Hardware with such formats differs in the order of a GEMM's sums, and does not round a value
+times its scale to the dtype's mantissa (an error well below the format's own).
 
-- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout, whatever the granularity:
-  a low path never turns a non-finite number into a finite one.
-- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width: operators that read
-  the same tensor share it (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad
-  read in the same cast is kept in that cast, besides the parameter.
-- Saturated and non-finite elements are counted on the device, before the cast hides them.
+- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout: a low path never turns a
+  non-finite number into a finite one. Saturated and non-finite elements are counted on the device.
+- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width, which all readers of
+  the input share (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad read in
+  the same cast is kept in that cast, besides the parameter.
 
 Nothing here waits for the device.
 """
@@ -27,8 +25,9 @@ from torch.nn import functional as F
 
 from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated_dtype
-from gnmr.precision.cast_stats import AmaxHistory, Begun, CastStats
+from gnmr.precision.cast_stats import AmaxHistory, CastStats
 from gnmr.precision.formats import KeepFormat
+from gnmr.precision.passes import Pass
 from gnmr.precision.reads import SHARDED, Place, Read, is_sharded, place_of
 from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude
@@ -36,8 +35,8 @@ from gnmr.precision.shared import Casts, FaultInjection, Measurement
 
 Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], Measurement] | None
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
-
-
+Draw: TypeAlias = torch.Generator | None
+"""What a stochastic cast draws from; None: it rounds to nearest."""
 Draws: TypeAlias = Callable[[int, int, int], torch.Generator]
 _READS_INPUT = ("wgrad", "fprop")
 """By the dimension of the input that it contracts."""
@@ -71,7 +70,7 @@ class GemmContext:
         dry_run: bool = False,
         no_side_effects: bool = False,
         draws: Draws | None = None,
-        begun: Begun | None = None,
+        begun: Pass | None = None,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
         self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
@@ -82,12 +81,7 @@ class GemmContext:
         self._largest: dict[int, Tensor] = {}
 
     def cast(
-        self,
-        operand: str,
-        x: Tensor,
-        cast: Cast | None,
-        contraction_dim: int = 1,
-        made: Casts | None = None,
+        self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, made: Casts | None = None
     ) -> Any:
         """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
         place = OPERANDS.index(operand)
@@ -108,11 +102,11 @@ class GemmContext:
             if broken:
                 found = self.break_input(x, cast, contraction_dim, reference)
             else:
-                generator = None
+                draw = None
                 if cast.stochastic and self._draws is not None:
                     reader = self._reader if operand == "input" else self.index  # whose cast others may share
-                    generator = self._draws(reader, place, contraction_dim if cast.directed else 2)
-                found = self.quantize(x, cast, contraction_dim, reference, generator)
+                    draw = self._draws(reader, place, contraction_dim if cast.directed else 2)
+                found = self.quantize(x, cast, contraction_dim, reference, draw)
             if made is not None:
                 made[key] = found
         values, stats = found
@@ -125,16 +119,9 @@ class GemmContext:
         self._found[id(stats)] = place, stats
         return values
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, CastStats]:
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
-        return quantize(x, cast, contraction_dim, reference, generator)
+        return quantize(x, cast, dim, reference, draw)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """As `quantize`, of an input under the fault."""
