@@ -60,7 +60,7 @@ BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
 WEIGHTS = ("online", "beside", "instead")
-"""Where the INT8 codes of weights are (gnmr/precision/kernels/int8.py)."""
+"""Where the INT8 codes of weights are (gnmr/precision/int8.py)."""
 
 Words = dict[str, dict[str, str]]
 """{gemm: {operand: cast}}; what is left out is kept as it is."""

@@ -43,8 +43,7 @@ from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.int8_linear import Int8Linear
-from gnmr.precision.kernels.int8 import Integers
+from gnmr.precision.int8 import Int8Linear, Integers
 from gnmr.precision.linear import PathLinear, autocast_dtype
 from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude

@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensor
 from gnmr.names import GEMMS, by_end, select
 from gnmr.precision.cast_stats import AmaxHistory
 from gnmr.precision.converted import ConvertedModel
-from gnmr.precision.int8_linear import Int8Linear
-from gnmr.precision.kernels.int8 import MOST_INPUTS, PER_ROW
+from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import SHARDED, is_sharded
 from gnmr.precision.recipes import KEPT, ExecutionPath, Gemm, Recipe

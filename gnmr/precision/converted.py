@@ -14,7 +14,7 @@ from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.compile import compile_blocks
 from gnmr.precision.cost import Cost
 from gnmr.precision.formats import FORMATS, Format, KeepFormat
-from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import RECIPES, ExecutionPath, Recipe, described
 from gnmr.precision.rounding import Mark, Rounding

@@ -11,7 +11,7 @@ import torch
 from gnmr.names import GEMMS
 from gnmr.precision.cast import rotated_dtype
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import HADAMARD, ExecutionPath, Recipe
 from gnmr.precision.scaling import row_bytes, scale_dtype, scales_of

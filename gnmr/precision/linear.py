@@ -29,7 +29,6 @@ from torch.nn import functional as F
 
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.kernels.int8 import IntContext
 from gnmr.precision.kernels.scaled_mm import ScaledContext
 from gnmr.precision.kernels.simulated import GemmContext, casts_nothing, in_backward, owned, recipe_linear, refuse_twice
 from gnmr.precision.passes import Pass, keep, repeated
@@ -279,6 +278,10 @@ class PathLinear(nn.Linear):
                 "then attach (or convert)"
             )
 
+    def context_kind(self, recipe: Recipe) -> type[GemmContext]:
+        """Return what casts and multiplies under `recipe`."""
+        return ScaledContext if recipe.backend == "scaled_mm" else GemmContext
+
     def gemm_context(
         self,
         recipe: Recipe,
@@ -294,8 +297,7 @@ class PathLinear(nn.Linear):
         `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
         """
         assert self.shared.amax is not None
-        kind = IntContext if recipe.integer else ScaledContext if recipe.backend == "scaled_mm" else GemmContext
-        return kind(
+        return self.context_kind(recipe)(
             recipe,
             self.shared.amax,
             self.index,

@@ -4,7 +4,7 @@ simulated    operands rounded to the format's values, GEMMs in the tensors' own 
 scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`): GPUs of compute
              capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the
              first function too, without being faster: good for testing
-int_mm       `torch._int_mm`, for recipes that multiply integers (`kernels/int8.py`)
+int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which. Warns
              when falling back to simulation, on GPUs or where the plan is not printed (sim_ recipes excepted)
 """
@@ -21,8 +21,9 @@ from torch import nn
 
 from gnmr.errors import users_level
 from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision import int8
 from gnmr.precision.formats import FORMATS, Format, RangeFormat
-from gnmr.precision.kernels import int8, scaled_mm
+from gnmr.precision.kernels import scaled_mm
 from gnmr.precision.recipes import RECIPES, SCALES, ExecutionPath, Recipe
 from gnmr.precision.spec import PathSpec
 

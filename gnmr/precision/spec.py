@@ -49,7 +49,7 @@ class PathSpec:
     """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto:
     a real one where device, recipe and widths allow it, else simulated."""
     weights: str = "online"
-    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/kernels/int8.py): online (made in every forward
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/int8.py): online (made in every forward
     pass), beside or instead of the 16-bit weights; the latter two for frozen weights."""
     outlier_threshold: float | None = None
     """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""

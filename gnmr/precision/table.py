@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gnmr.names import GEMMS
-from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import described
 

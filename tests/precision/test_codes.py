@@ -127,21 +127,6 @@ def test_a_linear_is_the_simulation_for_all_gemms_low_or_recovered(low: str, rec
         assert difference(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("tokens", [130, 512])
-@pytest.mark.usefixtures("on_hardware")
-def test_blocks_on_either_side(tokens: int) -> None:
-    """128x128 blocks on activations and their gradients, against tiles."""
-    casts = {
-        "fprop": {"input": "e4m3/block", "weight": "e4m3/tile"},
-        "dgrad": {"grad_output": "e4m3/block", "weight": "e4m3/tile"},
-        "wgrad": {"grad_output": "e4m3/tile", "input": "e4m3/block"},
-    }
-    mine = Recipe.of("mine", casts)
-    real, simulated = (through(b, mine, tokens=tokens, widths=(256, 512))[0] for b in ("scaled_mm", "simulated"))
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert difference(ours, theirs) < 1e-6
-
-
 @pytest.mark.parametrize(("low", "scales"), [("deepseek_v3", 384 * 2 * 4), ("mxfp8", 384 * 5)])
 @pytest.mark.usefixtures("on_hardware")
 def test_what_is_kept_are_codes_and_the_scales_of_groups(low: str, scales: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gnmr
 from gnmr.lab import models
 from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.faults.faults import Fault
@@ -258,34 +257,6 @@ def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:
     expected = step(net, plan)
     assert (expected[-4][:2, 0] > 0).all()
     assert same(step(compiled, other), expected)
-
-
-def test_a_model_of_hugging_faces_under_a_controller() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    # A cache of keys and values, which training has no use for, would make a graph for each layer.
-    config = transformers.LlamaConfig(vocab_size=VOCAB, use_cache=False, **sizes)
-    decisions = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        net = transformers.LlamaForCausalLM(config)
-        controller = gnmr.attach(
-            net, low="sim_e2m1", recovery="bf16", unit="block", signal="gnmr", alpha=0.5, max_o=1, warmup_steps=0
-        )
-        if compiles:
-            controller.plan.compile(net.model.layers, backend="aot_eager", fullgraph=True)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        own = []
-        for seed in range(4):
-            net(tokens(seed), labels=tokens(seed)).loss.backward()
-            own.append(controller.step())
-            optimizer.step()
-            optimizer.zero_grad()
-        decisions.append(own)
-    assert graphs() == 2
-    for plain, compiled in zip(*decisions, strict=True):
-        assert (plain.norm == compiled.norm).all() and (plain.active == compiled.active).all()
-    assert any(decision.active.any() for decision in decisions[0])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
-from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert, int8_linear, resolve
-from gnmr.precision.int8_linear import Int8Linear
-from gnmr.precision.kernels import int8
-from gnmr.precision.kernels.int8 import integers, products
+from gnmr.precision import ConvertedModel, PathSpec, convert, int8
+from gnmr.precision.int8 import Int8Linear, integers, products
 
 BF16 = torch.bfloat16
 FROZEN = ("beside", "instead")
@@ -188,8 +185,7 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
 
 def test_readers_of_one_tensor_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     cast: list[tuple[int, ...]] = []
-    for module in (int8, int8_linear):
-        monkeypatch.setattr(module, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
+    monkeypatch.setattr(int8, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
     net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).requires_grad_(False)
     plan = convert(net, PathSpec.of("llm_int8_dgrad", "llm_int8", targets=["a", "b"], weights="beside"))
     plan.operators[1].switch(True)
@@ -365,20 +361,6 @@ def test_no_column_is_off_and_all_columns_are_a_plain_linear_within_rounding() -
 # ---- what runs it ----
 
 
-def test_widths_that_gpus_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_device_missing", lambda _device: None)
-    recipe, on_gpu = RECIPES["llm_int8"], SimpleNamespace(device=torch.device("cuda"))
-    for inputs, outputs, said in ((40, 12, "0 has 12 outputs"), (20, 16, "0 has 20 inputs")):
-        linears: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=inputs, out_features=outputs)}
-        with pytest.raises(
-            ValueError, match=f"backend='int_mm': {said}, and torch._int_mm needs a multiple of 8 on GPUs"
-        ):
-            resolve.with_backend(recipe, "int_mm", linears, on_gpu.device)
-        assert resolve.with_backend(recipe, "auto", linears, on_gpu.device) is recipe
-    fits: Any = {"0": SimpleNamespace(weight=on_gpu, in_features=40, out_features=16)}
-    assert resolve.with_backend(recipe, "auto", fits, on_gpu.device).backend == "int_mm"
-
-
 def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = int8._device_missing.__wrapped__
     assert tried(torch.device("cpu")) is None
@@ -437,19 +419,6 @@ def test_some_gemms_recovered(weights: str, recovers: list[str]) -> None:
     expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
     assert torch.equal(y, expected)
     assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
-
-
-def test_an_integer_product_with_other_gemms_simulated() -> None:
-    """Of the low path sim_int4 fprop is recovered."""
-    net = linear(trainable=True)
-    plan = convert(net, PathSpec.of("sim_int4", "llm_int8", targets=["0"], recovers=["fprop"]))
-    plan.operators[0].switch(True)
-    x, dy = normal(9, 40, seed=1), normal(9, 24, seed=2)
-    y, dx = passed(net, x, dy)
-    assert torch.equal(y, slow_integer_linear(x, net[0].weight, net[0].bias))
-    cast = slow_cast(dy, "int4/row", 1)
-    assert torch.equal(dx, slow_cast(cast @ slow_cast(net[0].weight, "int4/row", 0), "int4/row", 1))
-    assert torch.equal(net[0].weight.grad, slow_cast(cast.t() @ slow_cast(x, "int4/row", 0), "int4/row", 1))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import pytest
-import test_scaled_mm
 import torch
 from test_simulated import by_hand, by_us, same, single
 from test_units import Net, backward
@@ -38,14 +37,6 @@ def test_pinned_gemms_are_the_recovery_recipes_on_both_paths(pinned: list[str], 
             expected = tuple(recovery if gemm in high else "sim_e2m1" for gemm in GEMMS)
             assert same(by_us(x, net[0], dy), by_hand(expected)), (recovers, recovering)
         assert operator.routable == (not set(recovers) <= set(pinned))
-
-
-@pytest.mark.parametrize("pinned", SOME, ids=str)
-def test_without_a_recovery_path_a_pin_is_16_bits(pinned: list[str]) -> None:
-    net, x, dy = single()
-    plan = convert(net, PathSpec.of("sim_int4", None, targets=["0"], pins={"0": pinned}))
-    expected = tuple("bf16" if gemm in pinned else "sim_int4" for gemm in GEMMS)
-    assert same(by_us(x, net[0], dy), by_hand(expected)) and plan.recovery is None
 
 
 @pytest.mark.parametrize("site", ["saved", "forward"])
@@ -142,22 +133,6 @@ def test_a_fault_breaks_no_operator_that_is_pinned(low: str, recovery: str) -> N
             found[bool(pins), bool(windows)] = model.layers[0].attn["q_proj"].weight.grad
     assert not same([found[False, False]], [found[False, True]])
     assert same([found[True, False]], [found[True, True]])
-
-
-@pytest.mark.parametrize("pinned", SOME, ids=str)
-def test_scaled_mm_runs_what_is_not_pinned(pinned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for backend in ("scaled_mm", "simulated"):
-        net = nn.Sequential(nn.Linear(32, 48, bias=False))
-        net[0].weight.data.copy_(test_scaled_mm.W)
-        spec = PathSpec.of("fp8_hybrid", None, targets=["0"], backend=backend, pins={"0": pinned})
-        assert convert(net, spec).low.backend == backend
-        leaf = test_scaled_mm.X.clone().requires_grad_()
-        y = net(leaf)
-        y.backward(test_scaled_mm.DY)
-        found[backend] = [y.detach(), leaf.grad, net[0].weight.grad]
-    for ours, theirs in zip(found["scaled_mm"], found["simulated"], strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize("weights", ["online", "beside", "instead"])

@@ -175,17 +175,6 @@ def test_a_bad_grad_output_shows_in_the_gap() -> None:
     assert measured["mse"].isfinite().all()
 
 
-def test_a_new_probe_starts_afresh_on_the_same_tensor() -> None:
-    net = nn.Sequential(nn.Linear(WIDTH, OUT))
-    plan = convert(net, PathSpec.of("int4", None, targets=["0"]))
-    x = inputs().flatten(0, 1)
-    for tokens in (1, 7):
-        probe = measure_errors(plan, ["mse"], tokens)
-        net(x).sum().backward()
-        expected = (x - quantized(x, "int4"))[::tokens].square().mean().item()
-        assert probe.read()["mse"].item() == pytest.approx(expected, rel=1e-5)
-
-
 def test_what_is_refused() -> None:
     _, plan = make()
     for names in (["gap"], ["mse", "nothing"], []):

@@ -205,15 +205,6 @@ def test_auto_on_a_gpu_says_why_a_recipe_is_simulated(
     assert found == [] if said is None else len(found) == 1 and found[0].startswith(said)
 
 
-def test_auto_on_a_cpu_is_the_simulation_and_the_plan_says_so() -> None:
-    net = nn.Sequential(nn.Linear(32, 48))
-    assert "fp8_hybrid, simulated" in str(convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"])))
-    net = nn.Sequential(nn.Linear(32, 48))
-    assert "fp8_hybrid, scaled_mm" in str(
-        convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs FP8 hardware"

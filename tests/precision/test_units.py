@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -186,19 +184,5 @@ def test_a_fault_hits_operators_and_is_told_of_their_unit() -> None:
     plan.units[1].switch(True)
     backward(model)
     assert all(p.grad.isfinite().all() for p in model.parameters())
-    with pytest.raises(
-        ValueError, match=r"targets \['layers.9'\]: no unit has such a name; there are layers.\*, h"
-    ):
+    with pytest.raises(ValueError, match=r"targets \['layers.9'\]: no unit has such a name; there are layers.\*, h"):
         FaultSchedule(plan, Fault("nan"), ["layers.9"], 10, windows=[(1, 1)])
-
-
-def test_drawn_windows_are_a_units_own() -> None:
-    """Those of an operator unit and of a block of one operator are the same draw."""
-    _, plan = made("block")
-    schedule = FaultSchedule(plan, Fault("nan"), ["*"], 400, rate=5, duration=3, seed=1)
-    by_unit: dict[str, list[tuple[int, int]]] = {}
-    for window in schedule.windows:
-        by_unit.setdefault(window.unit, []).append((window.start, window.end))
-    assert set(by_unit) <= {group.name for group in plan.units} and len(by_unit) == 5
-    for spans in by_unit.values():
-        assert all(end < start for (_, end), (start, _) in pairwise(spans))

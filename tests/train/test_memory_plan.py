@@ -15,7 +15,7 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import Parts, assemble, training_blocks
 from gnmr.lab.train.memory_plan import GB, MemoryPlan, plan_run
 from gnmr.lab.train.step import loss_of
-from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.int8 import Int8Linear
 
 
 def rows(plan: MemoryPlan) -> dict[str, int]:

@@ -26,7 +26,7 @@ from gnmr.lab.config import Config
 from gnmr.lab.train.build import blocks_of, build_optim, check_control, device_of, empty_model, with_paths
 from gnmr.lab.train.memory_bound import GB, refuse_plan
 from gnmr.precision import ConvertedModel, Recipe
-from gnmr.precision.int8_linear import Int8Linear
+from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.recipes import described
 
 DEVICES = (("80 GB (A100, H100)", 80 * GB), ("141 GB (H200)", 141 * GB))
