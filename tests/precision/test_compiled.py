@@ -1,4 +1,4 @@
-"""Converted linears inside of torch.compile's graphs (`ConvertedModel.compile`), against the same model without them."""
+"""Converted linears inside of torch.compile's graphs, against the same model without them."""
 
 from __future__ import annotations
 
